@@ -1,0 +1,148 @@
+"""Arrays of any library, seen as NumPy arrays in host memory.
+
+Three kinds are told apart by what they can do, not by their library: NumPy arrays; device arrays (they show
+`__cuda_array_interface__` and have CuPy's `get` and `set`); anything else with DLPack on the CPU (PyTorch, JAX). Reading
+is a view where memory can be shared and one copy where not; writing goes into the caller's own memory.
+
+Two dtypes are kept apart: the one a value is stored and moved in, and the one it is added in. float16 and bfloat16 are
+added in float32, since neither MPI nor NumPy adds them with enough digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from mpikv.errors import UnsupportedError
+
+HostArray = npt.NDArray[Any]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64"))
+SUPPORTED_DTYPES: tuple[np.dtype[Any], ...] = (*_DTYPES, BFLOAT16)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of a name such as 'float32' or 'bfloat16'."""
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that values of `dtype` are added in: float32 for float16 and bfloat16, else the same."""
+    return np.dtype(np.float32) if dtype == np.float16 or dtype == BFLOAT16 else dtype
+
+
+def is_device(array: object) -> bool:
+    """Whether the array lives in device memory."""
+    return hasattr(array, "__cuda_array_interface__") and hasattr(array, "get")
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` is one array (of any library), not a list of them or a number of Python's."""
+    return isinstance(value, (np.ndarray, np.generic)) or is_device(value) or hasattr(value, "__dlpack__")
+
+
+def _bfloat16_through_bits(array: Any) -> HostArray:
+    """A PyTorch bfloat16 tensor, whose dtype NumPy's DLPack does not know, as a view of the same bits."""
+    torch = __import__("torch")  # the tensor is torch's, so it is there
+    bits: HostArray = array.view(torch.int16).numpy()
+    return bits.view(BFLOAT16)
+
+
+def host_view(array: Any, what: str) -> HostArray:
+    """`array` as a NumPy array: a view of the same memory where the host can see it, a copy of device memory.
+
+    Local. Raises TypeError when `what` is no array, UnsupportedError for a dtype or memory that cannot be read.
+    """
+    if isinstance(array, np.generic):
+        array = np.asarray(array)
+    if isinstance(array, np.ndarray):
+        host = array
+    elif is_device(array):
+        host = array.get()
+    elif hasattr(array, "__dlpack__"):
+        detached = array.detach() if hasattr(array, "detach") else array  # a tensor that wants gradients refuses DLPack
+        try:
+            host = _bfloat16_through_bits(detached) if "torch.bfloat16" in str(detached.dtype) else _dlpack(detached)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise UnsupportedError(f"{what}: cannot read a {type(array).__name__} in host memory: {error}") from error
+    else:
+        raise TypeError(f"{what} is an array (NumPy, CuPy or anything with DLPack), not {type(array).__name__}")
+    if host.dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+        raise UnsupportedError(f"{what} has dtype {host.dtype}; a store holds {names}")
+    return host
+
+
+def _dlpack(array: Any) -> HostArray:
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        # JAX's bfloat16 has no DLPack name in NumPy, but converts to an array of ml_dtypes' bfloat16.
+        host = np.asarray(array)
+        if host.dtype != BFLOAT16:
+            raise
+        return host
+
+
+def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of an array, without moving its values where it is a device array."""
+    if is_device(array):
+        dtype = np.dtype(array.dtype)
+        if dtype in SUPPORTED_DTYPES:
+            return tuple(array.shape), dtype
+    host = host_view(array, what)
+    return host.shape, host.dtype
+
+
+def check_writable(array: Any, what: str) -> None:
+    """Raise UnsupportedError or TypeError when a result cannot be written into `array`."""
+    if not is_array(array) or isinstance(array, np.generic):
+        raise TypeError(f"{what} is an array to write into, not {type(array).__name__}")
+    if not is_device(array) and not host_view(array, what).flags.writeable:
+        hint = " (JAX's arrays cannot be changed: pull with out=None)" if not isinstance(array, np.ndarray) else ""
+        raise UnsupportedError(f"{what} is read-only{hint}")
+
+
+def write(out: Any, value: HostArray, what: str) -> None:
+    """Copy `value` (same number of elements) into `out`, in out's shape and dtype. Local."""
+    if is_device(out):
+        out.set(np.ascontiguousarray(value.reshape(out.shape), dtype=out.dtype))
+        return
+    view = host_view(out, what)
+    np.copyto(view, value.reshape(view.shape), casting="unsafe")
+
+
+def flat_copy(array: Any, what: str) -> HostArray:
+    """The elements of `array` in C order, as a new contiguous 1-D array of its dtype."""
+    host = host_view(array, what)
+    return np.array(host, copy=True, order="C").reshape(-1)
+
+
+def sum_devices(arrays: Sequence[Any], what: str, *, on_device: bool) -> HostArray:
+    """The sum of one worker's device arrays, flat, contiguous, in their dtype; always new memory.
+
+    Added in the order given, float16 and bfloat16 in float32 and rounded once. `on_device` adds on the first array's
+    device, so that one array crosses to the host instead of one per device.
+    """
+    if len(arrays) == 1:
+        return flat_copy(arrays[0], what)
+    if on_device and all(is_device(array) for array in arrays):
+        return flat_copy(_sum_on_device(arrays), what)
+    first = host_view(arrays[0], what)
+    total = np.array(first, dtype=sum_dtype(first.dtype), copy=True, order="C")
+    for array in arrays[1:]:
+        np.add(total, host_view(array, what), out=total, casting="unsafe")
+    return total.astype(first.dtype, copy=False).reshape(-1)
+
+
+def _sum_on_device(arrays: Sequence[Any]) -> Any:
+    first = arrays[0]
+    total = first.astype(sum_dtype(np.dtype(first.dtype)))  # a copy: astype always makes one
+    for array in arrays[1:]:
+        total += array
+    return total.astype(first.dtype)

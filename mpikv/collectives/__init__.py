@@ -1,0 +1,1 @@
+"""Collective algorithms: one file each, chosen by select."""

@@ -1,0 +1,50 @@
+"""Byte strings of any length from every rank to one, and from one to every rank: for saving and loading states.
+
+Each byte string is preceded by its length. Cost: two messages per rank, all at the root. Restrictions: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.transports.base import Group, Steps
+
+
+def _send(group: Group, data: bytes, dest: int, tag: int) -> Steps[None]:
+    yield group.isend(np.array([len(data)], np.int64), dest, tag)
+    if data:
+        yield group.isend(np.frombuffer(data, np.uint8), dest, tag)
+
+
+def _receive(group: Group, source: int, tag: int) -> Steps[bytes]:
+    length = np.empty(1, np.int64)
+    yield group.irecv(length, source, tag)
+    data: HostArray = np.empty(int(length[0]), np.uint8)
+    if data.size:
+        yield group.irecv(data, source, tag)
+    return data.tobytes()
+
+
+def gather(group: Group, data: bytes, root: int, tag: int) -> Steps[list[bytes]]:
+    """Every rank's bytes, in rank order, at the root; an empty list elsewhere. Collective."""
+    if group.rank != root:
+        yield from _send(group, data, root, tag)
+        return []
+    blobs = []
+    for source in range(group.size):
+        blobs.append(data if source == root else (yield from _receive(group, source, tag)))
+    return blobs
+
+
+def scatter(group: Group, blobs: Sequence[bytes] | None, root: int, tag: int) -> Steps[bytes]:
+    """Rank r gets `blobs[r]` of the root, which alone brings them. Collective."""
+    if group.rank != root:
+        return (yield from _receive(group, root, tag))
+    assert blobs is not None
+    for dest in range(group.size):
+        if dest != root:
+            yield from _send(group, blobs[dest], dest, tag)
+    return blobs[root]

@@ -1,0 +1,100 @@
+"""Recursive halving (reduce-scatter) and recursive doubling (allgather).
+
+In each of log2(p) steps a rank exchanges half of what it still has to add with a partner, nearer at every step, and goes
+on with the other half; the allgather runs the same steps backwards. Where p is no power of two, the ranks beyond the
+largest one fold their buffer into a partner's at the start and get the result at the end; they own nothing.
+
+Cost per rank: log2(p) steps, n(p-1)/p elements in each half (the folded ranks and their partners: n more); scratch: n/2
+elements (n at a partner). Restrictions: ranks from the largest power of two on own no chunk.
+Source: Thakur, Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.keys import even_bounds
+from mpikv.transports.base import Group, Steps
+
+
+def owners(size: int) -> int:
+    """How many ranks, from 0 on, may own a chunk: the largest power of two that is not above `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def bounds(n_elems: int, size: int) -> tuple[int, ...]:
+    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`; the folded ranks' chunks are empty."""
+    core = even_bounds(n_elems, owners(size))
+    return core + (n_elems,) * (size + 1 - len(core))
+
+
+def _check(group: Group, chunks: Sequence[int]) -> int:
+    core = owners(group.size)
+    if chunks[core] != chunks[group.size]:
+        raise ValueError(f"halving_doubling: of {group.size} ranks only the first {core} may own a chunk")
+    return core
+
+
+def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+
+    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
+    Yields each request it must wait for. Raises ValueError when a folded rank owns a chunk.
+    """
+    core, me = _check(group, chunks), group.rank
+    if buf.size == 0:
+        return
+    if me >= core:
+        yield group.isend(buf, me - core, tag)
+        return
+    if me + core < group.size:
+        folded = np.empty_like(buf)
+        yield group.irecv(folded, me + core, tag)
+        np.add(buf, folded, out=buf)
+        del folded
+    low, high = 0, core  # the chunks that this rank still adds
+    while high - low > 1:
+        middle = (low + high) // 2
+        keep, give = ((low, middle), (middle, high)) if me < middle else ((middle, high), (low, middle))
+        partner = me ^ (middle - low)
+        kept, given = buf[chunks[keep[0]] : chunks[keep[1]]], buf[chunks[give[0]] : chunks[give[1]]]
+        send = group.isend(given, partner, tag) if given.size else None
+        if kept.size:
+            scratch = np.empty_like(kept)
+            yield group.irecv(scratch, partner, tag)
+            # The lower rank's part stands first on both sides of every exchange, for bits that depend on ranks alone.
+            np.add(*((kept, scratch) if me < partner else (scratch, kept)), out=kept)
+        if send is not None:
+            yield send
+        low, high = keep
+
+
+def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
+
+    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for. Raises
+    ValueError when a folded rank owns a chunk.
+    """
+    core, me = _check(group, chunks), group.rank
+    if buf.size == 0:
+        return
+    if me >= core:
+        yield group.irecv(buf, me - core, tag)
+        return
+    width = 1
+    while width < core:
+        low = me // width * width  # this rank holds the chunks [low, low + width)
+        partner = me ^ width
+        other = partner // width * width
+        mine, theirs = buf[chunks[low] : chunks[low + width]], buf[chunks[other] : chunks[other + width]]
+        send = group.isend(mine, partner, tag) if mine.size else None
+        if theirs.size:
+            yield group.irecv(theirs, partner, tag)
+        if send is not None:
+            yield send
+        width *= 2
+    if me + core < group.size:
+        yield group.isend(buf, me + core, tag)

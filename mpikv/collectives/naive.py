@@ -1,0 +1,87 @@
+"""The direct algorithm, reference of all others.
+
+Reduce-scatter: every rank sends each chunk straight to its owner, who adds the contributions in rank order, so that the
+sum is `((x0 + x1) + x2) + ...` for every element. Allgather: every owner sends its chunk to every other rank.
+
+Cost per rank: p-1 messages of n/p elements in each half, all at once; scratch: p-1 chunks at the owner. Restrictions:
+none. As few steps as possible, but p-1 messages meet at each rank, which large p does not bear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.keys import even_bounds
+from mpikv.transports.base import Group, Request, Steps
+
+
+def bounds(n_elems: int, size: int) -> tuple[int, ...]:
+    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`."""
+    return even_bounds(n_elems, size)
+
+
+def owners(size: int) -> int:
+    """How many ranks, from 0 on, may own a chunk."""
+    return size
+
+
+def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+
+    buf: (n,), contiguous, same n and dtype on every rank, its other chunks left as they are. Collective. Yields each
+    request it must wait for.
+    """
+    me = group.rank
+    own = buf[chunks[me] : chunks[me + 1]]
+    incoming: dict[int, HostArray] = {}
+    receives: dict[int, Request] = {}
+    if own.size:
+        for source in range(group.size):
+            if source != me:
+                incoming[source] = np.empty_like(own)
+                receives[source] = group.irecv(incoming[source], source, tag)
+    sends = [
+        group.isend(buf[chunks[owner] : chunks[owner + 1]], owner, tag)
+        for owner in _others_from(me, group.size)
+        if chunks[owner] < chunks[owner + 1]
+    ]
+    if own.size:
+        total = own
+        for source in range(group.size):
+            if source != me:
+                yield receives[source]
+            part = own if source == me else incoming.pop(source)
+            if source == 0:
+                total = part
+            else:
+                np.add(total, part, out=total)
+        if total is not own:
+            own[...] = total
+    for send in sends:
+        yield send
+
+
+def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
+
+    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
+    """
+    me = group.rank
+    own = buf[chunks[me] : chunks[me + 1]]
+    requests = [
+        group.irecv(buf[chunks[owner] : chunks[owner + 1]], owner, tag)
+        for owner in _others_from(me, group.size)
+        if chunks[owner] < chunks[owner + 1]
+    ]
+    if own.size:
+        requests += [group.isend(own, dest, tag) for dest in _others_from(me, group.size)]
+    for request in requests:
+        yield request
+
+
+def _others_from(me: int, size: int) -> list[int]:
+    """All other ranks, starting after this one, so that not all ranks send to rank 0 first."""
+    return [(me + step) % size for step in range(1, size)]

@@ -1,0 +1,71 @@
+"""MPI's own collectives: Ireduce_scatter and Iallgatherv.
+
+MPI matches its collectives by their order on a communicator, and ranks may push keys in any order. So each key has a
+duplicated communicator of its own, made when the key is initialised; that is what this algorithm costs beyond MPI's
+own price, and MPICH has about 2000 of them. The order of addition is MPI's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpikv.arrays import HostArray
+from mpikv.errors import UnsupportedError
+from mpikv.keys import even_bounds
+from mpikv.transports.base import Steps
+from mpikv.transports.mpi import MpiRequest
+
+# Dtypes that every MPI reduces; float16 and bfloat16 arrive here widened to float32.
+REDUCIBLE = {
+    np.dtype(np.float32): MPI.FLOAT,
+    np.dtype(np.float64): MPI.DOUBLE,
+    np.dtype(np.int8): MPI.INT8_T,
+    np.dtype(np.uint8): MPI.UINT8_T,
+    np.dtype(np.int32): MPI.INT32_T,
+    np.dtype(np.int64): MPI.INT64_T,
+}
+
+
+def bounds(n_elems: int, size: int) -> tuple[int, ...]:
+    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`."""
+    return even_bounds(n_elems, size)
+
+
+def owners(size: int) -> int:
+    """How many ranks, from 0 on, may own a chunk."""
+    return size
+
+
+def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
+    """A communicator for one key. Collective, and ranks must call it for their keys in the same order."""
+    try:
+        own, request = comm.Idup()
+        yield MpiRequest(request, own)
+    except MPI.Exception as error:
+        raise UnsupportedError(
+            f"the MPI library has no communicator left for another key ({error}): MPIKV_ALGORITHM=native needs one per key"
+        ) from error
+    return own
+
+
+def reduce_scatter(comm: MPI.Intracomm, buf: HostArray, chunks: Sequence[int]) -> Steps[None]:
+    """MPI_Ireduce_scatter of `buf` (n,) with sum; afterwards each rank's own chunk holds the sum. Collective."""
+    me, datatype = comm.Get_rank(), REDUCIBLE[buf.dtype]
+    counts = [chunks[i + 1] - chunks[i] for i in range(comm.Get_size())]
+    own = np.empty(counts[me], buf.dtype)
+    request: Any = comm.Ireduce_scatter([buf, datatype], [own, datatype], counts, MPI.SUM)
+    yield MpiRequest(request, (buf, own))
+    buf[chunks[me] : chunks[me + 1]] = own
+
+
+def allgather(comm: MPI.Intracomm, buf: HostArray, chunks: Sequence[int]) -> Steps[None]:
+    """MPI_Iallgatherv in place: chunk i of `buf` is rank i's at the start, on all ranks at the end. Collective."""
+    size_bytes = buf.itemsize
+    counts = [(chunks[i + 1] - chunks[i]) * size_bytes for i in range(comm.Get_size())]
+    offsets = [chunks[i] * size_bytes for i in range(comm.Get_size())]
+    target = [buf.view(np.uint8), counts, offsets, MPI.BYTE]
+    yield MpiRequest(comm.Iallgatherv(MPI.IN_PLACE, target), buf)

@@ -1,0 +1,173 @@
+"""The agreement of all workers, as a pure state machine: proposals in, verdicts out.
+
+It runs at worker 0. A worker proposes something under a topic and a name (`init` of key 'w', the third `barrier`); when
+every worker has proposed the same thing, the topic's rule makes a result of what they brought, or an error, and everybody
+gets that verdict. A worker that proposed waits for its verdict, so two mistakes show at once instead of hanging:
+
+- All workers wait, none of them for the same thing. If each is in an `init`, they initialise keys in different orders, which
+  is allowed: every one is released with a provisional verdict and goes on; the final one follows. Anything else is
+  an error that says where each worker is.
+- A worker has closed its store. Whatever else is proposed can never be complete.
+
+Cost: two messages per worker and proposal. No clock, no MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
+from mpikv.keys import Key
+
+Name = Key
+Item = tuple[str, Name]
+
+ERRORS: dict[str, type[MpikvError]] = {
+    error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch)
+}
+
+
+class Disagreement(Exception):  # noqa: N818 - it is one
+    """Raised by a rule: the verdict is this error, on every worker."""
+
+    def __init__(self, kind: type[MpikvError], text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Verdict(NamedTuple):
+    """To `worker`: how the proposal ended. Exactly one of `result` and `error` counts; `error` is (class name, text)."""
+
+    worker: int
+    topic: str
+    name: Name
+    result: Any
+    error: tuple[str, str] | None
+    final: bool
+
+
+@dataclass
+class _Open:
+    payloads: dict[int, Any] = field(default_factory=dict)
+    reserved: Any = None  # what a provisional verdict has already promised
+
+
+Rule = Callable[[Name, Sequence[Any], Sequence[str]], Any]
+
+
+def call_text(topic: str, name: Name) -> str:
+    """A proposal as the user wrote it."""
+    return f"init({name!r})" if topic == "init" else f"{topic}()"
+
+
+def grouped(payloads: Sequence[Any], labels: Sequence[str]) -> str:
+    """Who brought what: 'float32 (2,): worker 0 on a; float32 (3,): worker 1 on b'."""
+    groups: dict[str, list[str]] = {}
+    for payload, label in zip(payloads, labels, strict=True):
+        groups.setdefault(str(payload), []).append(label)
+    return "; ".join(f"{', '.join(who)}: {what}" for what, who in groups.items())
+
+
+def same(kind: type[MpikvError], what: str) -> Rule:
+    """A rule: all workers bring equal values, which are the result."""
+
+    def rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+        if any(payload != payloads[0] for payload in payloads):
+            raise Disagreement(kind, f"{what.format(name=name)}: {grouped(payloads, labels)}")
+        return payloads[0]
+
+    return rule
+
+
+def first(_name: Name, payloads: Sequence[Any], _labels: Sequence[str]) -> Any:
+    """A rule: what worker 0 brought is the result."""
+    return payloads[0]
+
+
+class Agreement:
+    """Worker 0's side of every agreement.
+
+    labels: how each worker is named in errors ('worker 1 on h2'). rules: topic -> rule. reserve(name, payload): for
+    `init`, what every rank must know of the key (its number, where its shards live), fixed when it is first proposed.
+    """
+
+    def __init__(self, labels: Sequence[str], rules: dict[str, Rule], reserve: Callable[[Name, Any], Any]) -> None:
+        self._labels = list(labels)
+        self._rules = rules
+        self._reserve = reserve
+        self._open: dict[Item, _Open] = {}
+        self._waiting: dict[int, set[Item]] = {worker: set() for worker in range(len(labels))}
+        self._closed: set[int] = set()
+
+    def propose(self, worker: int, items: Sequence[tuple[str, Name, Any]]) -> list[Verdict]:
+        """What follows from a worker's proposals; it waits for a verdict on each of them."""
+        verdicts: list[Verdict] = []
+        for topic, name, payload in items:
+            proposal = self._open.setdefault((topic, name), _Open())
+            if worker in proposal.payloads:
+                verdicts.append(self._error(worker, (topic, name), MpikvError, f"{call_text(topic, name)} twice"))
+                continue
+            if topic == "init" and proposal.reserved is None:
+                proposal.reserved = self._reserve(name, payload)
+            proposal.payloads[worker] = payload
+            self._waiting[worker].add((topic, name))
+            if topic == "close":
+                self._closed.add(worker)
+            if len(proposal.payloads) == len(self._labels):
+                verdicts += self._decide((topic, name))
+        if self._closed:
+            verdicts += self._fail_what_cannot_complete()
+        if all(self._waiting.values()):
+            verdicts += self._untangle()
+        return verdicts
+
+    def _decide(self, item: Item) -> list[Verdict]:
+        proposal = self._open.pop(item)
+        payloads = [proposal.payloads[worker] for worker in range(len(self._labels))]
+        result, error = None, None
+        try:
+            result = self._rules[item[0]](item[1], payloads, self._labels)
+            if item[0] == "init":
+                result = proposal.reserved
+        except Disagreement as disagreement:
+            error = (disagreement.kind.__name__, str(disagreement))
+        for items in self._waiting.values():
+            items.discard(item)
+        return [Verdict(worker, *item, result, error, final=True) for worker in range(len(self._labels))]
+
+    def _error(self, worker: int, item: Item, kind: type[MpikvError], text: str) -> Verdict:
+        self._waiting[worker].discard(item)
+        return Verdict(worker, *item, None, (kind.__name__, text), final=True)
+
+    def _fail_what_cannot_complete(self) -> list[Verdict]:
+        gone = ", ".join(self._labels[worker] for worker in sorted(self._closed))
+        verdicts = []
+        for item in [item for item in self._open if item[0] != "close"]:
+            text = f"{call_text(*item)} needs every worker, and {gone} closed the store already (its program ended early?)"
+            for worker in self._open.pop(item).payloads:
+                verdicts.append(self._error(worker, item, PeerError, text))
+        return verdicts
+
+    def _untangle(self) -> list[Verdict]:
+        """Every worker waits and nothing can become complete."""
+        waiting = {worker: sorted(items, key=str) for worker, items in self._waiting.items()}
+        if all(topic == "init" for items in waiting.values() for topic, _ in items):
+            released = []
+            for worker, items in waiting.items():
+                self._waiting[worker] = set()
+                released += [
+                    Verdict(worker, *item, self._open[item].reserved, None, final=False) for item in items
+                ]
+            return released
+        where = "; ".join(
+            f"{self._labels[worker]}: {', '.join(call_text(*item) for item in items)}" for worker, items in waiting.items()
+        )
+        text = f"the workers wait for each other in different calls, which all of them must make: {where}"
+        verdicts = []
+        for worker, items in waiting.items():
+            for item in items:
+                self._open.pop(item, None)
+                verdicts.append(self._error(worker, item, MpikvError, text))
+        return verdicts

@@ -1,0 +1,238 @@
+"""Control messages between the workers of one store: proposals and verdicts, who has left, where everybody is.
+
+A listener, one generator in the progress engine, receives every control message and acts on it at once, also while this
+rank's program computes. So a rank that waits too long can ask the others what they are doing, and tells its user.
+
+Kinds of messages: `propose` (to worker 0), `verdict` (from worker 0), `left` (a worker has closed; with its number of
+pushes per key), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard nothing
+for long; answered by `pong`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
+from mpikv.errors import MpikvError, PeerError, StallError
+from mpikv.observe.activity import Activity
+from mpikv.observe.stall import Waiting, stall_text
+from mpikv.transports.base import Arrival, Group, Request, Steps, Transport
+from mpikv.transports.progress import Engine
+
+ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds
+
+
+class Reply(NamedTuple):
+    """What worker 0 decided on one proposal."""
+
+    result: Any
+    error: tuple[str, str] | None
+    final: bool
+
+    def unwrap(self) -> Any:
+        """The result; raises the error that was decided."""
+        if self.error is not None:
+            raise ERRORS.get(self.error[0], MpikvError)(self.error[1])
+        return self.result
+
+
+class Proposal:
+    """A request that is done when each of its items has a verdict."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.replies: dict[Item, Reply | None] = dict.fromkeys(items)
+
+    def test(self) -> bool:
+        """Whether all verdicts are there."""
+        return None not in self.replies.values()
+
+
+class Control:
+    """One worker's end of the control messages.
+
+    workers: the workers' ranks. agreement: at worker 0 the state machine, elsewhere None. pushes: key id -> how often
+    this worker has pushed that key. on_final(item, reply): called in the same order on every worker.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        workers: Group,
+        engine: Engine,
+        agreement: Agreement | None,
+        *,
+        timeout_s: float,
+        pushes: Callable[[], dict[int, int]],
+        on_final: Callable[[Item, Reply], None],
+    ) -> None:
+        self.activity = Activity()
+        self.engine = engine
+        self.timeout_s = timeout_s
+        self.labels = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
+        self.me = f"{self.labels[workers.rank]} (rank {transport.rank} of {transport.size})"
+        self._transport = transport
+        self._workers = workers
+        self._agreement = agreement
+        self._pushes = pushes
+        self._on_final = on_final
+        self._proposals: list[Proposal] = []
+        self._left: dict[int, dict[int, int]] = {}
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._question = 0
+        self._sending: list[Request] = []
+
+    # --- sending
+
+    def _send(self, rank: int, message: dict[str, Any]) -> None:
+        data = wire.control(message)
+        self._sending = [request for request in self._sending if not request.test()]
+        self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
+
+    def sent(self) -> bool:
+        """Whether everything this worker sent has left."""
+        with self.engine.lock:
+            self._sending = [request for request in self._sending if not request.test()]
+            return not self._sending
+
+    # --- agreeing
+
+    def propose(self, items: Sequence[tuple[str, Name, Any]]) -> Proposal:
+        """Propose to worker 0. Local; wait for the result with `agree` or `wait`."""
+        proposal = Proposal([(topic, name) for topic, name, _ in items])
+        with self.engine.lock:
+            self._proposals.append(proposal)
+            if self._agreement is not None:
+                self._deliver(self._agreement.propose(self._workers.rank, items))
+            else:
+                message = {"kind": "propose", "worker": self._workers.rank, "items": [list(item) for item in items]}
+                self._send(self._workers.ranks[0], message)
+        return proposal
+
+    def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting) -> Any:
+        """Propose and wait. Collective over the workers. Raises what they agreed to raise."""
+        proposal = self.propose([(topic, name, payload)])
+        self.wait(proposal, waiting)
+        reply = proposal.replies[(topic, name)]
+        assert reply is not None
+        return reply.unwrap()
+
+    def _deliver(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            if verdict.worker == self._workers.rank:
+                self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+            else:
+                self._send(self._workers.ranks[verdict.worker], {"kind": "verdict", "verdict": list(verdict)})
+
+    def _decided(self, item: Item, reply: Reply) -> None:
+        if reply.final:
+            self._on_final(item, reply)
+        for proposal in self._proposals:
+            if item in proposal.replies and proposal.replies[item] is None:
+                proposal.replies[item] = reply
+                break
+        self._proposals = [proposal for proposal in self._proposals if not proposal.test()]
+
+    # --- leaving
+
+    def leave(self, pushes: dict[int, int]) -> None:
+        """Tell the other workers that this one pushes nothing any more."""
+        message = {"kind": "left", "worker": self._workers.rank, "pushes": sorted(pushes.items())}
+        with self.engine.lock:
+            for worker, rank in enumerate(self._workers.ranks):
+                if worker != self._workers.rank:
+                    self._send(rank, message)
+
+    # --- listening
+
+    def listen(self) -> Steps[None]:
+        """The listener: receives and acts for ever."""
+        while True:
+            arrival = Arrival(self._transport, wire.TAG_CONTROL)
+            yield arrival
+            data = np.empty(arrival.incoming.n_bytes, np.uint8)
+            yield arrival.incoming.receive(data)
+            self._act(arrival.incoming.source, wire.parse_control(data))
+
+    def _act(self, source: int, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "propose":
+            if self._agreement is None:
+                raise MpikvError(f"{self.me}: a proposal from rank {source} came here instead of to worker 0")
+            items = [(topic, name, payload) for topic, name, payload in message["items"]]
+            self._deliver(self._agreement.propose(message["worker"], items))
+        elif kind == "verdict":
+            verdict = Verdict(*message["verdict"])
+            error = None if verdict.error is None else (verdict.error[0], verdict.error[1])
+            self._decided((verdict.topic, verdict.name), Reply(verdict.result, error, verdict.final))
+        elif kind == "left":
+            self._left[message["worker"]] = dict(message["pushes"])
+        elif kind == "where":
+            here = {"kind": "here", "worker": self._workers.rank, "question": message["question"]}
+            pushes = self._pushes().get(message["key_id"], 0)
+            self._send(source, {**here, "pushes": pushes, "doing": self.activity.text()})
+        elif kind == "here":
+            if message["question"] == self._question:
+                self._answers[message["worker"]] = message
+        elif kind == "ping":
+            self._send(source, {"kind": "pong"})
+        else:
+            raise MpikvError(f"{self.me}: a control message of unknown kind {kind!r} from rank {source}")
+
+    # --- waiting
+
+    def wait(self, request: Request, waiting: Waiting, timeout_s: float | None = None) -> None:
+        """Block until `request` is done.
+
+        Raises its error; PeerError as soon as what is waited for cannot come any more; StallError after `timeout_s`
+        (default: the store's).
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        with self.activity.during(str(waiting)):
+            self.engine.wait(
+                request, limit_s, lambda: StallError(self._report(waiting, limit_s)), lambda: self.check(waiting)
+            )
+
+    def check(self, waiting: Waiting) -> None:
+        """Raise PeerError when this wait can never end."""
+        if waiting.round is None or waiting.key_id is None:
+            return
+        for worker, pushes in self._left.items():
+            done = pushes.get(waiting.key_id, 0)
+            if done < waiting.round:
+                raise PeerError(
+                    f"{self.me}, {waiting}: {self.labels[worker]} closed its store after {done} pushes of this key, "
+                    f"so that round {waiting.round} can never be complete (did its program end early?)"
+                )
+
+    def _report(self, waiting: Waiting, waited_s: float) -> str:
+        """Ask every other worker where it is, and say it."""
+        others = [worker for worker in range(self._workers.size) if worker != self._workers.rank]
+        with self.engine.lock:
+            self._question += 1
+            self._answers = {}
+            for worker in others:
+                key_id = -1 if waiting.key_id is None else waiting.key_id
+                self._send(self._workers.ranks[worker], {"kind": "where", "question": self._question, "key_id": key_id})
+        deadline = time.monotonic() + ANSWER_S
+        while len(self._answers) < len(others) and time.monotonic() < deadline:
+            if not self.engine.step():
+                time.sleep(1e-3)
+        arrived, missing, silent = {}, {}, []
+        for worker in others:
+            answer = self._answers.get(worker)
+            if answer is None:
+                silent.append(self.labels[worker])
+                continue
+            doing = answer["doing"]
+            if waiting.round is not None:
+                here = answer["pushes"] >= waiting.round
+                doing = f"pushed it {answer['pushes']} times; {doing}"
+            else:
+                here = doing.startswith(f"in {waiting} ")
+            (arrived if here else missing)[self.labels[worker]] = doing
+        return stall_text(waiting, self.me, waited_s, arrived, missing, silent)

@@ -1,0 +1,63 @@
+"""IDX files: MNIST's format of arrays.
+
+A file is two zero bytes, a byte for the type of the elements, a byte for the number of axes, the length of each
+axis as a big-endian unsigned 32-bit integer, then the elements in C order, big-endian. It may be packed with gzip,
+which is seen from its first two bytes, not from the name. Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST
+database", section on the file format.
+
+The whole file is read at once: memory is twice the array for a moment where it is packed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArray[Any]:
+    """The array in the file, in the machine's byte order, writable.
+
+    ndim: the number of axes it must have; any if None. Local. Raises OSError when the file cannot be read,
+    ValueError that names the file when it is no IDX file, is cut short, is too long, or has another number of axes.
+    """
+    raw = Path(path).read_bytes()
+    if raw[:2] == _GZIP_MAGIC:
+        try:
+            raw = gzip.decompress(raw)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: damaged or truncated gzip file ({error}); fetch it again") from error
+    if len(raw) < 4:
+        raise ValueError(f"{path}: truncated IDX file: {len(raw)} bytes, the header alone has 4 or more")
+    zeros, code, axes = struct.unpack(">HBB", raw[:4])
+    if zeros or code not in _DTYPES:
+        raise ValueError(
+            f"{path}: not an IDX file: it starts with {raw[:4].hex(' ')}; expected 00 00, a type (08, 09, 0b to 0e) "
+            "and the number of axes"
+        )
+    if ndim is not None and axes != ndim:
+        raise ValueError(f"{path}: the array has {axes} axes, expected {ndim}")
+    start = 4 + 4 * axes
+    if len(raw) < start:
+        raise ValueError(f"{path}: truncated IDX file: {len(raw)} bytes, the header of {axes} axes has {start}")
+    shape = struct.unpack(f">{axes}I", raw[4:start])
+    dtype = np.dtype(_DTYPES[code])
+    # Python's integers: a damaged header must not overflow into a length that fits.
+    expected_bytes = start + math.prod(shape) * dtype.itemsize
+    if len(raw) != expected_bytes:
+        what = "truncated" if len(raw) < expected_bytes else "too long"
+        raise ValueError(
+            f"{path}: {what} IDX file: shape {shape} of {dtype.itemsize}-byte elements, as its header says, makes "
+            f"{expected_bytes} bytes; the file has {len(raw)}"
+        )
+    return np.frombuffer(raw, dtype=dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))

@@ -1,0 +1,172 @@
+"""Splitting data: an epoch's examples over workers, and one batch over a worker's devices.
+
+`SplitSampler` puts all examples of an epoch into one order that every part computes for itself, and part p of P
+takes the places p, p+P, p+2P, ... of it. So nothing is sent, the parts never overlap, and step s of P parts with
+batch B holds the same examples as step s of one part with batch P*B: a run can be checked against the same run on
+one process.
+
+The order is the sort order of 64-bit random numbers from PCG64, seeded by SeedSequence((seed, epoch)). NumPy
+promises the raw stream of a bit generator for good, but not what `Generator.permutation` makes of it, and workers
+with two versions of NumPy must still agree. Two equal numbers among n (chance n*n / 2**65) keep their places, the
+sort being stable.
+
+Cost of an epoch on every part: n random numbers and one sort, 24 n bytes while it lasts, and n / P indices (8 bytes
+each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpikv.devices import Device, put
+
+Last = Literal["uneven", "drop", "wrap"]
+_LAST: tuple[Last, ...] = ("uneven", "drop", "wrap")
+
+
+class HasRank(Protocol):
+    """What `SplitSampler.for_store` asks of a store."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_workers(self) -> int: ...
+
+
+class SplitSampler:
+    """The indices of one part of `range(length)`, in a new order in every epoch.
+
+    length: number of examples, >= 0. num_parts >= 1, 0 <= part_index < num_parts: which part this is.
+    last: what becomes of the `length % num_parts` examples that do not divide. 'uneven': the first parts take one more
+    each, so every example comes once per epoch; 'drop': left out (other ones in every epoch if shuffled); 'wrap': the
+    first examples of the epoch's order come a second time until all parts are equally long.
+    shuffle: False takes the examples in the order they have. seed: >= 0, the same on every part.
+
+    Works as `sampler=` of `torch.utils.data.DataLoader`. Iterating twice without `set_epoch` gives the same order
+    twice: an epoch that advanced by itself would drift apart between parts of which one was iterated once more.
+    Local, no messages. Raises TypeError for values that are no integers, ValueError for those out of range.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        num_parts: int = 1,
+        part_index: int = 0,
+        *,
+        last: Last = "uneven",
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.length = _natural("length", length)
+        self.num_parts = _natural("num_parts", num_parts)
+        self.part_index = _natural("part_index", part_index)
+        self.seed = _natural("seed", seed)
+        if self.num_parts < 1:
+            raise ValueError("num_parts must be at least 1, got 0")
+        if self.part_index >= self.num_parts:
+            parts = f"0..{self.num_parts - 1}, as num_parts is {self.num_parts}"
+            raise ValueError(f"part_index must be in {parts}; got {self.part_index}")
+        if last not in _LAST:
+            raise ValueError(f"last must be one of {', '.join(map(repr, _LAST))}; got {last!r}")
+        self.last: Last = last
+        self.shuffle = bool(shuffle)
+        self.epoch = 0
+
+    @classmethod
+    def for_store(
+        cls, length: int, store: HasRank, *, last: Last = "uneven", shuffle: bool = True, seed: int = 0
+    ) -> SplitSampler:
+        """The part of this worker: `store.rank` of `store.num_workers`."""
+        return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration; the same `epoch` (>= 0) on every part."""
+        self.epoch = _natural("epoch", epoch)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.length, self.num_parts)
+        if self.last == "uneven":
+            return whole + (self.part_index < rest)
+        return whole + (self.last == "wrap" and rest > 0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def indices(self) -> NDArray[np.int64]:
+        """This epoch's indices of this part at once: int64, (len(self),)."""
+        if self.length == 0:
+            return np.empty(0, dtype=np.int64)
+        places = self.part_index + self.num_parts * np.arange(len(self), dtype=np.int64)
+        # Places past the end exist with 'wrap' alone; modulo, as there may be more parts than examples.
+        return self._order()[places % self.length]
+
+    def _order(self) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return np.arange(self.length, dtype=np.int64)
+        random = np.random.PCG64(np.random.SeedSequence((self.seed, self.epoch))).random_raw(self.length)
+        return np.argsort(random, kind="stable").astype(np.int64, copy=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"SplitSampler({self.length}, {self.num_parts}, {self.part_index}, last={self.last!r}, "
+            f"shuffle={self.shuffle}, seed={self.seed}), epoch {self.epoch}"
+        )
+
+
+def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
+    """Cut `data` along `batch_axis` into `num_slice` slices, views where the array makes views.
+
+    data: an array (anything with `shape` and slicing, else `numpy.asarray` of it). With `even_split` the axis must
+    divide (ValueError otherwise); without, the first slices get one more, as in `numpy.array_split`, and a slice
+    may be empty. Local.
+    """
+    array = data if hasattr(data, "shape") and hasattr(data, "__getitem__") else np.asarray(data)
+    num_slice = _natural("num_slice", num_slice)
+    if num_slice < 1:
+        raise ValueError("num_slice must be at least 1, got 0")
+    num_axes = len(array.shape)
+    axis = operator.index(batch_axis)
+    if not -num_axes <= axis < num_axes:
+        raise ValueError(f"batch_axis {batch_axis} is out of range for data of shape {tuple(array.shape)}")
+    size = int(array.shape[axis])
+    if even_split and size % num_slice:
+        raise ValueError(
+            f"{size} examples along axis {batch_axis} (data of shape {tuple(array.shape)}) do not divide into "
+            f"{num_slice} equal slices; choose a batch size that is a multiple of {num_slice}, or pass even_split=False"
+        )
+    whole, rest = divmod(size, num_slice)
+    before = (slice(None),) * (axis % num_axes)
+    ends = [i * whole + min(i, rest) for i in range(num_slice + 1)]
+    return [array[before + (slice(*pair),)] for pair in itertools.pairwise(ends)]  # noqa: RUF005 - not in Python 3.10
+
+
+def split_and_load(
+    data: Any, devices: Sequence[Device] | Device, batch_axis: int = 0, even_split: bool = True
+) -> list[Any]:
+    """One slice of `data` per device, each as an array on its device.
+
+    devices: 'cpu', 'cpu:0' (a NumPy array; a view where `data` already is host memory), 'gpu:0', 'cuda:0' or the
+    device's number (a CuPy array there), or an object that prints itself like one of these. Slices as in
+    `split_data`. Local. Raises UnsupportedError where a GPU is named and CuPy is missing.
+    """
+    listed: list[Any] = list(devices) if isinstance(devices, (list, tuple)) else [devices]
+    if not listed:
+        raise ValueError("devices is empty: name at least one, such as 'cpu'")
+    return [put(s, d) for s, d in zip(split_data(data, len(listed), batch_axis, even_split), listed, strict=True)]
+
+
+def _natural(name: str, value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, got {number}")
+    return number

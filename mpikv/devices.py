@@ -1,0 +1,66 @@
+"""Devices by name, and arrays on them.
+
+A device is 'cpu' (with any number: host memory is one) or a GPU, 'gpu:1' or 'cuda:1'. A plain integer n is GPU n,
+and so is an object that converts to an integer (CuPy's `Device`). Objects that print themselves like these names
+(`torch.device('cuda:1')`, 'gpu(1)') are taken too. CuPy is imported when the first array goes to a GPU, not before.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, SupportsIndex, SupportsInt
+
+import numpy as np
+
+from mpikv import arrays
+from mpikv.errors import UnsupportedError
+
+Device = str | SupportsIndex | SupportsInt
+
+_NAME = re.compile(r"(cpu|gpu|cuda)(?:[:(](\d+)\)?)?", re.IGNORECASE)
+
+
+def gpu_number(device: Device) -> int | None:
+    """The number of the GPU that `device` names, None for the CPU. ValueError for anything else."""
+    name = _NAME.fullmatch(str(device).strip())
+    if name:
+        return None if name[1].lower() == "cpu" else int(name[2] or 0)
+    try:
+        number = -1 if isinstance(device, float) else int(device)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0:
+        raise ValueError(f"{device!r} is no device; write 'cpu', 'cpu:0', 'gpu:0', 'cuda:0' or the number of a GPU")
+    return number
+
+
+def put(array: Any, device: Device) -> Any:
+    """`array` on `device`: a NumPy array on the CPU, a CuPy array on a GPU; the array itself where it is there already.
+
+    array: of any library, or what `numpy.asarray` takes. Local. Raises UnsupportedError where CuPy or the GPU is
+    missing.
+    """
+    number = gpu_number(device)
+    if number is None:
+        return array.get() if arrays.is_device(array) else np.asarray(array)
+    cupy = import_cupy(device)
+    available = cupy.cuda.runtime.getDeviceCount()
+    if number >= available:
+        raise UnsupportedError(f"device {device!r} does not exist: this process sees {available} GPUs, numbered from 0")
+    with cupy.cuda.Device(number):
+        if arrays.is_device(array) or not arrays.is_array(array):
+            return cupy.asarray(array)
+        # A tensor of another library: by DLPack where it lies on a GPU, through NumPy where it lies in host memory.
+        on_host = isinstance(array, (np.ndarray, np.generic)) or array.__dlpack_device__()[0] == 1
+        return cupy.asarray(np.asarray(array)) if on_host else cupy.from_dlpack(array)
+
+
+def import_cupy(why: object) -> Any:
+    """CuPy, or UnsupportedError with the command that installs it."""
+    try:
+        import cupy  # noqa: PLC0415 - only where a GPU is asked for
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{why!r} needs CuPy, which is not installed: pip install 'mpikv[cuda12]' (or 'mpikv[cuda13]' for CUDA 13)"
+        ) from error
+    return cupy

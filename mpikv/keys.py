@@ -1,0 +1,100 @@
+"""Keys, shards and who owns them: pure values, the same on every rank.
+
+A key's value is seen as flat, n elements. It is cut into shards `[begin, end)`, each with one owner: the rank that sums
+the gradients for it and applies the optimizer to it. A plan is the tuple of a key's shards, in order and without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Key = int | str
+
+INT_KEY_LIMIT = 2**63
+
+
+class Shard(NamedTuple):
+    """Elements `[begin, end)` of a key's flat value, owned by `owner` (an index among the owners)."""
+
+    owner: int
+    begin: int
+    end: int
+
+
+ShardPlan = tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0."""
+
+    key: Key
+    id: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def n_elems(self) -> int:
+        """Elements of the value; 1 for a 0-dimensional one."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the value."""
+        return self.n_elems * self.dtype.itemsize
+
+
+def check_key(key: object) -> Key:
+    """`key` as a plain int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        number = int(key)
+        if not -INT_KEY_LIMIT <= number < INT_KEY_LIMIT:
+            raise ValueError(f"key {number} does not fit in 64 bits")
+        return number
+    raise TypeError(f"a key is a str or an int, not {type(key).__name__} ({key!r})")
+
+
+def even_bounds(n_elems: int, parts: int) -> tuple[int, ...]:
+    """`parts + 1` offsets that cut n elements into parts whose lengths differ by at most one, longer ones first."""
+    base, extra = divmod(n_elems, parts)
+    return tuple(i * base + min(i, extra) for i in range(parts + 1))
+
+
+def whole_bounds(n_elems: int, parts: int, owner: int) -> tuple[int, ...]:
+    """Offsets that give all n elements to the part `owner` and nothing to the others."""
+    return (0,) * (owner + 1) + (n_elems,) * (parts - owner)
+
+
+def plan_of_bounds(bounds: Sequence[int]) -> ShardPlan:
+    """The plan in which part i belongs to owner i; empty parts own nothing."""
+    return tuple(Shard(i, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1])
+
+
+def least_loaded(load_bytes: Sequence[int]) -> int:
+    """The owner that holds the fewest bytes; the first of several."""
+    return min(range(len(load_bytes)), key=lambda owner: (load_bytes[owner], owner))
+
+
+def server_plan(n_elems: int, load_bytes: Sequence[int], bigarray_bound_elems: int, *, whole: bool) -> ShardPlan:
+    """Where a key lives among servers that hold `load_bytes` already.
+
+    A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all. `whole`
+    keeps a large one together too: its optimizer's formula needs all of it. An empty value has no shard.
+    """
+    if n_elems == 0:
+        return ()
+    if whole or n_elems < bigarray_bound_elems or len(load_bytes) == 1:
+        return (Shard(least_loaded(load_bytes), 0, n_elems),)
+    return plan_of_bounds(even_bounds(n_elems, len(load_bytes)))
+
+
+def add_load(load_bytes: list[int], plan: ShardPlan, itemsize_bytes: int) -> None:
+    """Count a key's shards to their owners, in place."""
+    for shard in plan:
+        load_bytes[shard.owner] += (shard.end - shard.begin) * itemsize_bytes

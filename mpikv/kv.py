@@ -1,0 +1,235 @@
+"""`kv.create`: the module that users know from MXNet.
+
+The only place that sees strategies and servers. It brings the ranks together once: each tells its settings and its role,
+all check that they fit, and every rank builds the same picture of workers and servers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpikv import spec as store_spec
+from mpikv.config import Config
+from mpikv.control.agreement import grouped
+from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.kvstore import KVStore
+from mpikv.server.core import ServerCore
+from mpikv.server.loop import run_server, serve
+from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.server.roles import Roles, assign
+from mpikv.spec import StoreSpec
+from mpikv.strategies.allreduce import AllreduceStrategy
+from mpikv.strategies.base import Strategy
+from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.ps import PsStrategy
+from mpikv.transports import abort, library
+from mpikv.transports.base import Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["KVStore", "create"]
+
+
+def create(
+    name: str = "local", *, comm: MPI.Intracomm | None = None, num_servers: int | None = None, config: Config | None = None
+) -> KVStore:
+    """Make a store.
+
+    name: `local`, `device`, `dist_sync`, `dist_async` and their aliases. comm: an mpi4py communicator, default COMM_WORLD.
+    num_servers: server ranks among its ranks, default `MPIKV_NUM_SERVERS`. config: default what the environment says.
+
+    The `dist` stores are collective over `comm` and block until all its ranks have called this. On a server rank the call
+    serves until every worker has closed its store and then ends the process with status 0 (SystemExit). Raises ValueError
+    for an unknown name, ConfigError where ranks or settings do not fit, StallError where ranks do not come.
+    """
+    try:
+        spec = store_spec.parse(name)
+        config = Config.from_environ() if config is None else config
+        if num_servers is not None:
+            config = config.with_(num_servers=num_servers)
+    except Exception:
+        _guard_if_ranks_exist()
+        raise
+    if not spec.distributed:
+        return KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device)
+    return _create_distributed(name.lower(), spec, config, comm)
+
+
+def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) -> None:
+    """Be a server in somebody else's job: what `python -m mpikv.server` runs. Ends as a server rank's `create` does."""
+    _create_distributed("", None, Config.from_environ() if config is None else config, comm)
+
+
+def _guard_if_ranks_exist() -> None:
+    """An error before the ranks have met must still end the job, where MPI runs already."""
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI  # noqa: PLC0415
+
+        if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
+            abort.install(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+
+
+def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
+    library.prepare(config.mpi)
+    from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI, which only a dist store may do
+
+    from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() > 1:
+        abort.install(world.Get_rank(), world.Get_size())
+    library.check_launcher(world.Get_size())
+    if comm is None:
+        comm = world
+    elif not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
+    elif comm == MPI.COMM_NULL:
+        raise ValueError("comm is COMM_NULL: this rank belongs to no group of the split, and makes no store")
+    me = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+
+    def nobody() -> BaseException:
+        return StallError(
+            f"{me} waited {config.timeout_s:g} s in kv.create({name!r}) for the other ranks of its communicator: "
+            "every one of them must call it"
+        )
+
+    transport = open_transport(comm, config.timeout_s, nobody)
+    mine = json.dumps(_introduction(spec, config)).encode()
+    told = [json.loads(text) for text in allgather_bytes(transport, mine, config.timeout_s, nobody)]
+    try:
+        spec, roles = _settle(told, transport.hosts, config)
+    except MpikvError:
+        transport.close()
+        raise
+    if transport.rank in roles.servers:
+        _be_server(transport, roles, spec, config)
+    threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    strategy = worker_strategy(transport, roles, spec, config, threaded=threaded, on_fatal=_fatal)
+    return _registered(KVStore(name, strategy, on_device=spec.on_device, on_close=None), strategy)
+
+
+def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
+    """What must fit between ranks. A program that is only a server brings no type."""
+    settings = {
+        "MPIKV_SERVER_PLACEMENT": config.server_placement,
+        "MPIKV_BIGARRAY_BOUND": config.bigarray_bound_elems,
+        "MPIKV_ALGORITHM": config.algorithm,
+    }
+    type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
+    return {"type": type_, "num_servers": config.num_servers, "settings": settings}
+
+
+def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
+    """The roles that follow from what all ranks told. The same on every rank, and so is a ConfigError."""
+    labels = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+    for setting in told[0]["settings"]:
+        values = [entry["settings"][setting] for entry in told]
+        if len(set(values)) > 1:
+            raise ConfigError(f"kv.create: {setting} differs between ranks: {grouped(values, labels)}")
+    by_program = tuple(rank for rank, entry in enumerate(told) if entry["type"] is None)
+    others = [rank for rank in range(len(told)) if rank not in by_program]
+    if not others:
+        raise ConfigError("all ranks run `python -m mpikv.server`: there is no worker (mpirun -n 4 python train.py : -n 2 ...)")
+    types = [_type_name(told[rank]["type"]) for rank in others]
+    numbers = [told[rank]["num_servers"] for rank in others]
+    names = [labels[rank] for rank in others]
+    if len(set(types)) > 1:
+        raise ConfigError(f"kv.create: the type of the store differs between ranks: {grouped(types, names)}")
+    if len(set(numbers)) > 1:
+        raise ConfigError(f"kv.create: the number of servers differs between ranks: {grouped(numbers, names)}")
+    spec = StoreSpec(*told[others[0]]["type"])
+    if by_program:
+        if numbers[0] not in (0, len(by_program)):
+            raise ConfigError(
+                f"{len(by_program)} ranks run `python -m mpikv.server`, but {numbers[0]} servers are asked for "
+                "(MPIKV_NUM_SERVERS or num_servers=); give one of the two"
+            )
+        return spec, Roles(tuple(others), by_program)
+    return spec, assign(hosts, numbers[0], config.server_placement)
+
+
+def _type_name(fields: list[bool]) -> str:
+    return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
+
+
+def server_core(hosts: tuple[str, ...], roles: Roles, spec: StoreSpec) -> ServerCore:
+    """The state machine of one server."""
+    labels = [f"worker {i} on {hosts[rank]}" for i, rank in enumerate(roles.workers)]
+    return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous)
+
+
+def worker_strategy(
+    transport: Transport,
+    roles: Roles,
+    spec: StoreSpec,
+    config: Config,
+    *,
+    threaded: bool,
+    on_fatal: Callable[[BaseException], None],
+) -> Strategy:
+    """The strategy of a worker: who owns the keys follows from the type and the number of servers."""
+    if spec.synchronous and not roles.servers:
+        return AllreduceStrategy(transport, config, threaded=threaded, on_fatal=on_fatal)
+    service = None
+    if not roles.servers:
+        service = serve(transport, roles.workers, server_core(transport.hosts, roles, spec))
+    return PsStrategy(
+        transport,
+        roles.workers,
+        roles.servers or roles.workers,
+        config,
+        synchronous=spec.synchronous,
+        threaded=threaded,
+        on_fatal=on_fatal,
+        service=service,
+    )
+
+
+def _be_server(transport: Transport, roles: Roles, spec: StoreSpec, config: Config) -> None:
+    """Serve, then end the process."""
+    run_server(transport, roles.workers, server_core(transport.hosts, roles, spec), config.timeout_s)
+    transport.close()
+    raise SystemExit(0)
+
+
+def _fatal(error: BaseException) -> None:
+    """A service of the progress engine failed: nobody can be told but the user."""
+    guard = abort.guard()
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if guard is not None:
+        guard.fail(text)
+    sys.stderr.write(text)
+
+
+def _registered(store: KVStore, strategy: Strategy) -> KVStore:
+    """Close the store at the interpreter's exit, and end the job instead when the program failed."""
+
+    def at_exit() -> None:
+        guard = abort.guard()
+        if guard is not None and guard.exit_status:
+            guard.fail(f"sys.exit({guard.exit_status}) while {store!r} was open: the job ends", guard.exit_status)
+        try:
+            store.close()
+        except MpikvError as error:
+            if guard is None:
+                raise
+            guard.fail("".join(traceback.format_exception(error)))
+
+    def closed() -> None:
+        atexit.unregister(at_exit)
+        guard = abort.guard()
+        if guard is not None:
+            guard.unwatch(strategy.doing)
+
+    atexit.register(at_exit)
+    store._on_close = closed
+    guard = abort.guard()
+    if guard is not None:
+        guard.watch(strategy.doing)
+    return store

@@ -1,0 +1,407 @@
+"""The store: MXNet's calls, brought to one form and handed to a strategy.
+
+Every call form (one key or a list, one array or one per device, a key repeated in a list) becomes a list of items, one per
+key; a worker's device arrays are summed here; shapes and dtypes are checked here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from mpikv import optimizers
+from mpikv.arrays import check_writable, flat_copy, host_view, is_array, shape_and_dtype, sum_devices
+from mpikv.errors import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch, UnsupportedError
+from mpikv.keys import Key, KeyInfo, check_key
+from mpikv.strategies.base import Pending, Sink, Strategy, Updater
+
+Array = Any  # NumPy, CuPy, or anything with DLPack
+Keys = Key | Sequence[Key]
+Values = Any  # an array, a list of arrays (one per device), or a list of either (one per key)
+
+
+class _Item(NamedTuple):
+    key: Key
+    arrays: list[Array]
+
+
+class Request:
+    """An `_async` call under way. The arrays of the call are not to be touched until it is done."""
+
+    def __init__(self, strategy: Strategy, pending: list[Pending], result: Any = None) -> None:
+        self._strategy = strategy
+        self._pending = pending
+        self.result = result
+
+    def test(self) -> bool:
+        """Whether it is done. Never blocks. Raises what went wrong."""
+        self._pending = [entry for entry in self._pending if not entry.request.test()]
+        return not self._pending
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Block until it is done; returns what the blocking call would return.
+
+        timeout_s: default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the request then goes on.
+        """
+        while self._pending:
+            self._strategy.wait(self._pending[0], timeout_s)
+            self._pending.pop(0)
+        return self.result
+
+
+class KVStore:
+    """A key-value store over devices and workers; `kv.create` makes one.
+
+    `rank` and `num_workers` count workers. They differ from MPI's rank and size when some ranks are servers.
+    """
+
+    def __init__(
+        self, name: str, strategy: Strategy, *, on_device: bool, on_close: Callable[[], None] | None = None
+    ) -> None:
+        self._name = name
+        self._strategy = strategy
+        self._on_device = on_device
+        self._on_close = on_close
+        self._closed = False
+        self._key_type: type | None = None
+        self._namespaces = 0
+        self._outstanding: list[Request] = []
+        self._optimizer: optimizers.Optimizer | None = None
+
+    # --- what it is
+
+    @property
+    def type(self) -> str:
+        """The name it was created with, in lower case."""
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, 0 to num_workers - 1. Not MPI's rank where some ranks are servers."""
+        return self._strategy.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store; servers are not counted."""
+        return self._strategy.num_workers
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do something: 'optimizer' is True. Other words: ValueError. Local."""
+        if str(capability).lower() != "optimizer":
+            raise ValueError(f"unknown capability {capability!r}; known is 'optimizer'")
+        return True
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<KVStore {self._name}: worker {self.rank} of {self.num_workers}{state}>"
+
+    # --- call forms
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise MpikvError(f"{call} on a closed store ({self._name}, worker {self.rank} of {self.num_workers})")
+
+    def _where(self) -> str:
+        return f"worker {self.rank} of {self.num_workers}"
+
+    def _key(self, key: Any) -> Key:
+        checked = check_key(key)
+        if self._key_type is None:
+            self._key_type = type(checked)
+        elif type(checked) is not self._key_type:
+            raise TypeError(
+                f"key {checked!r} is {type(checked).__name__}, but the keys of this store are "
+                f"{self._key_type.__name__}; a store does not mix them"
+            )
+        return checked
+
+    def _items(self, call: str, keys: Keys, values: Values) -> list[_Item]:
+        """One item per key, in the order of first appearance, with all arrays of that key."""
+        if not isinstance(keys, (list, tuple)):
+            keys, values = [keys], [values]  # type: ignore[list-item]
+        elif not isinstance(values, (list, tuple)):
+            raise TypeError(f"{call}: a list of keys needs a list of values, not {type(values).__name__}")
+        if len(keys) != len(values):
+            raise ValueError(f"{call}: {len(keys)} keys but {len(values)} values")
+        found: dict[Key, list[Array]] = {}
+        for key, value in zip(keys, values, strict=True):
+            arrays = list(value) if isinstance(value, (list, tuple)) else [value]
+            if not arrays:
+                raise ValueError(f"{call}: key {key!r} has an empty list of arrays")
+            checked = self._key(key)
+            for array in arrays:
+                if not is_array(array):
+                    raise TypeError(
+                        f"{call}: the value of key {key!r} is {type(array).__name__}, "
+                        "not an array (NumPy, CuPy or anything with DLPack)"
+                    )
+            found.setdefault(checked, []).extend(arrays)
+        return [_Item(key, arrays) for key, arrays in found.items()]
+
+    def _info(self, call: str, key: Key) -> KeyInfo:
+        info = self._strategy.lookup(key)
+        if info is None:
+            known = [entry.key for entry in self._strategy.keys()]
+            some = ", ".join(repr(entry) for entry in known[:8]) + (", ..." if len(known) > 8 else "")
+            raise KeyNotInitialized(
+                f"{call}: key {key!r} was never initialised ({self._where()}); "
+                + (f"the store holds {some}" if known else "the store holds no key")
+            )
+        return info
+
+    def _check_value(self, call: str, info: KeyInfo, array: Array, *, dtype: bool) -> None:
+        shape, found = shape_and_dtype(array, f"{call}: the value of key {info.key!r}")
+        if shape != info.shape or (dtype and found != info.dtype):
+            raise ShapeMismatch(
+                f"{call}: key {info.key!r} is {info.dtype} {info.shape}, this array is {found} {shape} "
+                f"({self._where()}); nothing was sent"
+            )
+
+    # --- init
+
+    def init(self, key: Keys, value: Values) -> None:
+        """Initialise one or several keys with an array each. Once per key, before any push or pull.
+
+        The store keeps a copy. Collective over the workers, in any order of keys; blocks until all have come. Worker 0's
+        values are kept. Raises KeyExists (a KeyError) when a key is there already, and ShapeMismatch on every worker when
+        workers bring different shapes or dtypes.
+        """
+        self._check_open("init")
+        items = self._items("init", key, value)
+        values = []
+        for item in items:
+            if len(item.arrays) != 1:
+                raise ValueError(f"init: key {item.key!r} has {len(item.arrays)} arrays; a key is initialised with one")
+            if self._strategy.lookup(item.key) is not None:
+                raise KeyExists(
+                    f"init: key {item.key!r} is there already ({self._where()}); nothing was changed. "
+                    "Push to change its value."
+                )
+            what = f"init: the value of key {item.key!r}"
+            values.append((item.key, host_view(item.arrays[0], what).shape, flat_copy(item.arrays[0], what)))
+        if values:
+            self._strategy.init(values)
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        """`init` then `pull`: worker 0's value lands in every worker's `out`. Collective, blocks."""
+        self._check_open("broadcast")
+        self._items("broadcast", key, out)
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    # --- push and pull
+
+    def _start_push(self, call: str, items: list[_Item]) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
+        """Check everything, then sum over devices; so an error leaves nothing half sent."""
+        infos = [self._info(call, item.key) for item in items]
+        for info, item in zip(infos, items, strict=True):
+            for array in item.arrays:
+                self._check_value(call, info, array, dtype=True)
+        return [
+            (info, sum_devices(item.arrays, f"{call}: the value of key {info.key!r}", on_device=self._on_device))
+            for info, item in zip(infos, items, strict=True)
+        ]
+
+    def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+        """Sum arrays over this worker's devices, then over the workers.
+
+        Without an optimizer the stored value becomes the sum; with one it is updated once per round. value: one array per
+        key, or a list with one per device, in the key's shape and dtype. May be changed as soon as `push` returns. Does not
+        wait for other workers. Raises KeyNotInitialized, ShapeMismatch; then nothing was sent.
+        """
+        self._push(key, value, priority)
+
+    def _push(self, key: Keys, value: Values, priority: int) -> Request:
+        self._check_open("push")
+        totals = self._start_push("push", self._items("push", key, value))
+        return Request(self._strategy, [self._strategy.push(info, total, priority) for info, total in totals])
+
+    def _outs(self, call: str, keys: Keys, out: Values) -> tuple[list[tuple[KeyInfo, list[Array]]], Any]:
+        """The arrays to write into for each key; new ones, and what to return, where `out` is None."""
+        if out is None:
+            wanted = list(keys) if isinstance(keys, (list, tuple)) else [keys]
+            infos = [self._info(call, self._key(key)) for key in wanted]
+            arrays = [np.empty(info.shape, info.dtype) for info in infos]
+            grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
+            for info, array in zip(infos, arrays, strict=True):
+                grouped.setdefault(info.id, (info, []))[1].append(array)
+            return list(grouped.values()), arrays if isinstance(keys, (list, tuple)) else arrays[0]
+        targets = []
+        for item in self._items(call, keys, out):
+            info = self._info(call, item.key)
+            for array in item.arrays:
+                check_writable(array, f"{call}: out of key {item.key!r}")
+                self._check_value(call, info, array, dtype=False)
+            targets.append((info, item.arrays))
+        return targets, None
+
+    def pull(self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+        """Write stored values into `out`: one array per key or a list of them, in the key's shape, any dtype.
+
+        Synchronous stores: the value after the round of this worker's last push of the key. Blocks until filled.
+        out=None: returns a new NumPy array (a list of them for a list of keys). ignore_sparse: accepted for MXNet's sake;
+        no value is sparse. Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError.
+        """
+        return self._pull(key, out, priority).wait()
+
+    def _pull(self, key: Keys, out: Values, priority: int) -> Request:
+        self._check_open("pull")
+        targets, result = self._outs("pull", key, out)
+        pending = [self._strategy.pull(info, Sink(info, arrays), priority) for info, arrays in targets]
+        return Request(self._strategy, pending, result)
+
+    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> None:
+        """Push, then pull, in one exchange. Without an optimizer this is allreduce(sum).
+
+        out=None writes back into `value`. Blocks until filled. Raises what `push` and `pull` raise.
+        """
+        self._pushpull(key, value, out, priority).wait()
+
+    def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
+        self._check_open("pushpull")
+        items = self._items("pushpull", key, value)
+        if out is None:
+            targets = [(self._info("pushpull", item.key), item.arrays) for item in items]
+            for info, arrays in targets:
+                for array in arrays:
+                    check_writable(array, f"pushpull: the value of key {info.key!r}, with out=None")
+        else:
+            targets = self._outs("pushpull", key, out)[0]
+        sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
+        totals = self._start_push("pushpull", items)
+        if set(sinks) != {info.id for info, _ in totals}:
+            raise ValueError("pushpull: `out` is for other keys than `value`")
+        pending = [self._strategy.pushpull(info, total, sinks[info.id], priority) for info, total in totals]
+        return Request(self._strategy, pending)
+
+    def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:
+        """`push` that returns a `Request`; `value` is not to be touched until it is done."""
+        return self._remember(self._push(key, value, priority))
+
+    def pull_async(self, key: Keys, out: Values = None, priority: int = 0) -> Request:
+        """`pull` that returns a `Request` at once; its `wait` returns what `pull` returns."""
+        return self._remember(self._pull(key, out, priority))
+
+    def pushpull_async(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> Request:
+        """`pushpull` that returns a `Request` at once."""
+        return self._remember(self._pushpull(key, value, out, priority))
+
+    def _remember(self, request: Request) -> Request:
+        self._outstanding = [other for other in self._outstanding if other._pending and not other.test()]
+        self._outstanding.append(request)
+        return request
+
+    def wait_all(self, timeout_s: float | None = None) -> None:
+        """Block until every `_async` call is done. Raises the first error among them."""
+        self._check_open("wait_all")
+        while self._outstanding:
+            self._outstanding[0].wait(timeout_s)
+            self._outstanding.pop(0)
+
+    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Row-sparse values are not in this version: UnsupportedError."""
+        self._check_open("row_sparse_pull")
+        raise UnsupportedError("row_sparse_pull: row-sparse values are not in this version of mpikv; use pull")
+
+    # --- optimizers
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Apply `optimizer` where a key's owner is, once per round (asynchronous: at every push).
+
+        optimizer: one of `mpikv.optimizers`, a name, a callable `(weight, grad, state) -> state` or a torch.optim class.
+        Collective, blocks; all workers bring equal optimizers, else ConfigError on all. Attributes that are changed later
+        (on every worker alike), `learning_rate` above all, reach the owners before their next update.
+        """
+        self._check_open("set_optimizer")
+        self._optimizer = optimizers.create(optimizer)
+        self._strategy.set_optimizer(self._optimizer, None)
+
+    def _set_optimizer_for(self, keys: Sequence[Key], optimizer: optimizers.Optimizer) -> None:
+        """`set_optimizer` for these keys alone, so that two trainers on one store do not meet."""
+        self._check_open("set_optimizer")
+        for key in keys:
+            self._info("set_optimizer", self._key(key))
+        self._strategy.set_optimizer(optimizer, [self._key(key) for key in keys])
+
+    def _new_namespace(self) -> int:
+        """A number that no other trainer on this store has; the same on all workers that make them in the same order."""
+        self._namespaces += 1
+        return self._namespaces - 1
+
+    def set_updater(self, updater: Updater) -> None:
+        """`updater(key, pushed_sum, stored)` changes `stored` in place at every push. Local stores only.
+
+        An exception inside reaches the caller of push.
+        """
+        self._check_open("set_updater")
+        if not callable(updater):
+            raise TypeError(f"set_updater: {type(updater).__name__} is not callable")
+        self._strategy.set_updater(updater)
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Gradient compression is not in this version: UnsupportedError."""
+        self._check_open("set_gradient_compression")
+        raise UnsupportedError(
+            f"set_gradient_compression({dict(compression_params)!r}): gradient compression is not in this version of mpikv"
+        )
+
+    def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Write the states of all keys into one file, whole or not at all. Collective; worker 0 writes.
+
+        dump_optimizer: with the optimizer's attributes. Raises MpikvError without an optimizer, OSError; on every worker.
+        """
+        self._check_open("save_optimizer_states")
+        self._strategy.save_states(os.fspath(fname), dump_optimizer=dump_optimizer)
+
+    def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
+        """Read what `save_optimizer_states` wrote, with any number of workers and servers. Collective; worker 0 reads.
+
+        Nothing in the file is executed. Raises StatesFileError or OSError on every worker, and has changed nothing then.
+        """
+        self._check_open("load_optimizer_states")
+        self._strategy.load_states(os.fspath(fname))
+
+    # --- barrier and end
+
+    def barrier(self) -> None:
+        """Wait for all workers. Asynchronous stores: what any worker pushed before has been applied. Collective."""
+        self._check_open("barrier")
+        self._strategy.barrier()
+
+    _barrier = barrier
+
+    def close(self) -> None:
+        """End the store: waits for all workers to do the same. Collective, idempotent.
+
+        Raises PeerError when workers have pushed a key unequally often in a synchronous store.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._strategy.close()
+        except BaseException:
+            self._strategy.abandon()
+            raise
+        finally:
+            if self._on_close is not None:
+                self._on_close()
+
+    def __enter__(self) -> KVStore:
+        self._check_open("with")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Literal[False]:
+        """Close; but leave it open when an exception passes: the other workers may never come to close theirs.
+
+        The exception then ends the job, or, if somebody catches it, the interpreter's exit closes the store.
+        """
+        if kind is None:
+            self.close()
+        return False

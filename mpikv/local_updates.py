@@ -1,0 +1,60 @@
+"""Updates where no store makes them: a worker applies the optimizer to its own weights.
+
+The first device's replica is updated in host memory, in place where it is contiguous there, and copied to the
+others. So replicas cannot drift apart, and an optimizer's state is held once per worker, not once per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray, host_view, is_device, sum_dtype, write
+from mpikv.keys import Key, KeyInfo
+from mpikv.optimizers import Optimizer
+from mpikv.strategies.local import LocalStrategy
+
+
+class LocalUpdates:
+    """An optimizer with the states of some keys, in this process. Local calls, nothing is sent."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._strategy = LocalStrategy()
+        self._strategy.set_optimizer(optimizer, None)
+        self._held: dict[Key, HostArray] = {}
+
+    def add(self, key: Key, weight: Any) -> None:
+        """Begin to update the key whose weight (an array of any library) is this."""
+        view = host_view(weight, f"the weight of {key!r}")
+        flat = view.reshape(-1)  # a view where contiguous, and the updates are then made in the model's memory
+        if is_device(weight) or not flat.flags.writeable:
+            flat = flat.copy()
+        self._held[key] = flat
+        self._strategy.init([(key, view.shape, flat)])
+
+    def apply(self, key: Key, weights: Sequence[Any], grad: Any) -> None:
+        """One update with `grad`, the sum over devices and workers; every array of `weights` gets the new value."""
+        info, held = self._info(key), self._held[key]
+        view = host_view(weights[0], f"the weight of {key!r}")
+        if not np.shares_memory(held, view, max_work=1):
+            np.copyto(held, view.reshape(-1))  # the model may have changed it, or moved it to other memory
+        total = host_view(grad, f"the gradient of {key!r}").reshape(-1)
+        self._strategy.push(info, total.astype(sum_dtype(info.dtype), copy=False), 0)
+        for weight in weights:
+            if is_device(weight) or not np.shares_memory(held, host_view(weight, "a weight"), max_work=1):
+                write(weight, held, f"the weight of {key!r}")
+
+    def _info(self, key: Key) -> KeyInfo:
+        info = self._strategy.lookup(key)
+        assert info is not None  # `add` came first
+        return info
+
+    def save_states(self, path: str) -> None:
+        """Write the states into one file, whole or not at all, in the format of a store's file."""
+        self._strategy.save_states(path, dump_optimizer=True)
+
+    def load_states(self, path: str) -> None:
+        """Read such a file, or one of a store with the same keys. StatesFileError changes nothing."""
+        self._strategy.load_states(path)

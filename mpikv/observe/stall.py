@@ -1,0 +1,40 @@
+"""The text of a wait that took too long: who waited for what, who did not come, where those are, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from mpikv.keys import Key
+
+
+class Waiting(NamedTuple):
+    """A call that blocks. `key`, `key_id` and `round` only where it is about one key."""
+
+    call: str
+    key: Key | None = None
+    key_id: int | None = None
+    round: int | None = None
+
+    def __str__(self) -> str:
+        text = self.call
+        if self.key is not None:
+            text += f" of key {self.key!r}"
+        if self.round is not None:
+            text += f", round {self.round}"
+        return text
+
+
+def stall_text(
+    waiting: Waiting, me: str, timeout_s: float, arrived: Mapping[str, str], missing: Mapping[str, str], silent: list[str]
+) -> str:
+    """One paragraph. arrived, missing: label -> what that rank is doing; silent: those that did not answer at all."""
+    lines = [f"{me} waited {timeout_s:g} s in {waiting}."]
+    if missing:
+        lines.append("Not arrived: " + "; ".join(f"{label} ({doing})" for label, doing in missing.items()) + ".")
+    if silent:
+        lines.append("No answer from " + ", ".join(silent) + " (stopped, swapped out, or in a long call into C).")
+    if arrived:
+        lines.append("Arrived: " + ", ".join(arrived) + ".")
+    lines.append("Every worker must make this call; MPIKV_TIMEOUT_S sets the limit if the missing ones are only slow.")
+    return " ".join(lines)

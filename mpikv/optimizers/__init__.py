@@ -1,0 +1,130 @@
+"""Optimizers by name, and the registry in which users add their own.
+
+`create('sgd', learning_rate=0.1)` knows MXNet's names in any case. It also takes an optimizer that exists already, a
+class, any callable `(weight, grad, state) -> state`, and a class of `torch.optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mpikv.optimizers.adadelta import AdaDelta
+from mpikv.optimizers.adagrad import AdaGrad
+from mpikv.optimizers.adam import Adam, AdamW
+from mpikv.optimizers.base import Common, Optimizer, State, Step
+from mpikv.optimizers.dcasgd import DCASGD
+from mpikv.optimizers.ftrl import Ftrl
+from mpikv.optimizers.lamb import LAMB
+from mpikv.optimizers.lars import LARS
+from mpikv.optimizers.rmsprop import RMSProp
+from mpikv.optimizers.schedules import (
+    CosineScheduler,
+    FactorScheduler,
+    MultiFactorScheduler,
+    PolyScheduler,
+    Scheduler,
+)
+from mpikv.optimizers.sgd import NAG, SGD
+from mpikv.optimizers.signum import Signum
+from mpikv.optimizers.test import Test
+
+__all__ = [
+    "DCASGD",
+    "LAMB",
+    "LARS",
+    "NAG",
+    "SGD",
+    "AdaDelta",
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "Common",
+    "CosineScheduler",
+    "FactorScheduler",
+    "Ftrl",
+    "MultiFactorScheduler",
+    "Optimizer",
+    "PolyScheduler",
+    "RMSProp",
+    "Scheduler",
+    "Signum",
+    "State",
+    "Step",
+    "Test",
+    "create",
+    "from_config",
+    "names",
+    "register",
+]
+
+_registry: dict[str, type[Optimizer]] = {}
+
+OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
+
+
+def register(cls: OptimizerClass) -> OptimizerClass:
+    """Make an optimizer class known by its `name` (by default the class's, in lower case); a decorator.
+
+    Local: ranks that rebuild an optimizer from a saved file need the registration too. Raises TypeError for anything
+    but an Optimizer class, ValueError where another class has the name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise TypeError(f"register takes a class derived from Optimizer, not {cls!r}")
+    name = cls.name.lower()
+    other = _registry.setdefault(name, cls)
+    if other is not cls:
+        raise ValueError(
+            f"the optimizer name {name!r} belongs to {other.__module__}.{other.__qualname__}; "
+            f"give {cls.__module__}.{cls.__qualname__} another `name`"
+        )
+    return cls
+
+
+for _cls in (SGD, NAG, Signum, DCASGD, Adam, AdamW, AdaGrad, RMSProp, AdaDelta, Ftrl, LAMB, LARS, Test):
+    register(_cls)
+
+
+def names() -> tuple[str, ...]:
+    """The registered names, sorted."""
+    return tuple(sorted(_registry))
+
+
+def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[Any, Any], **kwargs: Any) -> Optimizer:
+    """An optimizer from a name, an Optimizer class, a callable, or a torch.optim class or (class, kwargs).
+
+    kwargs: its parameters. An instance is returned as it is, and takes no kwargs. Local. Raises ValueError for an
+    unknown name (lists the names), TypeError for anything else and for unknown kwargs (lists the valid ones).
+    """
+    if isinstance(optimizer, Optimizer):
+        if kwargs:
+            raise TypeError(f"{optimizer.name} exists already; set its attributes instead of giving {_listed(kwargs)}")
+        return optimizer
+    if isinstance(optimizer, str):
+        cls = _registry.get(optimizer.lower())
+        if cls is None:
+            raise ValueError(f"unknown optimizer {optimizer!r}; known: {', '.join(names())}")
+        return cls(**kwargs)
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return optimizer(**kwargs)
+    raise TypeError(
+        "an optimizer is a name, an Optimizer, a callable (weight, grad, state) -> state, or a torch.optim class, "
+        f"not {type(optimizer).__name__} ({optimizer!r})"
+    )
+
+
+def from_config(config: Mapping[str, Any]) -> Optimizer:
+    """The optimizer that `Optimizer.config` described. Nothing in `config` is executed. Local.
+
+    Raises ValueError for an unknown name or attribute, UnsupportedError where the optimizer is a user's function.
+    """
+    if not isinstance(config, Mapping) or not isinstance(config.get("attributes"), Mapping):
+        raise ValueError(f"an optimizer's config is a dict with 'name' and 'attributes', not {config!r}")
+    cls = _registry.get(str(config.get("name")).lower())
+    if cls is None:
+        raise ValueError(f"unknown optimizer {config.get('name')!r}; known: {', '.join(names())}")
+    return cls.from_attributes(config["attributes"])
+
+
+def _listed(kwargs: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(kwargs))

@@ -1,0 +1,71 @@
+"""AdaDelta: the size of a step comes from the sizes of earlier steps, not from a learning rate.
+
+State: running means of squared gradients ("acc_grad") and of squared steps ("acc_delta").
+Cost per update: 4 arrays read, 3 written.
+Source: Zeiler, arXiv:1212.5701; in the form of MXNet 1.9, python/mxnet/optimizer/optimizer.py (AdaDelta).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AdaDelta(Optimizer):
+    """g = clip(rescale_grad * grad);  acc_grad = rho * acc_grad + (1 - rho) * g^2;
+
+    d = sqrt(acc_delta + epsilon) / sqrt(acc_grad + epsilon) * g;  acc_delta = rho * acc_delta + (1 - rho) * d^2;
+    w = w - (d + wd * w).
+
+    As in MXNet 1.9 the learning rate, its schedule and `lr_mult` have no part in it.
+    """
+
+    fields: ClassVar[Mapping[str, Field]] = {"rho": number(0.0, below=1.0), "epsilon": number(0.0)}
+    rho: float
+    epsilon: float
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        rho: float = 0.9,
+        epsilon: float = 1e-5,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(learning_rate, **common)
+        self.rho = rho
+        self.epsilon = epsilon
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("acc_grad", "acc_delta")
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        real, acc_grad, acc_delta = step.real, arrays["acc_grad"], arrays["acc_delta"]
+        delta, other = tmp
+        g = self.prepared(step, w, g, tmp)
+        self._add_square(step, acc_grad, g, other)
+        np.multiply(g, np.sqrt(np.add(acc_delta, real(self.epsilon), out=other), out=other), out=delta)
+        delta /= np.sqrt(np.add(acc_grad, real(self.epsilon), out=other), out=other)
+        self._add_square(step, acc_delta, delta, other)
+        if step.wd:
+            delta += np.multiply(w, real(step.wd), out=other)
+        w -= delta
+
+    def _add_square(self, step: Step, mean: HostArray, values: HostArray, tmp: HostArray) -> None:
+        mean *= step.real(self.rho)
+        square = np.multiply(values, values, out=tmp)
+        square *= step.real(1.0 - self.rho)
+        mean += square

@@ -1,0 +1,50 @@
+"""AdaGrad: each element's rate falls with the sum of its squared gradients ("history").
+
+Cost per update: 3 arrays read, 2 written.
+Source: Duchi, Hazan and Singer, J. Mach. Learn. Res. 12 (2011); in the form of MXNet 1.9,
+python/mxnet/optimizer/optimizer.py (AdaGrad): eps inside the root, weight decay outside the fraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AdaGrad(Optimizer):
+    """g = clip(rescale_grad * grad);  h = h + g^2;  w = w - lr * (g / sqrt(h + eps) + wd * w)."""
+
+    fields: ClassVar[Mapping[str, Field]] = {"eps": number(0.0)}
+    eps: float
+
+    def __init__(self, learning_rate: float | None = None, *, eps: float = 1e-7, **common: Unpack[Common]) -> None:
+        super().__init__(learning_rate, **common)
+        self.eps = eps
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("history",)
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        real, history = step.real, arrays["history"]
+        g = self.prepared(step, w, g, tmp)
+        history += np.multiply(g, g, out=tmp[1])
+        root = np.add(history, real(self.eps), out=tmp[1])
+        np.sqrt(root, out=root)
+        change = np.divide(g, root, out=tmp[0])
+        if step.wd:
+            change += np.multiply(w, real(step.wd), out=tmp[1])
+        change *= real(step.learning_rate)
+        w -= change

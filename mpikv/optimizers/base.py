@@ -1,0 +1,370 @@
+"""What an optimizer is: hyperparameters, and a pure pair `init` / `update` whose state is a value.
+
+`init(weight)` makes the state of one key, or of one slice of a key; `update` changes the weight in place and returns
+the new state. Nothing of a key is kept in the optimizer, so the same object serves any number of keys and slices, and a
+state can be saved, cut, joined and moved to another rank (states.py).
+
+How an update runs. The weight is seen flat. An elementwise formula is applied to blocks of it that stay in the cache
+with their temporaries, so that an update reads and writes memory once, however many NumPy calls its formula has; no
+result depends on where blocks or slices begin. Arithmetic is in float32 or float64 (numeric.py), and each element is
+rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16 weight has a float32 copy in its state,
+which the formula changes and the weight is rounded from.
+
+A new optimizer: derive, name the hyperparameters in `fields`, the arrays of its state in `state_names`, write
+`formula`, and `register` it. Numbers that meet arrays go through `step.real`, since NumPy 1 and 2 promote plain numbers
+differently.
+
+Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/optimizer/optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+
+import numpy as np
+
+from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.keys import Key
+from mpikv.optimizers.fields import Field, factor_pairs, factors, flag, number
+from mpikv.optimizers.identity import identity
+from mpikv.optimizers.numeric import check_array, round_into, work_dtype
+from mpikv.optimizers.schedules import Scheduler, schedule_from_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+State = dict[str, Any]
+"""The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
+of elements and plain numbers. What a user's own function keeps may be anything (wrap.py)."""
+
+BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
+
+
+class Common(TypedDict, total=False):
+    """The parameters that every optimizer has beside `learning_rate`."""
+
+    rescale_grad: float
+    wd: float
+    clip_gradient: float | None
+    lr_scheduler: Callable[[int], float] | None
+    multi_precision: bool
+
+
+class Step(NamedTuple):
+    """What a formula knows of the update it makes.
+
+    t: the update's number, 1 for the first. learning_rate, wd: those of the key, factors included. global_rate: the
+    learning rate without the key's factor. real: makes a number that keeps the arithmetic's dtype. shape: the weight's.
+    state: the state, for its numbers; the arrays come as blocks.
+    """
+
+    key: Key
+    t: int
+    learning_rate: float
+    wd: float
+    global_rate: float
+    real: Callable[[float], Any]
+    shape: tuple[int, ...]
+    state: State
+
+
+def _schedule(owner: str, name: str, value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    raise TypeError(f"{owner}: {name} is a schedule (a function from update number to rate) or None, not {value!r}")
+
+
+class Optimizer:
+    """Base of all optimizers. Its attributes are plain and may be changed at any time; each new value is checked.
+
+    learning_rate: at least 0; the class's default where None. An explicit one replaces the `base_lr` of `lr_scheduler`,
+    and is not used beside it: with a schedule, the rate of an update is `lr_scheduler(t)`, t being the key's own count.
+    rescale_grad: the gradient is multiplied by it first; a `Trainer` sets it to 1 / batch size.
+    wd: weight decay, at least 0. clip_gradient: elements of the gradient are limited to +- this; None or <= 0: not.
+    lr_mult, wd_mult: factors per key. Nothing is excluded from either by its name.
+
+    Raises TypeError or ValueError, which name the parameter, for a value of the wrong kind.
+    """
+
+    name: ClassVar[str] = ""
+    elementwise: ClassVar[bool] = True
+    """False where the formula needs the whole value of a key, which is then not cut."""
+    default_learning_rate: ClassVar[float] = 0.01
+    fields: ClassVar[Mapping[str, Field]] = {
+        "learning_rate": number(0.0),
+        "rescale_grad": number(),
+        "wd": number(0.0),
+        "clip_gradient": number(optional=True),
+        "lr_scheduler": _schedule,
+        "multi_precision": flag,
+        "lr_mult": factors,
+        "wd_mult": factors,
+    }
+    """The hyperparameters with their checkers; a subclass names its own ones only."""
+    scratch: ClassVar[int] = 2
+    """Temporary arrays that `formula` needs."""
+
+    learning_rate: float
+    rescale_grad: float
+    wd: float
+    clip_gradient: float | None
+    lr_scheduler: Callable[[int], float] | None
+    multi_precision: bool
+    lr_mult: dict[Key, float]
+    wd_mult: dict[Key, float]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__dict__.get("name") or cls.__name__.lower()
+        cls.fields = {
+            key: field for base in reversed(cls.__mro__) for key, field in getattr(base, "fields", {}).items()
+        }
+
+    def __init__(self, learning_rate: float | None = None, **common: Unpack[Common]) -> None:
+        unknown = set(common) - set(Common.__annotations__)
+        if unknown:
+            valid = [name for name in self.fields if name not in ("lr_mult", "wd_mult")]
+            raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}; it has {', '.join(valid)}")
+        schedule = common.get("lr_scheduler")
+        if isinstance(schedule, Scheduler):
+            if learning_rate is not None:
+                schedule = replace(schedule, base_lr=learning_rate)
+            learning_rate = schedule.base_lr
+        self.learning_rate = self.default_learning_rate if learning_rate is None else learning_rate
+        self.rescale_grad = common.get("rescale_grad", 1.0)
+        self.wd = common.get("wd", 0.0)
+        self.clip_gradient = common.get("clip_gradient")
+        self.lr_scheduler = schedule
+        self.multi_precision = common.get("multi_precision", False)
+        self.lr_mult = {}
+        self.wd_mult = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = self.fields.get(name)
+        object.__setattr__(self, name, value if field is None else field(self.name, name, value))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.fields)
+        return f"{type(self).__name__}({values})"
+
+    # --- hyperparameters
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the rate; UnsupportedError where a schedule decides on it."""
+        if self.lr_scheduler is not None:
+            raise UnsupportedError(
+                f"{self.name} takes its learning rate from its lr_scheduler; set lr_scheduler to None or to another one"
+            )
+        self.learning_rate = learning_rate
+
+    def set_lr_mult(self, lr_mult: Mapping[Key, float]) -> None:
+        """Replace the factors of the learning rate; keys without one have 1."""
+        self.lr_mult = dict(lr_mult)
+
+    def set_wd_mult(self, wd_mult: Mapping[Key, float]) -> None:
+        """Replace the factors of the weight decay; keys without one have 1."""
+        self.wd_mult = dict(wd_mult)
+
+    def attributes(self) -> dict[str, Any]:
+        """Every hyperparameter now in force, as JSON. A function of the user's stands there as a description."""
+        return {name: _to_json(getattr(self, name)) for name in self.fields}
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Set hyperparameters from what `attributes` gave, all of them or some; nothing changes on an error.
+
+        Raises ValueError for an unknown name, UnsupportedError for a description of a function that this optimizer
+        does not have, and what a wrong value raises.
+        """
+        checked: dict[str, Any] = {}
+        for name, value in values.items():
+            field = self.fields.get(name)
+            if field is None:
+                raise ValueError(f"{self.name} has no attribute {name!r}; it has {', '.join(self.fields)}")
+            checked[name] = field(self.name, name, self._from_json(name, value))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def _from_json(self, name: str, value: Any) -> Any:
+        if isinstance(value, Mapping) and "function" in value:
+            current = getattr(self, name)
+            if current is None or _to_json(current) != value:
+                raise UnsupportedError(
+                    f"{self.name}: {name} is a function ({value['function']}), which only the whole optimizer carries"
+                )
+            return current
+        if name == "lr_scheduler" and isinstance(value, Mapping):
+            return schedule_from_config(value, self.lr_scheduler)
+        return value
+
+    def config(self) -> dict[str, Any]:
+        """{"name", "attributes"} as JSON; two optimizers do the same where these are equal. See `from_config`."""
+        return {"name": self.name, "attributes": self.attributes()}
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
+        """A new optimizer of this class with these attributes."""
+        optimizer = cls()
+        optimizer.set_attributes(attributes)
+        return optimizer
+
+    # --- state
+
+    def state_names(self) -> tuple[str, ...]:
+        """The arrays of a state under the hyperparameters now in force."""
+        return ()
+
+    def initial(self, name: str, weight: HostArray) -> HostArray:
+        """The first value of a state array: new memory, flat, in the arithmetic's dtype. weight: flat."""
+        del name
+        return np.zeros(weight.size, work_dtype(weight.dtype))
+
+    def numbers(self) -> dict[str, int | float]:
+        """The numbers of a state before the first update."""
+        return {"t": 0}
+
+    def init(self, weight: HostArray) -> State:
+        """The state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.
+
+        Raises TypeError for a weight that is no NumPy array or has an unsupported dtype.
+        """
+        check_array(self.name, "weight", weight)
+        state: State = self.numbers()
+        return self._complete(weight.reshape(-1), state)
+
+    def _complete(self, flat: HostArray, state: State) -> State:
+        """Add what a changed hyperparameter asks for and the state does not have; drop the master copy if unwanted."""
+        if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
+            if "master" not in state:
+                state["master"] = flat.astype(np.float32)
+        else:
+            state.pop("master", None)
+        for name in self.state_names():
+            if name not in state:
+                state[name] = self.initial(name, flat)
+        return state
+
+    def check_state(self, weight: HostArray, state: State) -> None:
+        """Raise ValueError where `state` (from a file, say) cannot be one of `weight` under this optimizer."""
+        expected = self.init(weight)
+        if set(state) != set(expected):
+            raise ValueError(f"a state of {self.name} holds {_listed(expected)}, this one {_listed(state)}")
+        for name, value in expected.items():
+            found = state[name]
+            if not isinstance(value, np.ndarray):
+                if isinstance(found, bool) or not isinstance(found, (int, float)):
+                    raise ValueError(f"{name!r} in a state of {self.name} is a number, not {found!r}")
+            elif not isinstance(found, np.ndarray) or (found.shape, found.dtype) != (value.shape, value.dtype):
+                what = f"{found.dtype}{found.shape}" if isinstance(found, np.ndarray) else repr(found)
+                raise ValueError(f"{name!r} in a state of {self.name} is {value.dtype}{value.shape}, not {what}")
+
+    # --- update
+
+    def update(self, key: Key, weight: HostArray, grad: HostArray, state: State) -> State:
+        """One update: changes `weight` in place and returns the new state, which reuses the memory of the old one.
+
+        weight: any supported dtype; the whole value of a key in its shape, or a flat slice of it where `elementwise`.
+        grad: same shape, any supported dtype, not changed. state: of `init` or of the last update. Local.
+        Raises ShapeMismatch, TypeError, or ValueError for a read-only weight; the weight is unchanged then.
+        """
+        check_array(self.name, "weight", weight)
+        check_array(self.name, "grad", grad)
+        if grad.shape != weight.shape:
+            raise ShapeMismatch(f"{self.name}: key {key!r} has shape {weight.shape}, its gradient {grad.shape}")
+        if not weight.flags.writeable:
+            raise ValueError(f"{self.name}: the weight of key {key!r} is read-only, and an update changes it in place")
+        flat = weight.reshape(-1) if weight.flags.c_contiguous else weight.flatten()
+        self._complete(flat, state)
+        step = self._step(key, flat, weight.shape, state)
+        # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
+        with np.errstate(all="ignore"):
+            self._apply(step, flat, grad.reshape(-1), state)
+        if not weight.flags.c_contiguous:
+            weight[...] = flat.reshape(weight.shape)
+        state["t"] = step.t
+        return state
+
+    def _step(self, key: Key, flat: HostArray, shape: tuple[int, ...], state: State) -> Step:
+        t = state["t"] + 1
+        rate = self.learning_rate if self.lr_scheduler is None else self.lr_scheduler(t)
+        return Step(
+            key=key,
+            t=t,
+            learning_rate=rate * self.lr_mult.get(key, 1.0),
+            wd=self.wd * self.wd_mult.get(key, 1.0),
+            global_rate=rate,
+            real=work_dtype(flat.dtype).type,
+            shape=shape,
+            state=state,
+        )
+
+    def _apply(self, step: Step, weight: HostArray, grad: HostArray, state: State) -> None:
+        n, work = weight.size, work_dtype(weight.dtype)
+        length = min(n, BLOCK_ELEMS) if self.elementwise else n
+        if length == 0:
+            return
+        names = self.state_names()
+        master = state.get("master")
+        buffers = np.empty((self.scratch + 2, length), work)
+        for begin in range(0, n, length):
+            here = slice(begin, min(begin + length, n))
+            size = here.stop - begin
+            stored, g = weight[here], grad[here]
+            w = stored if stored.dtype == work else buffers[-1, :size] if master is None else master[here]
+            if master is None and w is not stored:
+                np.copyto(w, stored, casting="unsafe")
+            if g.dtype != work:
+                np.copyto(buffers[-2, :size], g, casting="unsafe")
+                g = buffers[-2, :size]
+            arrays = {name: state[name][here] for name in names}
+            self.formula(step, w, g, arrays, [buffers[i, :size] for i in range(self.scratch)])
+            if w is not stored:
+                round_into(stored, w)
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """Change the block `w` and the state's `arrays` in place. g: the gradient, not to be changed. tmp: scratch.
+
+        All flat, of one length and in the arithmetic's dtype. Elementwise: nothing may depend on the block's place.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no formula")
+
+    def prepared(
+        self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], *, decay: bool = False, scale: float = 1.0
+    ) -> HostArray:
+        """`scale` * clip(rescale_grad * g [+ wd * w where `decay`]), in tmp[0]; `g` itself where that is the same.
+
+        tmp[1] is used where `decay` and wd is not 0.
+        """
+        real, bound = step.real, self.clip_gradient
+        decay = decay and step.wd != 0.0
+        clip = bound is not None and bound > 0.0
+        rescale = self.rescale_grad if clip or decay else self.rescale_grad * scale
+        if rescale == 1.0 and not clip and not decay:
+            return g
+        out: HostArray = np.multiply(g, real(rescale), out=tmp[0])
+        if decay:
+            out += np.multiply(w, real(step.wd), out=tmp[1])
+        if bound is not None and clip:
+            np.maximum(out, real(-bound), out=out)
+            np.minimum(out, real(bound), out=out)
+        if scale != 1.0 and (clip or decay):
+            out *= real(scale)
+        return out
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Scheduler):
+        return value.config()
+    if isinstance(value, dict):
+        return factor_pairs(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return {"function": identity(value)} if callable(value) else value
+
+
+def _listed(state: State) -> str:
+    return ", ".join(sorted(state))

@@ -1,0 +1,75 @@
+"""Asynchronous SGD with delay compensation: a gradient that comes late is corrected to first order.
+
+The weight moved by (w - previous) since the last update; lamda * g^2 stands for the diagonal of the Hessian. State: the
+weight before the last update ("previous"), and "momentum" where there is one. Cost per update: 3 arrays read, 2
+written, one of each more with momentum. Source: Zheng et al., ICML 2017 (arXiv:1609.08326); in the form of MXNet 1.9,
+python/mxnet/optimizer/optimizer.py (DCASGD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, number
+from mpikv.optimizers.numeric import work_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class DCASGD(Optimizer):
+    """g = clip(rescale_grad * grad);  mom = momentum * mom - lr * (g + wd * w + lamda * g^2 * (w - previous));
+
+    previous = w;  w = w + mom.
+    """
+
+    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0), "lamda": number(0.0)}
+    momentum: float
+    lamda: float
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        momentum: float = 0.0,
+        lamda: float = 0.04,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(learning_rate, **common)
+        self.momentum = momentum
+        self.lamda = lamda
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("previous", "momentum") if self.momentum else ("previous",)
+
+    def initial(self, name: str, weight: HostArray) -> HostArray:
+        """See `Optimizer`; `previous` begins as the weight itself."""
+        return weight.astype(work_dtype(weight.dtype)) if name == "previous" else super().initial(name, weight)
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        real, rate, previous, mom = step.real, step.learning_rate, arrays["previous"], arrays.get("momentum")
+        g = self.prepared(step, w, g, tmp)
+        change = np.subtract(w, previous, out=tmp[1])
+        change *= g
+        change *= g
+        change *= real(self.lamda)
+        change += g
+        if step.wd:
+            change += np.multiply(w, real(step.wd), out=tmp[0])
+        change *= real(rate)
+        np.copyto(previous, w)
+        if mom is None:
+            w -= change
+        else:
+            mom *= real(self.momentum)
+            mom -= change
+            w += mom

@@ -1,0 +1,78 @@
+"""FTRL-proximal: weights that a small sum of gradients cannot move stay exactly zero.
+
+State: z, which the weight is computed from anew each time, and n, the sum of squared gradients.
+Cost per update: 4 arrays read, 3 written.
+Source: McMahan et al., Ad Click Prediction, KDD 2013, algorithm 1; in the form of MXNet 1.9,
+src/operator/optimizer_op-inl.h (FtrlUpdateKernel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Ftrl(Optimizer):
+    """g = clip(rescale_grad * grad);  z = z + g - (sqrt(n + g^2) - sqrt(n)) * w / lr;  n = n + g^2;
+
+    w = (sign(z) * lamda1 - z) / ((beta + sqrt(n)) / lr + wd) where |z| > lamda1, else 0.
+
+    A learning rate of 0, from a schedule or `lr_mult` too, is a ValueError at the update: the formula divides by it.
+    """
+
+    default_learning_rate: ClassVar[float] = 0.1
+    fields: ClassVar[Mapping[str, Field]] = {"lamda1": number(0.0), "beta": number(0.0)}
+    scratch: ClassVar[int] = 3
+    lamda1: float
+    beta: float
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        lamda1: float = 0.01,
+        beta: float = 1.0,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(learning_rate, **common)
+        self.lamda1 = lamda1
+        self.beta = beta
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("z", "n")
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        real, rate, z, n = step.real, step.learning_rate, arrays["z"], arrays["n"]
+        if rate == 0.0:
+            raise ValueError(f"ftrl: update {step.t} of key {step.key!r} has learning rate 0, and ftrl divides by it")
+        g = self.prepared(step, w, g, tmp)
+        old_root = np.sqrt(n, out=tmp[1])
+        n += np.multiply(g, g, out=tmp[2])
+        z += g
+        root = np.sqrt(n, out=tmp[2])
+        sigma = np.subtract(root, old_root, out=tmp[1])
+        sigma *= real(1.0 / rate)
+        sigma *= w
+        z -= sigma
+        below = root
+        below += real(self.beta)
+        below *= real(1.0 / rate)
+        below += real(step.wd)
+        # sign(z) * lamda1 - z where |z| > lamda1, else 0, is what is left of -z beyond +- lamda1.
+        np.maximum(z, real(-self.lamda1), out=w)
+        np.minimum(w, real(self.lamda1), out=w)
+        w -= z
+        w /= below

@@ -1,0 +1,104 @@
+"""LAMB: Adam's step, scaled key by key to the ratio of the weight's norm to the step's.
+
+It needs the norms of a key's whole value, so its keys are not cut.
+
+Cost per update: that of Adam, and the weight and the step read once more for their norms.
+Source: You et al., ICLR 2020 (arXiv:1904.00962); in the form of MXNet 1.9, src/operator/optimizer_op-inl.h
+(LambUpdatePhaseOneKernel, LambUpdatePhaseTwoKernel).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.adam import update_means
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, flag, number
+from mpikv.optimizers.norms import norm
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class LAMB(Optimizer):
+    """g = clip(rescale_grad * grad); m and v are Adam's means;  s = m' / (sqrt(v') + epsilon) + wd * w;
+
+    w = w - lr * r * s,  r = |w| / |s|, with |w| limited to lower_bound and upper_bound where these are given (None or
+    <= 0: not), and r = 1 where either norm is then 0.
+
+    bias_correction: m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m and v themselves.
+    """
+
+    elementwise: ClassVar[bool] = False
+    default_learning_rate: ClassVar[float] = 0.001
+    fields: ClassVar[Mapping[str, Field]] = {
+        "beta1": number(0.0, below=1.0),
+        "beta2": number(0.0, below=1.0),
+        "epsilon": number(0.0),
+        "lower_bound": number(optional=True),
+        "upper_bound": number(optional=True),
+        "bias_correction": flag,
+    }
+    beta1: float
+    beta2: float
+    epsilon: float
+    lower_bound: float | None
+    upper_bound: float | None
+    bias_correction: bool
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-6,
+        lower_bound: float | None = None,
+        upper_bound: float | None = None,
+        bias_correction: bool = True,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(learning_rate, **common)
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.epsilon = epsilon
+        self.lower_bound = lower_bound
+        self.upper_bound = upper_bound
+        self.bias_correction = bias_correction
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("mean", "var")
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        real = step.real
+        update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1], beta1=self.beta1, beta2=self.beta2)
+        change, root = tmp
+        np.sqrt(arrays["var"], out=root)
+        if self.bias_correction:
+            root *= real(1.0 / math.sqrt(1.0 - self.beta2**step.t))
+        root += real(self.epsilon)
+        np.divide(arrays["mean"], root, out=change)
+        if self.bias_correction:
+            change *= real(1.0 / (1.0 - self.beta1**step.t))
+        if step.wd:
+            change += np.multiply(w, real(step.wd), out=root)
+        w_norm, step_norm = self._limited(norm(w, root)), norm(change, root)
+        ratio = w_norm / step_norm if w_norm > 0.0 and step_norm > 0.0 else 1.0
+        change *= real(step.learning_rate * ratio)
+        w -= change
+
+    def _limited(self, w_norm: float) -> float:
+        if self.lower_bound is not None and self.lower_bound > 0.0:
+            w_norm = max(w_norm, self.lower_bound)
+        if self.upper_bound is not None and self.upper_bound > 0.0:
+            w_norm = min(w_norm, self.upper_bound)
+        return w_norm

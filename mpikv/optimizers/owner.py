@@ -1,0 +1,140 @@
+"""The owner of shards: applies what the optimizer says to the values it owns, and keeps their state.
+
+One object serves every mode: the only process of a local store, a worker that owns a part of each key, a server rank.
+An optimizer sits in a numbered slot; slot 0 serves every key that has none of its own, so that two trainers can share a
+store. The values of an optimizer's attributes (the learning rate above all) are numbered too: a worker that changes one
+sends the new values once, under the next number, and each push says which number it was made under. So an update uses the
+attributes of its own round, whatever arrives first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.errors import MpikvError
+from mpikv.keys import KeyInfo
+from mpikv.optimizers.base import Optimizer, State
+
+DEFAULT_SLOT = 0
+KEPT_ATTRIBUTES = (
+    4096  # more changes than any program has rounds under way; keeps a learning rate per step from piling up
+)
+
+
+class AttributeLog:
+    """The worker's side: notices that attributes of its optimizers have changed, and numbers what they changed to.
+
+    Number 0 means: as the optimizer was when it was set.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: dict[int, Optimizer] = {}
+        self._last: dict[int, tuple[str, int]] = {}
+        self._count = 0
+
+    def watch(self, slot: int, optimizer: Optimizer | None) -> None:
+        """Compare `optimizer` with what it is now, from now on."""
+        self._optimizers.pop(slot, None)
+        if optimizer is not None:
+            self._optimizers[slot] = optimizer
+            self._last[slot] = (self._text(optimizer), 0)
+
+    def optimizer(self, slot: int) -> Optimizer | None:
+        """The user's optimizer in a slot."""
+        return self._optimizers.get(slot)
+
+    @staticmethod
+    def _text(optimizer: Optimizer) -> str:
+        return json.dumps(optimizer.attributes(), sort_keys=True)
+
+    def number(self, slot: int) -> tuple[int, dict[str, Any] | None]:
+        """The number to push under, and the attributes where they are new under that number."""
+        optimizer = self._optimizers.get(slot)
+        if optimizer is None:
+            return 0, None
+        text, number = self._last[slot]
+        now = self._text(optimizer)
+        if now == text:
+            return number, None
+        self._count += 1
+        self._last[slot] = (now, self._count)
+        return self._count, optimizer.attributes()
+
+
+class Owner:
+    """Applies pushed sums to owned values. Knows no MPI; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, State] = {}  # key id -> state of the part owned here
+        self._optimizers: dict[int, Optimizer] = {}
+        self._slots: dict[int, int] = {}
+        self._attributes: OrderedDict[Hashable, Mapping[str, Any]] = OrderedDict()
+        self._in_force: dict[int, Hashable] = {}
+
+    def slot_of(self, key_id: int) -> int:
+        """The slot whose optimizer serves this key."""
+        return self._slots.get(key_id, DEFAULT_SLOT)
+
+    def optimizer_of(self, key_id: int) -> Optimizer | None:
+        """The optimizer that serves this key, None where the stored value becomes the sum."""
+        return self._optimizers.get(self.slot_of(key_id))
+
+    def optimizer_in(self, slot: int) -> Optimizer | None:
+        """The optimizer in a slot."""
+        return self._optimizers.get(slot)
+
+    def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
+        """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys; their states start anew."""
+        self._optimizers[slot] = optimizer
+        self._in_force[slot] = None
+        for key_id in key_ids:
+            self._slots[key_id] = slot
+        for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
+            del self.states[key_id]
+
+    def add_attributes(self, number: Hashable, attributes: Mapping[str, Any]) -> None:
+        """Keep attributes under their number for the pushes that name it."""
+        self._attributes[number] = attributes
+        if len(self._attributes) > KEPT_ATTRIBUTES:
+            self._attributes.popitem(last=False)
+
+    def apply(self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: Hashable = None) -> None:
+        """One round: update `weight`, the owned part of the value (1-D, in place), with the pushed sum.
+
+        total: same length, in the dtype that the key is added in. attributes: the number of those to apply it with; None
+        leaves them. Raises what the optimizer raises, with the key noted.
+        """
+        optimizer = self.optimizer_of(info.id)
+        if optimizer is None:
+            np.copyto(weight, total, casting="unsafe")
+            return
+        slot = self.slot_of(info.id)
+        if attributes is not None and self._in_force[slot] != attributes:
+            optimizer.set_attributes(self._attributes[attributes])
+            self._in_force[slot] = attributes
+        if not optimizer.elementwise:
+            if weight.size != info.n_elems:
+                raise MpikvError(f"{optimizer.name} needs the whole of key {info.key!r}, which is cut into shards")
+            weight, total = weight.reshape(info.shape), total.reshape(info.shape)
+        try:
+            state = self.states.get(info.id)
+            if state is None:
+                state = optimizer.init(weight)
+            self.states[info.id] = optimizer.update(info.key, weight, total, state)
+        except Exception as error:
+            add_note(error, f"in the update of key {info.key!r} by {type(optimizer).__name__}")
+            raise
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Say in an exception of somebody else's code what it was about; PEP 678 came with Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error} ({note})",)

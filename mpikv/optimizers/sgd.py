@@ -1,0 +1,115 @@
+"""Stochastic gradient descent: with momentum, and with Nesterov's momentum.
+
+Both use g = clip(rescale_grad * grad); weight decay is added after clipping.
+
+Cost per update: 2 or 3 arrays read, 1 or 2 written (momentum is one array). Source: MXNet 1.9,
+src/operator/optimizer_op-inl.h (SGDKernel, SGDMomKernel, NAGMomKernel); Nesterov, Soviet Math. Dokl. 27 (1983), in the
+form of Sutskever et al., ICML 2013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, flag, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class SGD(Optimizer):
+    """mom = momentum * mom - lr * (g + wd * w);  w = w + mom.  Without momentum: w = w - lr * (g + wd * w).
+
+    lazy_update: taken for MXNet's sake; it concerns row-sparse gradients, and there are none here.
+    """
+
+    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0), "lazy_update": flag}
+    scratch: ClassVar[int] = 1
+    momentum: float
+    lazy_update: bool
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        momentum: float = 0.0,
+        lazy_update: bool = True,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(learning_rate, **common)
+        self.momentum = momentum
+        self.lazy_update = lazy_update
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("momentum",) if self.momentum else ()
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        momentum_step(self, step, w, g, tmp, mom=arrays.get("momentum"), momentum=self.momentum)
+
+
+def momentum_step(
+    optimizer: Optimizer,
+    step: Step,
+    w: HostArray,
+    g: HostArray,
+    tmp: list[HostArray],
+    *,
+    mom: HostArray | None,
+    momentum: float,
+) -> None:
+    """The update of SGD, without momentum where `mom` is None. Uses tmp[0]."""
+    real, rate = step.real, step.learning_rate
+    if mom is None:
+        if step.wd:
+            w *= real(1.0 - rate * step.wd)
+        w -= optimizer.prepared(step, w, g, tmp, scale=rate)
+        return
+    mom *= real(momentum)
+    if step.wd:
+        mom -= np.multiply(w, real(rate * step.wd), out=tmp[0])
+    mom -= optimizer.prepared(step, w, g, tmp, scale=rate)
+    w += mom
+
+
+class NAG(Optimizer):
+    """mom = momentum * mom - lr * (g + wd * w);  w = w + momentum * mom - lr * (g + wd * w).
+
+    Without momentum it is SGD.
+    """
+
+    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0)}
+    momentum: float
+
+    def __init__(self, learning_rate: float | None = None, *, momentum: float = 0.0, **common: Unpack[Common]) -> None:
+        super().__init__(learning_rate, **common)
+        self.momentum = momentum
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("momentum",) if self.momentum else ()
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        mom = arrays.get("momentum")
+        if mom is None:
+            momentum_step(self, step, w, g, tmp, mom=None, momentum=0.0)
+            return
+        real = step.real
+        change = np.multiply(self.prepared(step, w, g, tmp), real(step.learning_rate), out=tmp[0])
+        if step.wd:
+            change += np.multiply(w, real(step.learning_rate * step.wd), out=tmp[1])
+        mom *= real(self.momentum)
+        mom -= change
+        w -= change
+        w += np.multiply(mom, real(self.momentum), out=tmp[0])

@@ -1,0 +1,71 @@
+"""Signum: steps of one size, in the direction of the sign of the gradient or of its running mean.
+
+Cost per update: 3 arrays read, 2 written; without momentum 2 and 1.
+Source: Bernstein et al., signSGD, ICML 2018; in the form of MXNet 1.9, src/operator/optimizer_op-inl.h (SignSGDKernel,
+SignumKernel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Common, Optimizer, Step
+from mpikv.optimizers.fields import Field, number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Signum(Optimizer):
+    """g = clip(rescale_grad * grad) + wd * w;  mom = momentum * mom - (1 - momentum) * g;
+
+    w = (1 - lr * wd_lh) * w + lr * sign(mom).
+    Without momentum: w = (1 - lr * (wd + wd_lh)) * w - lr * sign(rescale_grad * grad).
+
+    wd_lh: weight decay that stays out of the sign, as Loshchilov and Hutter have it.
+    """
+
+    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0, below=1.0), "wd_lh": number(0.0)}
+    momentum: float
+    wd_lh: float
+
+    def __init__(
+        self,
+        learning_rate: float | None = None,
+        *,
+        momentum: float = 0.9,
+        wd_lh: float = 0.0,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(learning_rate, **common)
+        self.momentum = momentum
+        self.wd_lh = wd_lh
+
+    def state_names(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return ("momentum",) if self.momentum else ()
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        real, rate, mom = step.real, step.learning_rate, arrays.get("momentum")
+        if mom is None:
+            direction = np.sign(self.prepared(step, w, g, tmp), out=tmp[0])
+            np.negative(direction, out=direction)
+            decay = step.wd + self.wd_lh
+        else:
+            mom *= real(self.momentum)
+            if step.wd:
+                mom -= np.multiply(w, real((1.0 - self.momentum) * step.wd), out=tmp[0])
+            mom -= self.prepared(step, w, g, tmp, scale=1.0 - self.momentum)
+            direction = np.sign(mom, out=tmp[0])
+            decay = self.wd_lh
+        if decay:
+            w *= real(1.0 - rate * decay)
+        direction *= real(rate)
+        w += direction

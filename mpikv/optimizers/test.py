@@ -1,0 +1,28 @@
+"""The optimizer that tests are made of: no learning rate, only a sum that grows.
+
+Source: MXNet 1.9, python/mxnet/optimizer/optimizer.py (Test).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.optimizers.base import Optimizer, Step
+
+
+class Test(Optimizer):
+    """w = w + rescale_grad * grad. The other common parameters are accepted and not used."""
+
+    __test__: ClassVar[bool] = False  # pytest would take the name for a test class
+    scratch: ClassVar[int] = 1
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """See the class."""
+        del arrays
+        w += g if self.rescale_grad == 1.0 else np.multiply(g, step.real(self.rescale_grad), out=tmp[0])

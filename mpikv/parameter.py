@@ -1,0 +1,157 @@
+"""A parameter of a model: a weight and its gradient, one replica of each per device.
+
+For models written with NumPy or CuPy. The backward pass writes the gradient into `grad` (or one of `list_grad()`
+per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` needs none of this: it has
+`data` and `grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from mpikv import arrays
+from mpikv.devices import Device, put
+
+GradReq = Literal["write", "add", "null"]
+_GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
+
+
+class Parameter:
+    """A weight with its gradient.
+
+    value: a NumPy or CuPy array, which is then used itself and not copied, so that a model that holds it sees every
+    update; or anything that `numpy.asarray` takes. Instead of it, `shape` with `init`: a number to fill with, or a
+    function of the shape that returns the values. name: how errors and files name it; a Trainer gives one where
+    there is none. devices: where the replicas are, as in `split_and_load`; None is one replica, where the value is.
+    grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the
+    model's backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult:
+    factors on the learning rate and the weight decay of this parameter.
+
+    Local. Raises TypeError for values that are no arrays, ValueError for contradicting arguments or a read-only array.
+    """
+
+    def __init__(
+        self,
+        value: Any = None,
+        name: str | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        init: float | Callable[[tuple[int, ...]], Any] = 0.0,
+        dtype: Any = None,
+        devices: Sequence[Device] | None = None,
+        grad_req: GradReq = "write",
+        lr_mult: float = 1.0,
+        wd_mult: float = 1.0,
+    ) -> None:
+        if grad_req not in _GRAD_REQ:
+            raise ValueError(f"grad_req must be one of {', '.join(map(repr, _GRAD_REQ))}; got {grad_req!r}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"the name of a parameter is a str, got {name!r}; the array comes first")
+        self.name = name
+        self.grad_req: GradReq = grad_req
+        self.lr_mult = lr_mult
+        self.wd_mult = wd_mult
+        first = _initial(value, shape, init, dtype)
+        if devices is None:
+            self._data = [first]
+        elif len(devices) == 0:
+            raise ValueError("devices is empty: name at least one, such as 'cpu', or leave it out")
+        else:
+            # A copy each: two replicas on the host, or a replica and the caller's array, must not be the same memory.
+            self._data = [put(first, device).copy() for device in devices]
+        for replica in self._data:
+            arrays.check_writable(replica, f"parameter {name or ''}".strip())
+        self._grad = [_zeros_like(replica) for replica in self._data]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, the same on all devices."""
+        return tuple(self._data[0].shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of weight and gradient."""
+        dtype: np.dtype[Any] = np.dtype(self._data[0].dtype)
+        return dtype
+
+    @property
+    def data(self) -> Any:
+        """The weight, on the first device. Assigning copies the values into the replicas on all devices."""
+        return self._data[0]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        for replica in self._data:
+            _copy_into(replica, value, f"data of {self!r}")
+
+    @property
+    def grad(self) -> Any:
+        """The gradient on the first device. Assigning copies the values into it (one device only)."""
+        return self._grad[0]
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if len(self._grad) > 1:
+            raise ValueError(f"{self!r} has {len(self._grad)} gradients, one per device: write into list_grad()")
+        _copy_into(self._grad[0], value, f"grad of {self!r}")
+
+    def list_data(self) -> list[Any]:
+        """The weight on every device."""
+        return list(self._data)
+
+    def list_grad(self) -> list[Any]:
+        """The gradient on every device."""
+        return list(self._grad)
+
+    def zero_grad(self) -> None:
+        """Set the gradients on all devices to 0."""
+        for replica in self._grad:
+            replica[...] = 0
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name or 'unnamed'}, shape={self.shape}, dtype={self.dtype})"
+
+
+def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[..., Any], dtype: Any) -> Any:
+    if (value is None) == (shape is None):
+        raise ValueError("give the array of the weight, or its shape (and init), not both or neither")
+    if shape is not None:
+        wanted = tuple(shape)
+        filled = init(wanted) if callable(init) else np.full(wanted, init)
+        array = np.asarray(filled, dtype=np.float32 if dtype is None else dtype)
+        if array.shape != wanted:
+            raise ValueError(f"init returned values of shape {array.shape}; the parameter has shape {wanted}")
+        # A new array: init may hand out the same one each time.
+        return array.copy()
+    if not isinstance(value, np.ndarray) and not arrays.is_device(value):
+        if arrays.is_array(value):
+            kind = type(value).__module__.partition(".")[0]
+            raise TypeError(
+                f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; a torch.nn.Parameter goes to the "
+                "Trainer as it is"
+            )
+        value = np.asarray(value)
+    array = value if dtype is None else value.astype(dtype, copy=False)
+    arrays.shape_and_dtype(array, "a parameter")  # raises for a dtype that a store cannot hold
+    return array
+
+
+def _zeros_like(array: Any) -> Any:
+    zeros = array.copy()  # NumPy's and CuPy's alike, on the array's own device
+    zeros[...] = 0
+    return zeros
+
+
+def _copy_into(replica: Any, value: Any, what: str) -> None:
+    if value is replica:  # `p.data -= x` ends by assigning the array to itself
+        return
+    shape = tuple(np.shape(value))
+    if shape != tuple(replica.shape):
+        raise ValueError(f"{what} must have shape {tuple(replica.shape)}, got {shape}")
+    if arrays.is_device(value) and arrays.is_device(replica):
+        replica[...] = value
+    else:
+        arrays.write(replica, arrays.host_view(value if arrays.is_array(value) else np.asarray(value), what), what)

@@ -1,0 +1,20 @@
+"""`python -m mpikv.server`: a server by program.
+
+`mpirun -n 4 python train.py : -n 2 python -m mpikv.server` gives 4 workers and 2 servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def main() -> None:
+    """Parse the command line, then serve until every worker has closed its store."""
+    argparse.ArgumentParser(prog="python -m mpikv.server", description=__doc__).parse_args()
+    from mpikv.kv import serve_only  # noqa: PLC0415 - after --help, which needs no MPI
+
+    serve_only()
+
+
+if __name__ == "__main__":
+    main()

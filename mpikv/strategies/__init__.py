@@ -1,0 +1,1 @@
+"""Who adds the gradients, when, and where the optimizer runs."""

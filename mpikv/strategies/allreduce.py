@@ -1,0 +1,313 @@
+"""Synchronous without servers: every worker owns a part of each key.
+
+A push puts the gradient into the key's lane. A lane does one round after another: reduce-scatter, so that each worker
+holds the sum of the part it owns; the optimizer on that part; allgather of the new values. This is allreduce with the
+optimizer in its middle, and the optimizer's state exists once over all workers, not once per worker. A pull waits until the
+lane has done this worker's last push and copies the value out.
+
+Cost per round and worker: the two halves of the chosen algorithm; memory: the value, one buffer for each push under way,
+1/W of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.collectives import blobs, native
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.select import ALGORITHMS, choose
+from mpikv.config import Config
+from mpikv.errors import UnsupportedError
+from mpikv.keys import Key, KeyInfo, whole_bounds
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.parts import parts_from_bytes, parts_to_bytes
+from mpikv.strategies.base import Pending, Sink, Updater
+from mpikv.strategies.states import collect, distribute, read_file, write_file
+from mpikv.strategies.workers import Predicate, Workers
+from mpikv.transports.base import Steps, Transport
+from mpikv.transports.progress import Running
+
+
+class _Lane:
+    """One key: its value, and the rounds this worker has pushed, done one after another."""
+
+    def __init__(self, info: KeyInfo) -> None:
+        self.info = info
+        self.stored: HostArray = np.empty(info.n_elems, info.dtype)
+        self.bounds: tuple[int, ...] = ()
+        self.algorithm = ""
+        self.queue: deque[tuple[HostArray, int]] = deque()
+        self.pushed = 0
+        self.done = 0
+        self.has_value = False
+        self.comm: Any = None  # only for `native`
+        self.running: Running[None] | None = None
+
+    def reached(self, round_: int) -> bool:
+        """Whether that round is done; raises what went wrong in the lane."""
+        if self.running is not None and self.running.error is not None:
+            raise self.running.error
+        return self.has_value and self.done >= round_
+
+
+class AllreduceStrategy:
+    """The strategy of `dist_sync` without servers."""
+
+    synchronous = True
+
+    def __init__(
+        self, transport: Transport, config: Config, *, threaded: bool, on_fatal: Callable[[BaseException], None]
+    ) -> None:
+        self._lanes: dict[int, _Lane] = {}
+        self._owner = Owner()
+        self._config = config
+        self._comms: dict[int, Running[Any]] = {}
+        self._last_comm: Running[Any] | None = None
+        self._workers = Workers(
+            transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal
+        )
+        self._group = self._workers.group
+        self.rank = self._group.rank
+        self.num_workers = self._group.size
+
+    # --- placement
+
+    def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
+        """Nothing beyond the number: bounds follow from it."""
+        return None
+
+    def agreed(self, info: KeyInfo) -> None:
+        """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
+        if self._config.algorithm == "native":
+            self._last_comm = self._comms[info.id] = self._workers.engine.start(
+                self._duplicate_after(self._last_comm), f"communicator of key {info.key!r}"
+            )
+
+    def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
+        if before is not None:
+            yield before
+        comm = getattr(self._workers.transport, "comm", None)
+        if comm is None:
+            raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
+        return (yield from native.duplicate(comm))
+
+    def pushes(self) -> dict[int, int]:
+        """How often this worker has pushed each key."""
+        return {key_id: lane.pushed for key_id, lane in self._lanes.items()}
+
+    def _place(self, lane: _Lane) -> None:
+        """Choose algorithm and owners of a key from what all workers know."""
+        info, p = lane.info, self.num_workers
+        wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
+        lane.algorithm = choose(wire_bytes, p, self._config.algorithm)
+        module = native if lane.algorithm == "native" else ALGORITHMS[lane.algorithm]
+        optimizer = self._owner.optimizer_of(info.id)
+        if optimizer is not None and not optimizer.elementwise:
+            lane.bounds = whole_bounds(info.n_elems, p, info.id % module.owners(p))
+        else:
+            lane.bounds = module.bounds(info.n_elems, p)
+
+    # --- keys
+
+    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+        """Agree, then give every worker the value of worker 0."""
+        by_key = {key: value for key, _, value in values}
+        agreed, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        for info, _ in agreed:
+            lane = _Lane(info)
+            if self.rank == 0:
+                lane.stored[...] = by_key[info.key]
+            with self._workers.engine.lock:
+                self._place(lane)
+                self._lanes[info.id] = lane
+            lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
+        for info, _ in agreed:
+            if not self._workers.is_released(info):
+                lane = self._lanes[info.id]
+                self._workers.wait(Pending(_Reached(lane, 0), Waiting("init", info.key, info.id)))
+        if error is not None:
+            raise error
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What was agreed on `key`."""
+        return self._workers.lookup(key)
+
+    def keys(self) -> Sequence[KeyInfo]:
+        """All keys, by number."""
+        return sorted(self._workers.infos.values(), key=lambda info: info.id)
+
+    # --- the lane
+
+    def _run(self, lane: _Lane) -> Steps[None]:
+        """Do what is in the lane; ends when it is empty."""
+        if not lane.has_value:
+            yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
+            if lane.info.id in self._comms:
+                yield self._comms[lane.info.id]
+                lane.comm = self._comms[lane.info.id].result
+            lane.has_value = True
+        while lane.queue:
+            buf, attributes_id = lane.queue[0]
+            yield from self._round(lane, buf, attributes_id or None)
+            lane.queue.popleft()
+            lane.done += 1
+
+    def _round(self, lane: _Lane, buf: HostArray, attributes: int | None) -> Steps[None]:
+        info, bounds = lane.info, lane.bounds
+        if lane.algorithm == "native":
+            yield from native.reduce_scatter(lane.comm, buf, bounds)
+        else:
+            reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
+            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
+        begin, end = bounds[self.rank], bounds[self.rank + 1]
+        if begin < end:
+            self._owner.apply(info, lane.stored[begin:end], buf[begin:end], attributes)
+        if lane.algorithm == "native":
+            yield from native.allgather(lane.comm, lane.stored, bounds)
+        else:
+            allgather = ALGORITHMS[lane.algorithm].allgather
+            yield from allgather(self._group, lane.stored, bounds, wire.key_tag(info.id, 2))
+
+    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
+        """Put a round into the key's lane."""
+        lane = self._lanes[info.id]
+        number, attributes = self._workers.attributes.number(self._workers.slot_of(info))
+        buf = total.astype(sum_dtype(info.dtype), copy=False)
+        with self._workers.engine.lock:
+            lane.reached(0)
+            if attributes is not None:
+                self._owner.add_attributes(number, attributes)
+            lane.pushed += 1
+            lane.queue.append((buf, number))
+            if lane.running is None or lane.running.done:
+                lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
+        return Pending(Predicate(lambda: True), Waiting("push", info.key, info.id))
+
+    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
+        """Copy the value out as soon as the lane has done this worker's last push."""
+        lane = self._lanes[info.id]
+        return self._deliver(lane, sink, Waiting("pull", info.key, info.id, lane.pushed))
+
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+        """Both."""
+        self.push(info, total, priority)
+        lane = self._lanes[info.id]
+        return self._deliver(lane, sink, Waiting("pushpull", info.key, info.id, lane.pushed))
+
+    def _deliver(self, lane: _Lane, sink: Sink, waiting: Waiting) -> Pending:
+        def steps(round_: int) -> Steps[None]:
+            reached = _Reached(lane, round_)
+            if not reached.test():
+                yield reached
+            sink.deliver(lane.stored)
+
+        assert waiting.round is not None
+        return Pending(self._workers.engine.start(steps(waiting.round), str(waiting)), waiting)
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block until a transfer is done."""
+        self._workers.wait(pending, timeout_s)
+
+    # --- optimizers
+
+    def _drain(self, call: str) -> None:
+        """Wait until all rounds this worker has pushed are done."""
+        for lane in tuple(self._lanes.values()):
+            waiting = Waiting(call, lane.info.key, lane.info.id, lane.pushed)
+            self._workers.wait(Pending(_Reached(lane, lane.pushed), waiting))
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        """Each worker keeps a copy for the parts it owns."""
+        self._drain("set_optimizer")
+        slot, key_ids, pickled = self._workers.agree_on_optimizer(optimizer, keys)
+        with self._workers.engine.lock:
+            self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+            for lane in self._lanes.values():
+                self._place(lane)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Not here: the owner of a part is another process."""
+        raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")
+
+    def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
+        lanes = self._lanes.values()
+        return [(lane.info, lane.bounds[rank], lane.bounds[rank + 1]) for lane in lanes]
+
+    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
+        """Gather the states at worker 0, who writes the file."""
+        self._drain("save_optimizer_states")
+        mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
+        gathering = self._workers.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
+        self._workers.wait_for(gathering, "save_optimizer_states")
+
+        def write() -> None:
+            parts = [parts_from_bytes(blob) for blob in gathering.result or []]
+            write_file(path, parts, self.keys(), self._owner, dump_optimizer=dump_optimizer)
+
+        self._workers.outcome("save_optimizer_states", write)
+
+    def load_states(self, path: str) -> None:
+        """Worker 0 reads and checks the file, then gives each worker its part."""
+        self._drain("load_optimizer_states")
+        parts: list[bytes] = []
+
+        def read() -> Any:
+            file = read_file(path, self._workers.infos, self._owner)
+            for rank in range(self.num_workers):
+                parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
+            return file.optimizer
+
+        config = self._workers.outcome("load_optimizer_states", read)
+        scattering = self._workers.engine.start(
+            blobs.scatter(self._group, parts if self.rank == 0 else None, 0, wire.TAG_STATES), "states"
+        )
+        self._workers.wait_for(scattering, "load_optimizer_states")
+        with self._workers.engine.lock:
+            for part in parts_from_bytes(scattering.result or b""):
+                self._owner.states[self._workers.infos[part.key].id] = part.state
+        self._workers.restore(config)
+
+    # --- barrier and end
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        self._workers.agree("barrier", None, "barrier")
+
+    def close(self) -> None:
+        """Wait until all workers close; what they pushed in common is done first."""
+        self._workers.leave(matched=True)
+        self._drain("close")
+        self._workers.stop()
+        for running in self._comms.values():
+            if running.result is not None:
+                running.result.Free()
+        self._workers.transport.close()
+
+    def doing(self) -> str | None:
+        """What this worker waits for, None outside of waits."""
+        return self._workers.doing()
+
+    def abandon(self) -> None:
+        """Stop the engine."""
+        self._workers.stop()
+
+
+class _Reached:
+    """A request that is done when a lane has done a round."""
+
+    def __init__(self, lane: _Lane, round_: int) -> None:
+        self._lane = lane
+        self._round = round_
+
+    def test(self) -> bool:
+        """Whether the round is done; raises what went wrong in the lane."""
+        return self._lane.reached(self._round)

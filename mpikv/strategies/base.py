@@ -1,0 +1,122 @@
+"""What a strategy is: it decides who adds the pushed arrays, when, and where the optimizer runs.
+
+The store hands it flat arrays, one per key and call, already summed over this worker's devices. Every transfer comes
+back as a request together with what a wait for it is about, so that the blocking and the `_async` calls are one path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpikv.arrays import HostArray, is_device, write
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
+from mpikv.transports.base import Request
+
+Updater = Callable[[Key, Any, Any], None]
+
+
+class Pending(NamedTuple):
+    """A transfer under way, and what to say of a wait for it."""
+
+    request: Request
+    waiting: Waiting
+
+
+class Sink:
+    """Where one pulled value goes: one or several arrays of the caller's, or a new array.
+
+    `buffer()` is contiguous memory for the value in the key's dtype: the caller's own array where that is possible.
+    `deliver(value)` brings the value to every array; it costs nothing for the one that was the buffer.
+    """
+
+    def __init__(self, info: KeyInfo, outs: Sequence[Any]) -> None:
+        self._info = info
+        self._outs = outs
+        self._direct: HostArray | None = None
+
+    def buffer(self) -> HostArray:
+        """Memory for the flat value, (n,)."""
+        for out in self._outs:
+            if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
+                self._direct = out.reshape(-1)
+                return self._direct
+        return np.empty(self._info.n_elems, self._info.dtype)
+
+    def deliver(self, value: HostArray) -> None:
+        """Write the flat value into every array."""
+        for out in self._outs:
+            if is_device(out) or self._direct is None or not np.shares_memory(self._direct, out, max_work=1):
+                write(out, value, "out")
+
+
+class Strategy(Protocol):
+    """One mode of a store. Collective calls are collective over the workers."""
+
+    rank: int
+    num_workers: int
+    synchronous: bool
+
+    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+        """Agree on new keys and their first values (flat). Collective, blocks."""
+        ...
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What was agreed on `key`; None before its `init`."""
+        ...
+
+    def keys(self) -> Sequence[KeyInfo]:
+        """All keys of the store, in the order of their numbers."""
+        ...
+
+    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
+        """Start pushing a flat array, which becomes the strategy's own. Local, never blocks."""
+        ...
+
+    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
+        """Start pulling the value after this worker's last push."""
+        ...
+
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+        """Both, in one exchange."""
+        ...
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block until a transfer is done. Raises its error, PeerError or StallError."""
+        ...
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        """Let `optimizer` serve `keys` (None: all that have no other). Collective, blocks."""
+        ...
+
+    def set_updater(self, updater: Updater) -> None:
+        """Let a function of the user's change stored values. UnsupportedError where owners are other processes."""
+        ...
+
+    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
+        """Write the optimizer's states of all keys into one file. Collective, blocks."""
+        ...
+
+    def load_states(self, path: str) -> None:
+        """Read them. Collective, blocks. Changes nothing when it raises."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all workers. Collective, blocks."""
+        ...
+
+    def close(self) -> None:
+        """End the store. Collective, blocks."""
+        ...
+
+    def doing(self) -> str | None:
+        """What this rank waits for at the moment, for whoever asks from a signal handler."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop threads without talking to anybody, when the process is going down."""
+        ...

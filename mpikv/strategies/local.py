@@ -1,0 +1,109 @@
+"""One process, several devices: the sum and the update happen here and at once. Needs no MPI.
+
+Also the reference that every other mode is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
+from mpikv.strategies.base import Pending, Sink, Updater
+from mpikv.strategies.states import collect, distribute, read_file, write_file
+from mpikv.transports.base import Done
+
+
+class LocalStrategy:
+    """The strategy of `local` and `device`."""
+
+    rank = 0
+    num_workers = 1
+    synchronous = True
+
+    def __init__(self) -> None:
+        self._infos: dict[Key, KeyInfo] = {}
+        self._stored: dict[int, HostArray] = {}
+        self._owner = Owner()
+        self._updater: Updater | None = None
+        self._slots = 0
+
+    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+        """Store the values."""
+        for key, shape, value in values:
+            info = KeyInfo(key, len(self._infos), shape, value.dtype)
+            self._infos[key] = info
+            self._stored[info.id] = value
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What is known of `key`."""
+        return self._infos.get(key)
+
+    def keys(self) -> Sequence[KeyInfo]:
+        """All keys."""
+        return tuple(self._infos.values())
+
+    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
+        """Update the stored value now."""
+        stored = self._stored[info.id]
+        if self._updater is not None:
+            self._updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
+        else:
+            self._owner.apply(info, stored, total.astype(sum_dtype(info.dtype), copy=False))
+        return Pending(Done(), Waiting("push", info.key))
+
+    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
+        """Copy the stored value out now."""
+        sink.deliver(self._stored[info.id])
+        return Pending(Done(), Waiting("pull", info.key))
+
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+        """Both."""
+        self.push(info, total, priority)
+        return self.pull(info, sink, priority)
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Nothing is ever under way."""
+
+    def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        """The user's own object, so that a changed attribute needs no carrying."""
+        self._updater = None
+        slot = DEFAULT_SLOT
+        if keys is not None:
+            self._slots += 1
+            slot = self._slots
+        self._owner.set_optimizer(slot, optimizer, [self._infos[key].id for key in keys or ()])
+
+    def set_updater(self, updater: Updater) -> None:
+        """`updater(key, pushed_sum, stored)` changes `stored` in place."""
+        self._updater = updater
+
+    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
+        """One file, whole or not at all."""
+        parts = collect(self._owner, [(info, 0, info.n_elems) for info in self._infos.values()])
+        write_file(path, [parts], self.keys(), self._owner, dump_optimizer=dump_optimizer)
+
+    def load_states(self, path: str) -> None:
+        """Read and check first, then change."""
+        file = read_file(path, self._infos, self._owner)
+        for part in distribute(file, [(info, 0, info.n_elems) for info in self._infos.values()]):
+            self._owner.states[self._infos[part.key].id] = part.state
+        optimizer = self._owner.optimizer_in(DEFAULT_SLOT)
+        if file.optimizer is not None and optimizer is not None:
+            optimizer.set_attributes(file.optimizer["attributes"])
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def doing(self) -> str | None:
+        """It never waits."""
+        return None
+
+    def abandon(self) -> None:
+        """Nothing to stop."""

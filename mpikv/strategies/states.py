@@ -1,0 +1,76 @@
+"""Optimizer states between their owners and a file: the same in every mode.
+
+Owners hold the states of the parts they own. A file holds whole states, so that it can be read by another number of
+workers or servers: parts are joined before writing, and cut along the present plan after reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mpikv.errors import MpikvError, StatesFileError
+from mpikv.keys import Key, KeyInfo
+from mpikv.optimizers import states
+from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.parts import Part
+
+Owned = Sequence[tuple[KeyInfo, int, int]]  # a key, and begin and end of what is owned of it
+
+
+def collect(owner: Owner, owned: Owned) -> list[Part]:
+    """The states of what an owner owns; keys that were never updated have none."""
+    return [
+        Part(info.key, begin, end, owner.states[info.id])
+        for info, begin, end in owned
+        if begin < end and info.id in owner.states
+    ]
+
+
+def write_file(
+    path: str, parts: Sequence[Sequence[Part]], infos: Sequence[KeyInfo], owner: Owner, *, dump_optimizer: bool
+) -> None:
+    """Join the parts of all owners and write them, whole or not at all. MpikvError without an optimizer."""
+    optimizers = {info.key: owner.optimizer_of(info.id) for info in infos}
+    if not any(optimizers.values()):
+        raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
+    by_key: dict[Key, list[Part]] = {}
+    for part in (part for some in parts for part in some):
+        by_key.setdefault(part.key, []).append(part)
+    entries = {}
+    for info in infos:
+        if info.key in by_key:
+            pieces = sorted((part.begin, part.end, part.state) for part in by_key[info.key])
+            entries[info.key] = states.Entry(info.shape, info.dtype, states.join_states(pieces))
+    default = owner.optimizer_in(0) or next(optimizer for optimizer in optimizers.values() if optimizer is not None)
+    config = default.config() if dump_optimizer else None
+    states.save_states(path, entries, optimizer=config, meta={"optimizer": default.name})
+
+
+def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.StatesFile:
+    """Read a file and hold it against this store: its optimizer, its keys, their shapes and dtypes. Changes nothing."""
+    present = {key: owner.optimizer_of(info.id) for key, info in infos.items()}
+    if not any(present.values()):
+        raise MpikvError("load_optimizer_states: set the optimizer first")
+    file = states.load_states(path)
+    for key, entry in file.entries.items():
+        info = infos.get(key)
+        if info is None:
+            raise StatesFileError(f"{path}: has states of key {key!r}, which this store does not hold")
+        if tuple(entry.shape) != info.shape or entry.dtype != info.dtype:
+            raise StatesFileError(
+                f"{path}: key {key!r} is {entry.dtype} {tuple(entry.shape)} there and {info.dtype} {info.shape} here"
+            )
+        optimizer = present[key]
+        if optimizer is None or optimizer.name != file.meta.get("optimizer"):
+            here = "no optimizer" if optimizer is None else optimizer.name
+            raise StatesFileError(f"{path}: states of {file.meta.get('optimizer')!r}, but key {key!r} has {here} here")
+    return file
+
+
+def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:
+    """What of a file belongs to an owner."""
+    return [
+        Part(info.key, begin, end, states.slice_state(file.entries[info.key].state, begin, end, info.n_elems))
+        for info, begin, end in owned
+        if begin < end and info.key in file.entries
+    ]

@@ -1,0 +1,295 @@
+"""What every distributed strategy shares: the workers of one store, their engine, the keys they agreed on.
+
+A strategy adds where values live and how gradients travel; this object adds agreement on keys and optimizers, waiting
+with a limit, barriers and the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import cloudpickle
+
+from mpikv import wire
+from mpikv.arrays import dtype_of
+from mpikv.config import Config
+from mpikv.control.agreement import Agreement, Disagreement, Item, Name, first, grouped, same
+from mpikv.control.service import Control, Reply
+from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
+from mpikv.strategies.base import Pending
+from mpikv.transports.base import Group, Request, Transport
+from mpikv.transports.progress import Engine
+
+
+class Predicate:
+    """A request that is done when a function says so."""
+
+    def __init__(self, predicate: Callable[[], bool]) -> None:
+        self._predicate = predicate
+
+    def test(self) -> bool:
+        """What the function says."""
+        return self._predicate()
+
+
+class Placement(Protocol):
+    """What a strategy tells this object. Called under the engine's lock."""
+
+    def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
+        """At worker 0: what all ranks must know of a new key beyond its number, as JSON."""
+        ...
+
+    def agreed(self, info: KeyInfo) -> None:
+        """All workers agreed on this key. Called in the same order on every worker."""
+        ...
+
+    def pushes(self) -> dict[int, int]:
+        """How often this worker has pushed each key, by number."""
+        ...
+
+
+def _describe_init(payload: Sequence[Any]) -> str:
+    return f"{payload[1]} {tuple(payload[0])}"
+
+
+def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    if any(payload != payloads[0] for payload in payloads):
+        brought = grouped([_describe_init(payload) for payload in payloads], labels)
+        raise Disagreement(ShapeMismatch, f"init of key {name!r} with different values on different workers: {brought}")
+    return payloads[0]
+
+
+def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """Every worker has pushed every key equally often, where rounds need all of them."""
+    counts = [dict(payload) for payload in payloads]
+    unmatched = []
+    for key_id in sorted({key_id for count in counts for key_id in count}):
+        pushes = [count.get(key_id, 0) for count in counts]
+        if min(pushes) != max(pushes):
+            short = [label for label, n in zip(labels, pushes, strict=True) if n == min(pushes)]
+            unmatched.append((key_id, max(pushes), min(pushes), ", ".join(short)))
+    return unmatched
+
+
+class Workers:
+    """One worker's view of all workers of a store."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Sequence[int],
+        config: Config,
+        placement: Placement,
+        *,
+        threaded: bool,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.transport = transport
+        self.group = Group(transport, ranks)
+        self.config = config
+        self.attributes = AttributeLog()
+        self.infos: dict[Key, KeyInfo] = {}
+        self.slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
+        self._placement = placement
+        self._broken: dict[Key, MpikvError] = {}
+        self._released: set[Key] = set()
+        self._counts: dict[str, int] = {}
+        self._next_id = 0
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal)
+        agreement = None
+        if self.group.rank == 0:
+            rules = {
+                "init": _init_rule,
+                "set_optimizer": same(ConfigError, "set_optimizer with different optimizers on different workers"),
+                "barrier": first,
+                "outcome": first,
+                "close": _close_rule,
+            }
+            labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
+            agreement = Agreement(labels, rules, self._reserve)
+        self.control = Control(
+            transport,
+            self.group,
+            self.engine,
+            agreement,
+            timeout_s=config.timeout_s,
+            pushes=placement.pushes,
+            on_final=self._final,
+        )
+        self.engine.serve(self.control.listen(), "control messages")
+
+    # --- keys
+
+    def _reserve(self, name: Name, payload: Any) -> Any:
+        key_id = self._next_id
+        limit = wire.max_keys(self.transport.max_tag)
+        if key_id >= limit:
+            raise Disagreement(MpikvError, f"init of key {name!r}: this MPI library has tags for {limit} keys only")
+        self._next_id += 1
+        dtype = dtype_of(payload[1])
+        n_elems = KeyInfo(name, key_id, tuple(payload[0]), dtype).n_elems
+        return [key_id, *payload, self._placement.reserve(key_id, n_elems, dtype.itemsize)]
+
+    @staticmethod
+    def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]))
+
+    def _final(self, item: Item, reply: Reply) -> None:
+        topic, name = item
+        if topic != "init":
+            return
+        if reply.error is None:
+            self._placement.agreed(self._info(name, reply.result))
+        elif name in self._released:
+            # `init` has returned already, so the next use of the key tells.
+            self._broken[name] = MpikvError(reply.error[1])
+            try:
+                reply.unwrap()
+            except MpikvError as error:
+                self._broken[name] = error
+        self._released.discard(name)
+
+    def agree_on_keys(
+        self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
+    ) -> tuple[list[tuple[KeyInfo, Any]], MpikvError | None]:
+        """Propose new keys and wait. Collective.
+
+        Returns each agreed key's info and what the placement reserved for it, and the error to raise once those are in
+        place: ShapeMismatch on every worker when they brought different values.
+        """
+        items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
+        proposal = self.control.propose(items)
+        names = ", ".join(repr(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        self.control.wait(proposal, Waiting(f"init({names})"))
+        agreed = []
+        error: MpikvError | None = None
+        with self.engine.lock:
+            for (_, name), reply in proposal.replies.items():
+                assert reply is not None
+                try:
+                    result = reply.unwrap()
+                except MpikvError as mismatch:
+                    error = error or mismatch
+                    continue
+                if not reply.final:
+                    self._released.add(name)
+                info = self._info(name, result)
+                self.infos[name] = info
+                agreed.append((info, result[3]))
+        return agreed, error
+
+    def is_released(self, info: KeyInfo) -> bool:
+        """Whether `init` of this key has to return before all workers have come to it."""
+        return info.key in self._released
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What was agreed on `key`. Raises what became of an `init` that returned before all workers had come."""
+        if key in self._broken:
+            raise self._broken[key]
+        return self.infos.get(key)
+
+    # --- waiting
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block until a transfer is done."""
+        self.control.wait(pending.request, pending.waiting, timeout_s)
+
+    def wait_for(self, request: Request, call: str) -> None:
+        """Block until a request of a whole call is done."""
+        self.control.wait(request, Waiting(call))
+
+    def _count(self, topic: str) -> int:
+        self._counts[topic] = self._counts.get(topic, 0) + 1
+        return self._counts[topic]
+
+    def agree(self, topic: str, payload: Any, call: str) -> Any:
+        """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
+        return self.control.agree(topic, self._count(topic), payload, Waiting(call))
+
+    def outcome(self, call: str, attempt: Callable[[], Any] | None) -> Any:
+        """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
+
+        attempt: at worker 0, returns JSON. Its MpikvError or OSError is raised on every worker.
+        """
+        payload: Any = None
+        failure: Exception | None = None
+        if self.group.rank == 0 and attempt is not None:
+            try:
+                payload = ["ok", attempt()]
+            except (MpikvError, OSError) as error:
+                failure = error
+                payload = [type(error).__name__, str(error)]
+        kind, result = self.agree("outcome", payload, call)
+        if kind == "ok":
+            return result
+        if failure is not None:
+            raise failure
+        raise _error_named(kind)(f"{call} failed at {self.control.labels[0]}: {result}")
+
+    # --- optimizers
+
+    def agree_on_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> tuple[int, list[int], bytes]:
+        """All workers bring equal optimizers. Returns the slot, the keys' numbers and the pickled optimizer."""
+        try:
+            pickled = cloudpickle.dumps(optimizer)
+        except Exception as error:
+            raise ConfigError(f"set_optimizer: {type(optimizer).__name__} cannot be pickled for its owners: {error}") from error
+        config = json.dumps(optimizer.config(), sort_keys=True)
+        payload = [config, None if keys is None else list(keys)]
+        self.agree("set_optimizer", payload, "set_optimizer")
+        slot = DEFAULT_SLOT if keys is None else self._count("slots")
+        key_ids = [self.infos[key].id for key in keys or ()]
+        for key_id in key_ids:
+            self.slots[key_id] = slot
+        self.attributes.watch(slot, optimizer)
+        return slot, key_ids, pickled
+
+    def restore(self, config: Mapping[str, Any] | None) -> None:
+        """Set the default optimizer's attributes to those of a loaded file; they reach the owners with the next push."""
+        optimizer = self.attributes.optimizer(DEFAULT_SLOT)
+        if config is not None and optimizer is not None:
+            optimizer.set_attributes(config["attributes"])
+
+    def slot_of(self, info: KeyInfo) -> int:
+        """The slot whose optimizer serves this key."""
+        return self.slots.get(info.id, DEFAULT_SLOT)
+
+    # --- the end
+
+    def leave(self, *, matched: bool) -> None:
+        """Agree that all workers close. Collective. `matched`: raise when some have pushed a key more often than others."""
+        pushes = self._placement.pushes()
+        if matched:
+            with self.engine.lock:
+                self.control.leave(pushes)
+        unmatched = self.agree("close", sorted(pushes.items()) if matched else [], "close")
+        by_id = {info.id: info for info in self.infos.values()}
+        mine = [entry for entry in unmatched if pushes.get(entry[0], 0) > entry[2]]
+        self.wait_for(Predicate(self.control.sent), "close")
+        if mine:
+            key_id, most, least, short = mine[0]
+            raise PeerError(
+                f"{self.control.me}, close: key {by_id[key_id].key!r} was pushed {pushes[key_id]} times here and "
+                f"{least} times by {short}; round {least + 1} of {most} was never complete"
+            )
+
+    def doing(self) -> str | None:
+        """What this worker waits for, None outside of waits."""
+        return self.control.activity.waiting()
+
+    def stop(self) -> None:
+        """End the engine."""
+        self.engine.stop()
+
+
+def _error_named(name: str) -> type[Exception]:
+    import mpikv.errors as errors  # noqa: PLC0415
+
+    found = getattr(errors, name, None) or {"FileNotFoundError": FileNotFoundError}.get(name, OSError)
+    return found if isinstance(found, type) and issubclass(found, Exception) else MpikvError

@@ -1,0 +1,1 @@
+"""Public testing tools: ranks as threads, reference store, conformance suites."""

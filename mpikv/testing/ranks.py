@@ -1,0 +1,65 @@
+"""Ranks that are threads: runs a function once per rank, in one process and in milliseconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mpikv.errors import StallError
+from mpikv.transports.base import Group, Steps
+from mpikv.transports.progress import run
+from mpikv.transports.threads import Fabric, ThreadTransport
+
+T = TypeVar("T")
+
+
+class RankError(AssertionError):
+    """Some ranks failed; `errors` maps each of them to its exception."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        super().__init__("; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(errors.items())))
+        self.errors = errors
+
+
+def spawn(
+    size: int, body: Callable[[ThreadTransport], T], *, hosts: Sequence[str] | None = None, timeout_s: float = 30.0
+) -> list[T]:
+    """Run `body(transport)` on `size` thread ranks and return their results in rank order.
+
+    Raises RankError with every rank's exception, the first failed rank's as the cause; a rank that has not ended after
+    `timeout_s` counts as failed with StallError.
+    """
+    fabric = Fabric(size, hosts)
+    results: list[Any] = [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def rank_body(rank: int) -> None:
+        try:
+            results[rank] = body(fabric.rank(rank))
+        except BaseException as error:  # noqa: BLE001 - SystemExit of a server rank included
+            errors[rank] = error
+
+    threads = [threading.Thread(target=rank_body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for rank, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            errors.setdefault(rank, StallError(f"rank {rank} has not ended within {timeout_s:g} s"))
+    if errors:
+        raise RankError(errors) from errors[min(errors)]
+    return results
+
+
+def run_collective(size: int, steps: Callable[[Group], Steps[T]], *, timeout_s: float = 30.0) -> list[T]:
+    """Run one generator of a collective on each of `size` thread ranks."""
+
+    def body(transport: ThreadTransport) -> T:
+        group = Group(transport, range(size))
+        stalled = StallError(f"rank {transport.rank} of {size}: the collective has not ended within {timeout_s:g} s")
+        return run(steps(group), timeout_s, lambda: stalled)
+
+    return spawn(size, body, timeout_s=timeout_s + 5)

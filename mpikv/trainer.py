@@ -1,0 +1,309 @@
+"""Trainer: gluon's. It takes the gradients of a model's parameters through a store and brings the new weights back.
+
+    trainer = Trainer(parameters, 'sgd', {'learning_rate': 0.1}, kvstore='dist_sync')
+    ...                                  # forward and backward: gradients summed over the examples of this worker
+    trainer.step(batch_size)             # batch_size: examples of all workers and devices together
+
+With `update_on_kvstore` the store holds the optimizer: a step is one `pushpull` of gradients and new weights, and in a
+`dist` store every optimizer state exists once over all owners. Without, `pushpull` adds up the gradients, and every
+worker updates for itself: what gradient clipping over the sum needs, between `allreduce_grads` and `update`.
+
+Keys are 'trainerN/name', N counting the trainers of one store, so that two trainers on one store do not meet.
+
+Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model.py (_create_kvstore).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpikv import arrays, kv, optimizers, spec
+from mpikv.errors import UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.local_updates import LocalUpdates
+from mpikv.parameter import Parameter
+
+
+class Trainer:
+    """Applies an optimizer to a set of parameters.
+
+    params: a dict name -> parameter (sorted by name, as in gluon) or a list or other iterable of them. A parameter
+    is an `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()` and
+    `list_grad()`). One with `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is
+    left alone afterwards. Names must be the same on all workers. optimizer: as in `optimizers.create`;
+    optimizer_params: its arguments. `lr_mult` and `wd_mult` of the optimizer may name parameters, and an
+    `mpikv.Parameter` may bring its own; the two are multiplied. kvstore: a type for `kv.create`, a store, or None.
+    A type without 'dist' makes a store only where a parameter has several devices. Without a store, the devices of
+    this process are summed all the same (**differs**: in gluon their weights drift apart). compression_params: for
+    `set_gradient_compression` of the store. update_on_kvstore: whether the store makes the updates. None: True
+    where there is a store. A `dist_async` store makes them always (False is a ValueError).
+
+    Making a trainer is collective over the workers of a `dist` store, and worker 0's weights have reached every
+    worker and device when it returns (**differs**: gluon sends them in the first step). Weights that the model
+    changes later are overwritten by the next step of a store that makes the updates: load a checkpoint before
+    making the trainer.
+
+    Raises TypeError or ValueError for parameters or optimizers that are none; what `kv.create` and `init` raise.
+    """
+
+    def __init__(  # noqa: PLR0917 - gluon's
+        self,
+        params: Mapping[str, Any] | Iterable[Any],
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: KVStore | str | None = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+    ) -> None:
+        self._params = _named(params)
+        self._optimizer = optimizers.create(optimizer, **dict(optimizer_params or {}))
+        self._scale = self._optimizer.rescale_grad
+        self._steps = 0
+        several = any(len(_list_data(p)) > 1 for p in self._params.values())
+        self._store = _store(kvstore, several)
+        self._on_store = _updates_on_store(self._store, update_on_kvstore)
+        if compression_params:
+            if self._store is None:
+                raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
+            self._store.set_gradient_compression(compression_params)
+        number = 0 if self._store is None else self._store._new_namespace()
+        self._keys = {name: f"trainer{number}/{name}" for name in self._params}
+        self._apply_factors()
+        self._local = LocalUpdates(self._optimizer)
+        self._start()
+
+    def _start(self) -> None:
+        """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
+        data = {name: _list_data(parameter) for name, parameter in self._params.items()}
+        trained = [name for name in self._params if not self._is_frozen(name)]
+        if self._store is not None:
+            # Parameters that are not trained too: statistics of a batch normalisation must agree at the start.
+            keys = list(self._keys.values())
+            self._store.broadcast(keys, [replicas[0] for replicas in data.values()], out=list(data.values()))
+        else:
+            for name, replicas in data.items():
+                first = arrays.host_view(replicas[0], f"parameter {name!r}")
+                for other in replicas[1:]:
+                    arrays.write(other, first, f"parameter {name!r}")
+        if self._on_store and self._store is not None:
+            self._store._set_optimizer_for([self._keys[name] for name in trained], self._optimizer)
+        else:
+            for name in trained:
+                self._local.add(self._keys[name], data[name][0])
+
+    # --- the step
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """One update of all parameters with (sum of the gradients over devices and workers) / batch_size.
+
+        batch_size: the number of examples that all workers' gradients are of together; the same on every worker.
+        Blocks; in a synchronous store until all workers have come. ignore_stale_grad: a parameter without a
+        gradient (`grad` is None) counts as one with gradient 0, so that workers stay in step; otherwise it is a
+        ValueError that names it, and nothing is sent. (A NumPy array does not tell whether it was written since the
+        last step.)
+        """
+        self._rescale(batch_size)
+        grads = self._grads(ignore_stale_grad)
+        if self._on_store and self._store is not None:
+            keys = [self._keys[name] for name in grads]
+            self._store.pushpull(keys, list(grads.values()), out=[_list_data(self._params[name]) for name in grads])
+        else:
+            self._allreduce(grads)
+            self._update(grads)
+        self._steps += 1
+
+    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
+        """Replace every gradient by the sum over devices and workers. `update_on_kvstore=False` only. Blocks.
+
+        `update` follows; in between the sums may be changed, in the same way on every worker.
+        """
+        self._need_own_updates("allreduce_grads")
+        self._allreduce(self._grads(ignore_stale_grad))
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update the weights from the sums that `allreduce_grads` left. `update_on_kvstore=False` only. Local."""
+        self._need_own_updates("update")
+        self._rescale(batch_size)
+        self._update(self._grads(ignore_stale_grad))
+        self._steps += 1
+
+    def _allreduce(self, grads: dict[str, list[Any]]) -> None:
+        if self._store is not None:
+            self._store.pushpull([self._keys[name] for name in grads], list(grads.values()))
+            return
+        for name, replicas in grads.items():
+            if len(replicas) > 1:
+                what = f"the gradient of parameter {name!r}"
+                total = arrays.sum_devices(replicas, what, on_device=False)
+                for replica in replicas:
+                    arrays.write(replica, total, what)
+
+    def _update(self, grads: dict[str, list[Any]]) -> None:
+        for name, replicas in grads.items():
+            self._local.apply(self._keys[name], _list_data(self._params[name]), replicas[0])
+
+    def _grads(self, ignore_stale_grad: bool) -> dict[str, list[Any]]:
+        """The gradients of every trained parameter, one per device; nothing is sent before all are there."""
+        result = {}
+        missing = []
+        for name, parameter in self._params.items():
+            if self._is_frozen(name):
+                continue
+            replicas = _list_grad(parameter)
+            if any(replica is None for replica in replicas):
+                if ignore_stale_grad:
+                    parameter.grad = copy.deepcopy(parameter.data)
+                    parameter.grad[...] = 0
+                    replicas = _list_grad(parameter)
+                else:
+                    missing.append(name)
+            result[name] = replicas
+        if missing:
+            raise ValueError(
+                f"no gradient (grad is None) of {', '.join(map(repr, missing))}: run the backward pass before the step; for "
+                "a parameter that this model does not use, set requires_grad=False on all workers, or pass "
+                "ignore_stale_grad=True"
+            )
+        return result
+
+    def _need_own_updates(self, call: str) -> None:
+        if self._on_store:
+            raise UnsupportedError(
+                f"{call}: the store updates the weights here, so there are no summed gradients to see; "
+                "make the Trainer with update_on_kvstore=False"
+            )
+
+    def _is_frozen(self, name: str) -> bool:
+        parameter = self._params[name]
+        return getattr(parameter, "grad_req", "write") == "null" or not getattr(parameter, "requires_grad", True)
+
+    # --- hyperparameters
+
+    @property
+    def optimizer(self) -> optimizers.Optimizer:
+        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on."""
+        return self._optimizer
+
+    @property
+    def kvstore(self) -> KVStore | None:
+        """The store, None where there is none."""
+        return self._store
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; with a schedule that of the last step, counted from the making of this trainer."""
+        schedule = self._optimizer.lr_scheduler
+        return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on; the same on every worker. UnsupportedError with a schedule."""
+        self._optimizer.set_learning_rate(lr)
+
+    def _rescale(self, batch_size: float) -> None:
+        if (
+            not isinstance(batch_size, bool)
+            and hasattr(batch_size, "__float__")
+            and 0 < float(batch_size) < float("inf")
+        ):
+            self._optimizer.rescale_grad = self._scale / float(batch_size)
+            self._apply_factors()
+            return
+        raise ValueError(f"batch_size is the number of examples of all workers together, above 0; got {batch_size!r}")
+
+    def _apply_factors(self) -> None:
+        """Give the optimizer, which knows keys, the factors that were set by parameters' names."""
+        for attribute in ("lr_mult", "wd_mult"):
+            factors: dict[Any, float] = getattr(self._optimizer, attribute)
+            for name, parameter in self._params.items():
+                own = float(getattr(parameter, attribute, 1.0))
+                if name in factors or own != 1.0 or self._keys[name] in factors:
+                    factors[self._keys[name]] = factors.get(name, 1.0) * own
+
+    # --- states
+
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Write the optimizer's states into one file, whole or not at all.
+
+        Where the store makes the updates: collective, worker 0 writes, and the states of all trainers on the store
+        are in it. Otherwise local, and all workers would write the same: let one of them do it.
+        """
+        if self._on_store and self._store is not None:
+            self._store.save_optimizer_states(fname, dump_optimizer=True)
+        else:
+            self._local.save_states(os.fspath(fname))
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
+
+        Raises StatesFileError or OSError, on every worker, and has changed nothing then.
+        """
+        if self._on_store and self._store is not None:
+            self._store.load_optimizer_states(fname)
+        else:
+            self._local.load_states(os.fspath(fname))
+
+
+def _named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
+    """name -> parameter, in the order in which they go through the store."""
+    if isinstance(params, Mapping):
+        named = [(name, params[name]) for name in sorted(params)]
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)) and not arrays.is_array(params):
+        listed = list(params)
+        named = [(getattr(parameter, "name", None) or str(i), parameter) for i, parameter in enumerate(listed)]
+    else:
+        raise TypeError(f"params is a dict or a list of parameters, not {type(params).__name__}")
+    result: dict[str, Any] = {}
+    for name, parameter in named:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a parameter is a str, got {name!r}")
+        if not (hasattr(parameter, "data") and hasattr(parameter, "grad")):
+            raise TypeError(
+                f"parameter {name!r} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
+                "mpikv.Parameter(array)"
+            )
+        if name in result:
+            raise ValueError(f"two parameters are called {name!r}; pass a dict with a name for each")
+        if any(parameter is other for other in result.values()):
+            raise ValueError(f"parameter {name!r} comes twice; pass each parameter once")
+        if isinstance(parameter, Parameter) and parameter.name is None:
+            parameter.name = name
+        result[name] = parameter
+    if not result:
+        raise ValueError("there are no parameters to train")
+    return result
+
+
+def _list_data(parameter: Any) -> list[Any]:
+    return list(parameter.list_data()) if hasattr(parameter, "list_data") else [parameter.data]
+
+
+def _list_grad(parameter: Any) -> list[Any]:
+    return list(parameter.list_grad()) if hasattr(parameter, "list_grad") else [parameter.grad]
+
+
+def _store(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
+    if kvstore is None or isinstance(kvstore, KVStore):
+        return kvstore
+    if isinstance(kvstore, str):
+        wanted = spec.parse(kvstore)  # an unknown name must not pass, even where no store is made
+        return kv.create(kvstore) if several_devices or wanted.distributed else None
+    raise TypeError(f"kvstore is a type such as 'dist_sync', a store or None, not {type(kvstore).__name__}")
+
+
+def _updates_on_store(store: KVStore | None, wanted: bool | None) -> bool:
+    if store is None:
+        if wanted:
+            raise ValueError("update_on_kvstore=True needs a store; with this kvstore there is none")
+        return False
+    if "async" in store.type and wanted is False:
+        raise ValueError(
+            f"a {store.type} store makes the updates itself; leave update_on_kvstore out, or use dist_sync"
+        )
+    if wanted is None:
+        return store.is_capable("optimizer")
+    if not isinstance(wanted, bool):
+        raise TypeError(f"update_on_kvstore is True, False or None, not {wanted!r}")
+    return wanted

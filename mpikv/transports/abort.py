@@ -1,0 +1,105 @@
+"""One rank's end is the job's end: what happens when a rank raises, exits early or is told to stop.
+
+A rank that leaves by an exception or by `sys.exit(3)` while others wait would hang a plain `mpirun python x.py` for ever:
+its interpreter goes on into MPI_Finalize, which waits for the others. So a distributed store installs here what
+`python -m mpi4py` does, and more:
+
+- an uncaught exception prints its traceback, each line with this rank and host, and aborts the job with status 1;
+- `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job is aborted with it;
+- SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+FLUSH_S = 0.2  # mpirun forwards what ranks print through pipes; give it this long before it is told to kill
+
+
+class Guard:
+    """This process's hooks. Held by `sys.excepthook` itself, so that there is one per process and no module state."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.label = f"rank {rank} of {size} on {socket.gethostname()}"
+        self.exit_status = 0
+        self._before = sys.excepthook
+        self._exit = sys.exit
+        self._doing: list[Callable[[], str | None]] = []
+
+    def install(self) -> None:
+        """Replace `sys.excepthook` and `sys.exit`, and SIGTERM's default action."""
+        sys.excepthook = self.excepthook
+        sys.exit = self._remember_exit
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
+
+    def watch(self, doing: Callable[[], str | None]) -> None:
+        """`doing()` says what a store of this process waits for, or None."""
+        self._doing.append(doing)
+
+    def unwatch(self, doing: Callable[[], str | None]) -> None:
+        """Forget a store."""
+        if doing in self._doing:
+            self._doing.remove(doing)
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the traceback with this rank in front of every line, and end the job."""
+        self.fail("".join(traceback.format_exception(kind, error, trace)), 130 if kind is KeyboardInterrupt else 1)
+
+    def fail(self, text: str, status: int = 1) -> None:
+        """Print `text` with this rank in front of every line, and end the job with `status`."""
+        sys.stdout.flush()
+        for line in text.rstrip().splitlines():
+            sys.stderr.write(f"[{self.label}] {line}\n")
+        sys.stderr.flush()
+        abort(status)
+
+    def _remember_exit(self, status: Any = None, /) -> None:
+        if isinstance(status, int):
+            self.exit_status = int(status) & 0xFF
+        else:
+            self.exit_status = 0 if status is None else 1
+        self._exit(status)
+
+    def _terminated(self, signum: int, _frame: FrameType | None) -> None:
+        for doing in self._doing:
+            text = doing()
+            if text is not None:
+                # os.write: a handler may run inside another write to stderr, which forbids a second one.
+                os.write(2, f"[{self.label}] was told to end (SIGTERM) while {text}\n".encode())
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+
+
+def guard() -> Guard | None:
+    """The guard of this process, if one is installed."""
+    owner = getattr(sys.excepthook, "__self__", None)
+    return owner if isinstance(owner, Guard) else None
+
+
+def install(rank: int, size: int) -> Guard:
+    """The guard of this process; the first call installs it."""
+    present = guard()
+    if present is None:
+        present = Guard(rank, size)
+        present.install()
+    return present
+
+
+def abort(status: int) -> None:
+    """End every process of the job with `status`."""
+    from mpi4py import MPI  # noqa: PLC0415 - only a process that has MPI comes here
+
+    time.sleep(FLUSH_S)
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(status)
+    os._exit(status)

@@ -1,0 +1,105 @@
+"""What a transport is: ranks that send each other bytes, and requests that say when.
+
+A transport moves contiguous NumPy arrays between ranks, two-sided, in order for one (sender, receiver, tag). It never
+waits by itself: every call returns at once, and waiting is the business of `progress`. There are two of them: `mpi`
+between processes, `threads` between threads of one process, for tests. `Group` is a transport seen by some of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from mpikv.arrays import HostArray
+
+T = TypeVar("T")
+
+
+class Request(Protocol):
+    """Something under way. `test` never waits, and goes on saying True once it did."""
+
+    def test(self) -> bool:
+        """Whether it is done. Raises what went wrong with it."""
+        ...
+
+
+class Incoming(Protocol):
+    """A message that has arrived and waits to be received into memory of its size."""
+
+    source: int
+    n_bytes: int
+
+    def receive(self, buf: HostArray) -> Request:
+        """Receive into `buf`, contiguous, of `n_bytes` bytes."""
+        ...
+
+
+class Transport(Protocol):
+    """Ranks 0..size-1 that send each other arrays. One per store; closing it is collective."""
+
+    rank: int
+    size: int
+    max_tag: int
+    hosts: tuple[str, ...]  # the host of each rank
+
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+        """Start sending a contiguous array; not to be changed until the request is done."""
+        ...
+
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+        """Start receiving exactly `buf.nbytes` bytes into a contiguous array."""
+        ...
+
+    def probe(self, tag: int) -> Incoming | None:
+        """The next message with this tag from any rank, taken off the queue, or None."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the transport holds. Nothing may be under way."""
+        ...
+
+
+# The body of a collective or of a server's loop: it yields each request that it must wait for, and returns its result.
+Steps = Generator[Request, None, T]
+
+
+class Group:
+    """Some ranks of a transport, numbered from 0 in the order given; what the collectives run over."""
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        self.transport = transport
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(transport.rank)
+        self.hosts = tuple(transport.hosts[rank] for rank in self.ranks)
+
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+        """As `Transport.isend`, to the group's rank `dest`."""
+        return self.transport.isend(buf, self.ranks[dest], tag)
+
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+        """As `Transport.irecv`, from the group's rank `source`."""
+        return self.transport.irecv(buf, self.ranks[source], tag)
+
+
+class Done:
+    """A request that is done from the start."""
+
+    def test(self) -> bool:
+        """True."""
+        return True
+
+
+class Arrival:
+    """A request that is done when a message with `tag` has arrived, which is then in `incoming`."""
+
+    def __init__(self, transport: Transport, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self.incoming: Any = None
+
+    def test(self) -> bool:
+        """Whether a message has been taken off the queue."""
+        if self.incoming is None:
+            self.incoming = self._transport.probe(self._tag)
+        return self.incoming is not None

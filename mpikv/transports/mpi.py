@@ -1,0 +1,113 @@
+"""Ranks of an MPI communicator.
+
+Talks on a duplicate of the user's communicator, so that the two never meet. Only two-sided, non-blocking calls are used:
+no windows, no spawned processes, nothing that waits inside MPI. Bytes travel as MPI.BYTE, so every dtype can be moved.
+
+`open_mpi_transport` is collective over the communicator and the only place where ranks meet before a store exists.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpikv.arrays import HostArray
+from mpikv.transports.base import Request
+from mpikv.transports.progress import wait_until
+
+HOST_BYTES = 256  # names are at most 255 bytes long (RFC 1035)
+
+
+class MpiRequest:
+    """An MPI request; keeps the array alive that MPI reads or writes."""
+
+    __slots__ = ("_buf", "_request")
+
+    def __init__(self, request: MPI.Request, buf: object) -> None:
+        self._request = request
+        self._buf = buf
+
+    def test(self) -> bool:
+        """Whether MPI says it is done."""
+        return self._request.Test()
+
+
+class MpiIncoming:
+    """A matched message (MPI_Improbe)."""
+
+    def __init__(self, message: MPI.Message, status: MPI.Status) -> None:
+        self._message = message
+        self.source = status.Get_source()
+        self.n_bytes = status.Get_count(MPI.BYTE)
+
+    def receive(self, buf: HostArray) -> Request:
+        """Receive it into `buf`."""
+        return MpiRequest(self._message.Irecv([buf, MPI.BYTE]), buf)
+
+
+class MpiTransport:
+    """The ranks of `comm`, which this transport owns and frees."""
+
+    def __init__(self, comm: MPI.Intracomm, hosts: tuple[str, ...]) -> None:
+        self.comm = comm
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.max_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self.hosts = hosts
+        self._status = MPI.Status()
+
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+        """MPI_Isend of the bytes of `buf`."""
+        return MpiRequest(self.comm.Isend([buf.view(np.uint8), MPI.BYTE], dest, tag), buf)
+
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+        """MPI_Irecv into the bytes of `buf`."""
+        return MpiRequest(self.comm.Irecv([buf.view(np.uint8), MPI.BYTE], source, tag), buf)
+
+    def probe(self, tag: int) -> MpiIncoming | None:
+        """MPI_Improbe from any rank."""
+        message = self.comm.Improbe(MPI.ANY_SOURCE, tag, self._status)
+        return None if message is None else MpiIncoming(message, self._status)
+
+    def close(self) -> None:
+        """Free the communicator."""
+        if self.comm != MPI.COMM_NULL:
+            self.comm.Free()
+
+
+def wait_for(request: MPI.Request, timeout_s: float, on_timeout: Callable[[], BaseException]) -> None:
+    """Wait for an MPI request with a limit and without spinning."""
+    wait_until(request.Test, lambda: False, timeout_s, on_timeout)
+
+
+def open_transport(comm: MPI.Intracomm, timeout_s: float, on_timeout: Callable[[], BaseException]) -> MpiTransport:
+    """A transport over a duplicate of `comm`. Collective over `comm`; waits at most `timeout_s` for the other ranks."""
+    own, request = comm.Idup()
+    wait_for(request, timeout_s, on_timeout)
+    name = np.zeros(HOST_BYTES, np.uint8)
+    text = socket.gethostname().encode()[:HOST_BYTES]
+    name[: len(text)] = np.frombuffer(text, np.uint8)
+    names = np.empty((own.Get_size(), HOST_BYTES), np.uint8)
+    wait_for(own.Iallgather([name, MPI.BYTE], [names, MPI.BYTE]), timeout_s, on_timeout)
+    hosts = tuple(row.tobytes().rstrip(b"\0").decode() for row in names)
+    own.Set_errhandler(MPI.ERRORS_RETURN)
+    return MpiTransport(own, hosts)
+
+
+def allgather_bytes(
+    transport: MpiTransport, data: bytes, timeout_s: float, on_timeout: Callable[[], BaseException]
+) -> list[bytes]:
+    """Every rank's bytes, in rank order. Collective."""
+    comm: Any = transport.comm
+    sizes = np.empty(transport.size, np.int64)
+    wait_for(comm.Iallgather(np.array([len(data)], np.int64), sizes), timeout_s, on_timeout)
+    gathered = np.empty(int(sizes.sum()), np.uint8)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    mine = np.frombuffer(data, np.uint8)
+    request = comm.Iallgatherv([mine, MPI.BYTE], [gathered, sizes, offsets[:-1], MPI.BYTE])
+    wait_for(request, timeout_s, on_timeout)
+    return [gathered[offsets[i] : offsets[i + 1]].tobytes() for i in range(transport.size)]

@@ -1,0 +1,224 @@
+"""The progress engine: moves every transfer of one store on, and waits without spinning.
+
+Collectives, server loops and pulls are generators that yield each request they must wait for. `Engine.start` makes a
+`Running` of one, itself a request; `Engine.step` resumes those whose request is done. Neither Open MPI nor MPICH moves a
+message on by itself while Python computes, so a thread of the engine steps whenever no caller does. Whoever steps holds
+one lock, so all MPI calls of a store come from one thread at a time.
+
+Waiting polls a little, then yields the processor, then sleeps in growing steps: there are often more ranks than cores.
+
+Cost: a step is one `test` for each running generator. An idle engine wakes `1 / IDLE_NAP_S` times a second.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from mpikv.transports.base import Request, Steps
+
+T = TypeVar("T")
+
+POLLS = 20  # an 8-byte message between two idle ranks is there within about ten polls
+YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
+FIRST_NAP_S = 20e-6
+LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
+IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
+
+
+class Backoff:
+    """Poll, then yield, then sleep in steps that double up to `last_nap_s`."""
+
+    def __init__(self, last_nap_s: float = LAST_NAP_S) -> None:
+        self._last_nap_s = last_nap_s
+        self._turn = 0
+
+    def reset(self) -> None:
+        """Something moved: poll again."""
+        self._turn = 0
+
+    def pause(self) -> None:
+        """Let some time pass, more at each call in a row."""
+        self._turn += 1
+        if self._turn <= POLLS:
+            return
+        if self._turn <= POLLS + YIELDS:
+            os.sched_yield()
+            return
+        time.sleep(min(FIRST_NAP_S * 2 ** min(self._turn - POLLS - YIELDS, 20), self._last_nap_s))
+
+
+class Running(Generic[T]):
+    """A generator under way, moved on by its engine; a request with a result."""
+
+    def __init__(self, steps: Steps[T], name: str) -> None:
+        self.name = name
+        self.done = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self._steps = steps
+        self._waiting_for: Request | None = None
+
+    def advance(self) -> bool:
+        """Resume as often as the yielded requests are done; whether anything moved. Never raises."""
+        moved = False
+        while not self.done:
+            try:
+                if self._waiting_for is not None and not self._waiting_for.test():
+                    break
+                moved = True
+                self._waiting_for = next(self._steps)
+            except StopIteration as stop:
+                self.result, self.done = stop.value, True
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for this
+                self.error, self.done = error, True
+        return moved
+
+    def test(self) -> bool:
+        """Whether it has ended. Raises the exception that ended it."""
+        if self.done and self.error is not None:
+            raise self.error
+        return self.done
+
+    def cancel(self) -> None:
+        """Give up: the generator's `finally` blocks run, nothing moves any more."""
+        if not self.done:
+            self._steps.close()
+            self.done = True
+
+
+def run(steps: Steps[T], timeout_s: float, on_timeout: Callable[[], BaseException]) -> T:
+    """Run one generator to its end without an engine, for a rank that has nothing else to do."""
+    running = Running(steps, "")
+    wait_until(running.test, running.advance, timeout_s, on_timeout)
+    return running.result  # type: ignore[return-value]
+
+
+def wait_until(
+    test: Callable[[], bool], step: Callable[[], bool], timeout_s: float, on_timeout: Callable[[], BaseException]
+) -> None:
+    """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns."""
+    backoff = Backoff()
+    deadline = time.monotonic() + timeout_s
+    while not test():
+        if step():
+            backoff.reset()
+        elif time.monotonic() > deadline:
+            raise on_timeout()
+        else:
+            backoff.pause()
+
+
+class Engine:
+    """Moves the transfers of one store on.
+
+    threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
+    on_fatal: called with the exception that ended a service (a generator that must never end by one).
+    """
+
+    def __init__(self, *, threaded: bool, on_fatal: Callable[[BaseException], None]) -> None:
+        self._lock = threading.RLock()
+        self._running: list[Running[Any]] = []
+        self._services: list[Running[Any]] = []
+        self._on_fatal = on_fatal
+        self._callers = 0  # threads inside `wait`, which step by themselves
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._loop, name="mpikv-progress", daemon=True)
+            self._thread.start()
+
+    @property
+    def lock(self) -> threading.RLock:  # type: ignore[valid-type] # RLock is a function in typeshed before 3.13
+        """Held by whoever steps; take it to read or change what generators read or change."""
+        return self._lock
+
+    def start(self, steps: Steps[T], name: str) -> Running[T]:
+        """Start a generator and run it as far as it goes at once."""
+        running = Running(steps, name)
+        with self._lock:
+            running.advance()
+            if not running.done:
+                self._running.append(running)
+                self._wake.set()
+        return running
+
+    def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
+        """Start a generator that runs beside the others until it ends or the engine stops."""
+        running = Running(steps, name)
+        with self._lock:
+            self._services.append(running)
+            self._wake.set()
+        return running
+
+    def step(self) -> bool:
+        """Move everything on that can move; whether anything did."""
+        with self._lock:
+            moved = False
+            for running in self._services:
+                moved |= running.advance()
+                if running.error is not None:
+                    error, running.error = running.error, None
+                    self._on_fatal(error)
+            ended = False
+            for running in tuple(self._running):
+                moved |= running.advance()
+                ended |= running.done
+            if ended:
+                self._running = [running for running in self._running if not running.done]
+            return moved
+
+    def wait(
+        self,
+        request: Request,
+        timeout_s: float,
+        on_timeout: Callable[[], BaseException],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Block until `request` is done. Raises its error, what `check` raises, or `on_timeout()` when time is up."""
+
+        def test() -> bool:
+            with self._lock:
+                if request.test():
+                    return True
+                if check is not None:
+                    check()
+                return False
+
+        with self._lock:
+            self._callers += 1
+        try:
+            wait_until(test, self.step, timeout_s, on_timeout)
+        finally:
+            with self._lock:
+                self._callers -= 1
+
+    def _loop(self) -> None:
+        backoff = Backoff(IDLE_NAP_S)
+        while not self._stopped:
+            if self._callers == 0 and self.step():
+                backoff.reset()
+                continue
+            with self._lock:
+                busy = bool(self._running)
+            if busy and self._callers == 0:
+                time.sleep(LAST_NAP_S)
+            else:
+                # Between transfers only services listen; `start` wakes us for anything new.
+                self._wake.wait(IDLE_NAP_S)
+                self._wake.clear()
+
+    def stop(self) -> None:
+        """End the thread and give up what still runs. Idempotent."""
+        self._stopped = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        with self._lock:
+            for running in (*self._running, *self._services):
+                running.cancel()
+            self._running, self._services = [], []

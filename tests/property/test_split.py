@@ -1,0 +1,75 @@
+"""Partitions: every example once, equal lengths where promised, the same order on every part, whatever the sizes."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpikv.data import SplitSampler, split_data
+
+lengths = st.integers(0, 200)
+parts = st.integers(1, 20)
+seeds = st.integers(0, 2**70)
+
+
+def all_parts(length: int, num_parts: int, epoch: int, **options: object) -> list[list[int]]:
+    result = []
+    for part in range(num_parts):
+        sampler = SplitSampler(length, num_parts, part, **options)
+        sampler.set_epoch(epoch)
+        indices = list(sampler)
+        assert len(indices) == len(sampler)
+        assert indices == list(sampler)
+        result.append(indices)
+    return result
+
+
+@given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
+def test_uneven_is_a_partition(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
+    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle)
+    assert sorted(chain(*split)) == list(range(length))
+    assert [len(part) for part in split] == [len(part) for part in np.array_split(np.arange(length), num_parts)]
+
+
+@given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
+def test_drop_leaves_out_the_remainder(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
+    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="drop")
+    assert {len(part) for part in split} == {length // num_parts}
+    together = list(chain(*split))
+    assert len(set(together)) == len(together)
+    assert set(together) <= set(range(length))
+
+
+@given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
+def test_wrap_repeats_only_what_is_needed(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
+    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="wrap")
+    assert {len(part) for part in split} == {-(-length // num_parts)}
+    counts = np.bincount(np.array(list(chain(*split)), dtype=int), minlength=length)
+    if length:
+        assert counts.min() >= 1
+        assert counts.max() - counts.min() <= 1
+
+
+@given(lengths, parts, st.integers(1, 16), seeds)
+def test_a_step_of_all_parts_is_a_step_of_one_process(length: int, num_parts: int, batch: int, seed: int) -> None:
+    (alone,) = all_parts(length, 1, 3, seed=seed)
+    split = all_parts(length, num_parts, 3, seed=seed)
+    large = batch * num_parts
+    for step in range(-(-length // large)):
+        together = list(chain(*(part[step * batch : (step + 1) * batch] for part in split)))
+        assert sorted(together) == sorted(alone[step * large : (step + 1) * large])
+
+
+@given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 2))
+def test_split_data_is_array_split(size: int, num_slice: int, axis: int) -> None:
+    shape = [2, 3, 4]
+    shape[axis] = size
+    data = np.arange(np.prod(shape)).reshape(shape)
+    expected = np.array_split(data, num_slice, axis=axis)
+    for batch_axis in (axis, axis - 3):
+        got = split_data(data, num_slice, batch_axis, even_split=False)
+        assert len(got) == len(expected)
+        assert all(np.array_equal(a, b) and a.shape == b.shape for a, b in zip(got, expected, strict=True))
