@@ -1,7 +1,7 @@
 """mpikv: an MPI-native key-value store for data-parallel training.
 
-`store = mpikv.kv.create('dist_sync')`, then `init`, `push`, `pull`, `pushpull`; started with `mpirun -n N python train.py`.
-Importing this package initialises nothing and reads no environment.
+`store = mpikv.kv.create('dist_sync')`, then `init`, `push`, `pull`, `pushpull`; started with `mpirun -n N python
+train.py`. Importing this package initialises nothing and reads no environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Arrays of any library, seen as NumPy arrays in host memory.
 
 Three kinds are told apart by what they can do, not by their library: NumPy arrays; device arrays (they show
-`__cuda_array_interface__` and have CuPy's `get` and `set`); anything else with DLPack on the CPU (PyTorch, JAX). Reading
-is a view where memory can be shared and one copy where not; writing goes into the caller's own memory.
+`__cuda_array_interface__` and have CuPy's `get` and `set`); anything else with DLPack on the CPU (PyTorch, JAX).
+Reading is a view where memory can be shared and one copy where not; writing goes into the caller's own memory.
 
 Two dtypes are kept apart: the one a value is stored and moved in, and the one it is added in. float16 and bfloat16 are
 added in float32, since neither MPI nor NumPy adds them with enough digits.
@@ -33,7 +33,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype that values of `dtype` are added in: float32 for float16 and bfloat16, else the same."""
-    return np.dtype(np.float32) if dtype == np.float16 or dtype == BFLOAT16 else dtype
+    return np.dtype(np.float32) if dtype in (np.float16, BFLOAT16) else dtype
 
 
 def is_device(array: object) -> bool:

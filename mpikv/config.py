@@ -1,17 +1,17 @@
 """The one reader of the `MPIKV_*` variables.
 
-Each variable has one row in `VARIABLES`: its name, the field of `Config` that it sets, how its text is read, and what it
-means. `Config.from_environ()` is called by `kv.create`, never at import.
+Each variable has one row in `VARIABLES`: its name, the field of `Config` that it sets, how its text is read, and what
+it means. `Config.from_environ()` is called by `kv.create`, never at import.
 
 | variable | default | meaning |
 |---|---|---|
-| `MPIKV_NUM_SERVERS` | 0 | server ranks among the ranks of the communicator; 0: the workers own the keys |
-| `MPIKV_SERVER_PLACEMENT` | spread | `spread`: every host gets its share of the servers; `last`: the last ranks are servers |
+| `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
+| `MPIKV_SERVER_PLACEMENT` | spread | `spread`: every host gets its share of the servers; `last`: the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_ALGORITHM` | auto | allreduce algorithm: `auto` (by size and ranks), `naive`, `native`, `ring`, `halving_doubling` |
+| `MPIKV_ALGORITHM` | auto | `auto` (by size and ranks), or `naive`, `native`, `ring`, `halving_doubling` |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError` |
-| `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only inside calls of the store |
-| `MPIKV_MPI` | auto | `auto`: the MPI wheel of this environment, else the system's library; `system`: the system's library |
+| `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
+| `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
 """
 
 from __future__ import annotations

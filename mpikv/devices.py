@@ -8,6 +8,7 @@ and so is an object that converts to an integer (CuPy's `Device`). Objects that 
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, SupportsIndex, SupportsInt
 
 import numpy as np
@@ -53,6 +54,13 @@ def put(array: Any, device: Device) -> Any:
         # A tensor of another library: by DLPack where it lies on a GPU, through NumPy where it lies in host memory.
         on_host = isinstance(array, (np.ndarray, np.generic)) or array.__dlpack_device__()[0] == 1
         return cupy.asarray(np.asarray(array)) if on_host else cupy.from_dlpack(array)
+
+
+def use(device: Device) -> AbstractContextManager[Any]:
+    """A context in which new CuPy arrays and calculations are on `device`; does nothing for the CPU."""
+    number = gpu_number(device)
+    context: AbstractContextManager[Any] = nullcontext() if number is None else import_cupy(device).cuda.Device(number)
+    return context
 
 
 def import_cupy(why: object) -> Any:

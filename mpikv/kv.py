@@ -1,7 +1,7 @@
 """`kv.create`: the module that users know from MXNet.
 
-The only place that sees strategies and servers. It brings the ranks together once: each tells its settings and its role,
-all check that they fit, and every rank builds the same picture of workers and servers.
+The only place that sees strategies and servers. It brings the ranks together once: each tells its settings and its
+role, all check that they fit, and every rank builds the same picture of workers and servers.
 """
 
 from __future__ import annotations
@@ -37,16 +37,21 @@ __all__ = ["KVStore", "create"]
 
 
 def create(
-    name: str = "local", *, comm: MPI.Intracomm | None = None, num_servers: int | None = None, config: Config | None = None
+    name: str = "local",
+    *,
+    comm: MPI.Intracomm | None = None,
+    num_servers: int | None = None,
+    config: Config | None = None,
 ) -> KVStore:
     """Make a store.
 
-    name: `local`, `device`, `dist_sync`, `dist_async` and their aliases. comm: an mpi4py communicator, default COMM_WORLD.
-    num_servers: server ranks among its ranks, default `MPIKV_NUM_SERVERS`. config: default what the environment says.
+    name: `local`, `device`, `dist_sync`, `dist_async` and their aliases. comm: an mpi4py communicator, default
+    COMM_WORLD. num_servers: server ranks among its ranks, default `MPIKV_NUM_SERVERS`. config: default what the
+    environment says.
 
-    The `dist` stores are collective over `comm` and block until all its ranks have called this. On a server rank the call
-    serves until every worker has closed its store and then ends the process with status 0 (SystemExit). Raises ValueError
-    for an unknown name, ConfigError where ranks or settings do not fit, StallError where ranks do not come.
+    The `dist` stores are collective over `comm` and block until all its ranks have called this. On a server rank the
+    call serves until every worker has closed its store and then ends the process with status 0 (SystemExit). Raises
+    ValueError for an unknown name, ConfigError where ranks or settings do not fit, StallError where ranks do not come.
     """
     try:
         spec = store_spec.parse(name)
@@ -135,7 +140,9 @@ def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) 
     by_program = tuple(rank for rank, entry in enumerate(told) if entry["type"] is None)
     others = [rank for rank in range(len(told)) if rank not in by_program]
     if not others:
-        raise ConfigError("all ranks run `python -m mpikv.server`: there is no worker (mpirun -n 4 python train.py : -n 2 ...)")
+        raise ConfigError(
+            "all ranks run `python -m mpikv.server`: there is no worker (mpirun -n 4 python train.py : -n 2 ...)"
+        )
     types = [_type_name(told[rank]["type"]) for rank in others]
     numbers = [told[rank]["num_servers"] for rank in others]
     names = [labels[rank] for rank in others]

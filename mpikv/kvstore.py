@@ -1,11 +1,12 @@
 """The store: MXNet's calls, brought to one form and handed to a strategy.
 
-Every call form (one key or a list, one array or one per device, a key repeated in a list) becomes a list of items, one per
-key; a worker's device arrays are summed here; shapes and dtypes are checked here, before anything is sent.
+Every call form (one key or a list, one array or one per device, a key repeated in a list) becomes a list of items, one
+per key; a worker's device arrays are summed here; shapes and dtypes are checked here, before anything is sent.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -67,7 +68,7 @@ class KVStore:
         self._on_device = on_device
         self._on_close = on_close
         self._closed = False
-        self._key_type: type | None = None
+        self._key_type: builtins.type | None = None
         self._namespaces = 0
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
@@ -145,7 +146,7 @@ class KVStore:
     def _info(self, call: str, key: Key) -> KeyInfo:
         info = self._strategy.lookup(key)
         if info is None:
-            known = [entry.key for entry in self._strategy.keys()]
+            known = [entry.key for entry in self._strategy.infos()]
             some = ", ".join(repr(entry) for entry in known[:8]) + (", ..." if len(known) > 8 else "")
             raise KeyNotInitialized(
                 f"{call}: key {key!r} was never initialised ({self._where()}); "
@@ -166,9 +167,9 @@ class KVStore:
     def init(self, key: Keys, value: Values) -> None:
         """Initialise one or several keys with an array each. Once per key, before any push or pull.
 
-        The store keeps a copy. Collective over the workers, in any order of keys; blocks until all have come. Worker 0's
-        values are kept. Raises KeyExists (a KeyError) when a key is there already, and ShapeMismatch on every worker when
-        workers bring different shapes or dtypes.
+        The store keeps a copy. Collective over the workers, in any order of keys; blocks until all have come. Worker
+        0's values are kept. Raises KeyExists (a KeyError) when a key is there already, and ShapeMismatch on every
+        worker when workers bring different shapes or dtypes.
         """
         self._check_open("init")
         items = self._items("init", key, value)
@@ -209,9 +210,9 @@ class KVStore:
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Sum arrays over this worker's devices, then over the workers.
 
-        Without an optimizer the stored value becomes the sum; with one it is updated once per round. value: one array per
-        key, or a list with one per device, in the key's shape and dtype. May be changed as soon as `push` returns. Does not
-        wait for other workers. Raises KeyNotInitialized, ShapeMismatch; then nothing was sent.
+        Without an optimizer the stored value becomes the sum; with one it is updated once per round. value: one array
+        per key, or a list with one per device, in the key's shape and dtype. May be changed as soon as `push` returns.
+        Does not wait for other workers. Raises KeyNotInitialized, ShapeMismatch; then nothing was sent.
         """
         self._push(key, value, priority)
 
@@ -243,8 +244,8 @@ class KVStore:
         """Write stored values into `out`: one array per key or a list of them, in the key's shape, any dtype.
 
         Synchronous stores: the value after the round of this worker's last push of the key. Blocks until filled.
-        out=None: returns a new NumPy array (a list of them for a list of keys). ignore_sparse: accepted for MXNet's sake;
-        no value is sparse. Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError.
+        out=None: returns a new NumPy array (a list of them for a list of keys). ignore_sparse: accepted for MXNet's
+        sake; no value is sparse. Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError.
         """
         return self._pull(key, out, priority).wait()
 
@@ -312,9 +313,9 @@ class KVStore:
     def set_optimizer(self, optimizer: Any) -> None:
         """Apply `optimizer` where a key's owner is, once per round (asynchronous: at every push).
 
-        optimizer: one of `mpikv.optimizers`, a name, a callable `(weight, grad, state) -> state` or a torch.optim class.
-        Collective, blocks; all workers bring equal optimizers, else ConfigError on all. Attributes that are changed later
-        (on every worker alike), `learning_rate` above all, reach the owners before their next update.
+        optimizer: one of `mpikv.optimizers`, a name, a callable `(weight, grad, state) -> state` or a torch.optim
+        class. Collective, blocks; all workers bring equal optimizers, else ConfigError on all. Attributes that are
+        changed later (on every worker alike), `learning_rate` above all, reach the owners before their next update.
         """
         self._check_open("set_optimizer")
         self._optimizer = optimizers.create(optimizer)
@@ -328,7 +329,7 @@ class KVStore:
         self._strategy.set_optimizer(optimizer, [self._key(key) for key in keys])
 
     def _new_namespace(self) -> int:
-        """A number that no other trainer on this store has; the same on all workers that make them in the same order."""
+        """A number for a new trainer; the same on all workers that make their trainers in the same order."""
         self._namespaces += 1
         return self._namespaces - 1
 
@@ -346,21 +347,30 @@ class KVStore:
         """Gradient compression is not in this version: UnsupportedError."""
         self._check_open("set_gradient_compression")
         raise UnsupportedError(
-            f"set_gradient_compression({dict(compression_params)!r}): gradient compression is not in this version of mpikv"
+            f"set_gradient_compression({dict(compression_params)!r}): this version of mpikv does not compress"
         )
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the states of all keys into one file, whole or not at all. Collective; worker 0 writes.
 
-        dump_optimizer: with the optimizer's attributes. Raises MpikvError without an optimizer, OSError; on every worker.
+        dump_optimizer: with the optimizer's attributes. Raises MpikvError without an optimizer, OSError; on every
+        worker.
         """
         self._check_open("save_optimizer_states")
-        self._strategy.save_states(os.fspath(fname), dump_optimizer=dump_optimizer)
+        self._strategy.save_states(os.fspath(fname), None, dump_optimizer=dump_optimizer)
+
+    def _save_optimizer_states_for(
+        self, keys: Sequence[Key], fname: str | os.PathLike[str], dump_optimizer: bool = False
+    ) -> None:
+        """`save_optimizer_states` of these keys alone: a trainer's."""
+        self._check_open("save_optimizer_states")
+        self._strategy.save_states(os.fspath(fname), list(keys), dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, with any number of workers and servers. Collective; worker 0 reads.
 
-        Nothing in the file is executed. Raises StatesFileError or OSError on every worker, and has changed nothing then.
+        Nothing in the file is executed. Raises StatesFileError or OSError on every worker, and has changed nothing
+        then.
         """
         self._check_open("load_optimizer_states")
         self._strategy.load_states(os.fspath(fname))
@@ -396,7 +406,7 @@ class KVStore:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: builtins.type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         """Close; but leave it open when an exception passes: the other workers may never come to close theirs.
 

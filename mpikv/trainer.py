@@ -115,6 +115,17 @@ class Trainer:
             self._update(grads)
         self._steps += 1
 
+    def pull_weights(self) -> None:
+        """Bring the weights that the store has now to this worker's devices. Blocks.
+
+        For `dist_async`, where other workers' pushes change them between this worker's steps; after a `barrier` of the
+        store it is the final result. Nothing changes with other stores.
+        """
+        if self._on_store and self._store is not None:
+            trained = [name for name in self._params if not self._is_frozen(name)]
+            keys = [self._keys[name] for name in trained]
+            self._store.pull(keys, [_list_data(self._params[name]) for name in trained])
+
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Replace every gradient by the sum over devices and workers. `update_on_kvstore=False` only. Blocks.
 
@@ -163,8 +174,8 @@ class Trainer:
             result[name] = replicas
         if missing:
             raise ValueError(
-                f"no gradient (grad is None) of {', '.join(map(repr, missing))}: run the backward pass before the step; for "
-                "a parameter that this model does not use, set requires_grad=False on all workers, or pass "
+                f"grad is None in {', '.join(map(repr, missing))}: run the backward pass before the step; "
+                "for a parameter that this model does not use, set requires_grad=False on all workers, or pass "
                 "ignore_stale_grad=True"
             )
         return result

@@ -1,12 +1,12 @@
 """What travels: the tag plan, the fixed header of messages to a server, and control messages.
 
 Tags. One tag each for control messages, requests to servers and optimizer states, a window of reply tags that each
-client uses in turn, and above it `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in whatever
-order ranks push them.
+client uses in turn, and above it `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in
+whatever order ranks push them.
 
 A request to a server is one message: the header below, then the payload's bytes. A reply is the payload alone: the
-client named its tag and knows its size. A control message is JSON in UTF-8; control messages are sent at `init`, barriers,
-errors and the end, never in a training step.
+client named its tag and knows its size. A control message is JSON in UTF-8; control messages are sent at `init`,
+barriers, errors and the end, never in a training step.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ LOAD = 9  # payload: states as bytes; answered by one byte
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
 
-# version, kind, reserved, key id, reply tag, attributes id, round, payload bytes: 32 bytes, so that the payload behind it
-# is aligned for every dtype.
+# version, kind, reserved, key id, reply tag, attributes id, round, payload bytes: 32 bytes, so that the payload behind
+# it is aligned for every dtype.
 _HEADER = struct.Struct("<BBHIIIQQ")
 HEADER_BYTES = _HEADER.size
 
@@ -75,7 +75,7 @@ def request(header: Header, payload: HostArray | bytes | None = None) -> HostArr
     data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
     n_bytes = 0 if data is None else data.nbytes
     message = np.empty(HEADER_BYTES + n_bytes, np.uint8)
-    _HEADER.pack_into(message, 0, VERSION, header.kind, 0, *header[1:], n_bytes)
+    _HEADER.pack_into(message.data, 0, VERSION, header.kind, 0, *header[1:], n_bytes)
     if data is not None and n_bytes:
         message[HEADER_BYTES:] = data.reshape(-1).view(np.uint8)
     return message
@@ -85,7 +85,7 @@ def parse_request(message: HostArray) -> tuple[Header, HostArray]:
     """Header and payload (a view of `message`). Raises MpikvError for a message of another version or length."""
     if message.size < HEADER_BYTES:
         raise MpikvError(f"a request of {message.size} bytes is shorter than its header of {HEADER_BYTES}")
-    version, kind, _, key_id, reply_tag, attributes_id, round_, length = _HEADER.unpack_from(message)
+    version, kind, _, key_id, reply_tag, attributes_id, round_, length = _HEADER.unpack_from(message.data)
     payload = message[HEADER_BYTES:]
     if version != VERSION:
         raise MpikvError(f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv")
@@ -102,7 +102,7 @@ def with_description(description: dict[str, Any], data: HostArray) -> bytes:
 
 def split_description(payload: HostArray) -> tuple[dict[str, Any], HostArray]:
     """The inverse of `with_description`; the values as a view of uint8."""
-    (length,) = struct.unpack_from("<I", payload)
+    (length,) = struct.unpack_from("<I", payload.data)
     return json.loads(payload[4 : 4 + length].tobytes()), payload[4 + length :]
 
 

@@ -1,6 +1,7 @@
 """Binomial-tree broadcast, for the initial values of keys.
 
-Rank r (counted from the root) receives from r without its lowest set bit and passes on to r plus each lower power of two.
+Rank r (counted from the root) receives from r without its lowest set bit and passes on to r plus each lower power of
+two.
 
 Cost: log2(p) steps of n elements. Restrictions: none.
 """
@@ -28,5 +29,4 @@ def broadcast(group: Group, buf: HostArray, root: int, tag: int) -> Steps[None]:
         if me + bit < p:
             sends.append(group.isend(buf, (me + bit + root) % p, tag))
         bit //= 2
-    for send in sends:
-        yield send
+    yield from sends

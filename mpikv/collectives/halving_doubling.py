@@ -1,8 +1,8 @@
 """Recursive halving (reduce-scatter) and recursive doubling (allgather).
 
-In each of log2(p) steps a rank exchanges half of what it still has to add with a partner, nearer at every step, and goes
-on with the other half; the allgather runs the same steps backwards. Where p is no power of two, the ranks beyond the
-largest one fold their buffer into a partner's at the start and get the result at the end; they own nothing.
+In each of log2(p) steps a rank exchanges half of what it still has to add with a partner, nearer at every step, and
+goes on with the other half; the allgather runs the same steps backwards. Where p is no power of two, the ranks beyond
+the largest one fold their buffer into a partner's at the start and get the result at the end; they own nothing.
 
 Cost per rank: log2(p) steps, n(p-1)/p elements in each half (the folded ranks and their partners: n more); scratch: n/2
 elements (n at a partner). Restrictions: ranks from the largest power of two on own no chunk.

@@ -60,8 +60,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
                 np.add(total, part, out=total)
         if total is not own:
             own[...] = total
-    for send in sends:
-        yield send
+    yield from sends
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
@@ -78,8 +77,7 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     ]
     if own.size:
         requests += [group.isend(own, dest, tag) for dest in _others_from(me, group.size)]
-    for request in requests:
-        yield request
+    yield from requests
 
 
 def _others_from(me: int, size: int) -> list[int]:

@@ -47,7 +47,7 @@ def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
         yield MpiRequest(request, own)
     except MPI.Exception as error:
         raise UnsupportedError(
-            f"the MPI library has no communicator left for another key ({error}): MPIKV_ALGORITHM=native needs one per key"
+            f"no communicator left for another key ({error}): MPIKV_ALGORITHM=native needs one for each"
         ) from error
     return own
 

@@ -1,9 +1,9 @@
 """Ring reduce-scatter and allgather: together, ring allreduce.
 
 The buffer is cut into one chunk per rank. In each of p-1 steps every rank sends one chunk to the next rank and adds the
-one that comes from the rank before it to its own; then each rank holds one finished chunk, which travels round once more.
-Chunks travel in segments, so that one is in flight while the last is added. Works for any p and any n, n < p included
-(empty chunks are skipped). Chunk c is added in the order c+1, c+2, ..., c of the ranks.
+one that comes from the rank before it to its own; then each rank holds one finished chunk, which travels round once
+more. Chunks travel in segments, so that one is in flight while the last is added. Works for any p and any n, n < p
+included (empty chunks are skipped). Chunk c is added in the order c+1, c+2, ..., c of the ranks.
 
 Cost per rank: p-1 steps of n/p elements in each half, bandwidth-optimal for any p; scratch: 2 segments.
 Restrictions: none.
@@ -51,9 +51,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
     scratch = np.empty((2, max(1, min(longest, SEGMENT_BYTES // buf.itemsize))), buf.dtype)
     for step in range(p - 1):
         send, receive = (me - step - 1) % p, (me - step - 2) % p
-        sends = [
-            group.isend(buf[a:b], after, tag) for a, b in _segments(chunks[send], chunks[send + 1], buf.itemsize)
-        ]
+        sends = [group.isend(buf[a:b], after, tag) for a, b in _segments(chunks[send], chunks[send + 1], buf.itemsize)]
         expected = list(_segments(chunks[receive], chunks[receive + 1], buf.itemsize))
         receives: list[Request] = []
         for i, (a, b) in enumerate(expected):
@@ -64,8 +62,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
                 receives.append(group.irecv(scratch[(i + 1) % 2, : d - c], before, tag))
             yield receives[i]
             np.add(scratch[i % 2, : b - a], buf[a:b], out=buf[a:b])
-        for request in sends:
-            yield request
+        yield from sends
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
@@ -78,11 +75,9 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     for step in range(p - 1):
         send, receive = (me - step) % p, (me - step - 1) % p
         requests: list[Request] = [
-            group.irecv(buf[a:b], before, tag)
-            for a, b in _segments(chunks[receive], chunks[receive + 1], buf.itemsize)
+            group.irecv(buf[a:b], before, tag) for a, b in _segments(chunks[receive], chunks[receive + 1], buf.itemsize)
         ]
         requests += [
             group.isend(buf[a:b], after, tag) for a, b in _segments(chunks[send], chunks[send + 1], buf.itemsize)
         ]
-        for request in requests:
-            yield request
+        yield from requests

@@ -1,1 +1,1 @@
-"""What workers agree on outside training steps: keys, optimizers, barriers, the end; and who is where when one waits."""
+"""What workers agree on outside training steps: keys, optimizers, barriers, the end; and who is where meanwhile."""

@@ -1,10 +1,12 @@
 """The agreement of all workers, as a pure state machine: proposals in, verdicts out.
 
 It runs at worker 0. A worker proposes something under a topic and a name (`init` of key 'w', the third `barrier`); when
-every worker has proposed the same thing, the topic's rule makes a result of what they brought, or an error, and everybody
-gets that verdict. A worker that proposed waits for its verdict, so two mistakes show at once instead of hanging:
+every worker has proposed the same thing, the topic's rule makes a result of what they brought, or an error, and
+everybody gets that verdict. A worker that proposed waits for its verdict, so two mistakes show at once instead of
+hanging:
 
-- All workers wait, none of them for the same thing. If each is in an `init`, they initialise keys in different orders, which
+- All workers wait, none of them for the same thing. If each is in an `init`, they initialise keys in different orders,
+which
   is allowed: every one is released with a provisional verdict and goes on; the final one follows. Anything else is
   an error that says where each worker is.
 - A worker has closed its store. Whatever else is proposed can never be complete.
@@ -14,7 +16,7 @@ Cost: two messages per worker and proposal. No clock, no MPI.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ class Disagreement(Exception):  # noqa: N818 - it is one
 
 
 class Verdict(NamedTuple):
-    """To `worker`: how the proposal ended. Exactly one of `result` and `error` counts; `error` is (class name, text)."""
+    """To `worker`: how the proposal ended, by `result` or by `error`, which is (class name, text)."""
 
     worker: int
     topic: str
@@ -70,17 +72,6 @@ def grouped(payloads: Sequence[Any], labels: Sequence[str]) -> str:
     return "; ".join(f"{', '.join(who)}: {what}" for what, who in groups.items())
 
 
-def same(kind: type[MpikvError], what: str) -> Rule:
-    """A rule: all workers bring equal values, which are the result."""
-
-    def rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-        if any(payload != payloads[0] for payload in payloads):
-            raise Disagreement(kind, f"{what.format(name=name)}: {grouped(payloads, labels)}")
-        return payloads[0]
-
-    return rule
-
-
 def first(_name: Name, payloads: Sequence[Any], _labels: Sequence[str]) -> Any:
     """A rule: what worker 0 brought is the result."""
     return payloads[0]
@@ -93,7 +84,7 @@ class Agreement:
     `init`, what every rank must know of the key (its number, where its shards live), fixed when it is first proposed.
     """
 
-    def __init__(self, labels: Sequence[str], rules: dict[str, Rule], reserve: Callable[[Name, Any], Any]) -> None:
+    def __init__(self, labels: Sequence[str], rules: Mapping[str, Rule], reserve: Callable[[Name, Any], Any]) -> None:
         self._labels = list(labels)
         self._rules = rules
         self._reserve = reserve
@@ -145,7 +136,9 @@ class Agreement:
         gone = ", ".join(self._labels[worker] for worker in sorted(self._closed))
         verdicts = []
         for item in [item for item in self._open if item[0] != "close"]:
-            text = f"{call_text(*item)} needs every worker, and {gone} closed the store already (its program ended early?)"
+            text = (
+                f"{call_text(*item)} needs every worker, and {gone} closed the store already (its program ended early?)"
+            )
             for worker in self._open.pop(item).payloads:
                 verdicts.append(self._error(worker, item, PeerError, text))
         return verdicts
@@ -157,12 +150,11 @@ class Agreement:
             released = []
             for worker, items in waiting.items():
                 self._waiting[worker] = set()
-                released += [
-                    Verdict(worker, *item, self._open[item].reserved, None, final=False) for item in items
-                ]
+                released += [Verdict(worker, *item, self._open[item].reserved, None, final=False) for item in items]
             return released
         where = "; ".join(
-            f"{self._labels[worker]}: {', '.join(call_text(*item) for item in items)}" for worker, items in waiting.items()
+            f"{self._labels[worker]}: {', '.join(call_text(*item) for item in items)}"
+            for worker, items in waiting.items()
         )
         text = f"the workers wait for each other in different calls, which all of them must make: {where}"
         verdicts = []

@@ -4,8 +4,8 @@ A listener, one generator in the progress engine, receives every control message
 rank's program computes. So a rank that waits too long can ask the others what they are doing, and tells its user.
 
 Kinds of messages: `propose` (to worker 0), `verdict` (from worker 0), `left` (a worker has closed; with its number of
-pushes per key), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard nothing
-for long; answered by `pong`).
+pushes per key), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard
+nothing for long; answered by `pong`).
 """
 
 from __future__ import annotations
@@ -222,7 +222,9 @@ class Control:
         while len(self._answers) < len(others) and time.monotonic() < deadline:
             if not self.engine.step():
                 time.sleep(1e-3)
-        arrived, missing, silent = {}, {}, []
+        arrived: dict[str, str] = {}
+        missing: dict[str, str] = {}
+        silent: list[str] = []
         for worker in others:
             answer = self._answers.get(worker)
             if answer is None:
@@ -235,4 +237,4 @@ class Control:
             else:
                 here = doing.startswith(f"in {waiting} ")
             (arrived if here else missing)[self.labels[worker]] = doing
-        return stall_text(waiting, self.me, waited_s, arrived, missing, silent)
+        return stall_text(waiting, self.me, waited_s, arrived=arrived, missing=missing, silent=silent)

@@ -26,7 +26,13 @@ class Waiting(NamedTuple):
 
 
 def stall_text(
-    waiting: Waiting, me: str, timeout_s: float, arrived: Mapping[str, str], missing: Mapping[str, str], silent: list[str]
+    waiting: Waiting,
+    me: str,
+    timeout_s: float,
+    *,
+    arrived: Mapping[str, str],
+    missing: Mapping[str, str],
+    silent: list[str],
 ) -> str:
     """One paragraph. arrived, missing: label -> what that rank is doing; silent: those that did not answer at all."""
     lines = [f"{me} waited {timeout_s:g} s in {waiting}."]

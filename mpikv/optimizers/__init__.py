@@ -15,6 +15,7 @@ from mpikv.optimizers.adam import Adam, AdamW
 from mpikv.optimizers.base import Common, Optimizer, State, Step
 from mpikv.optimizers.dcasgd import DCASGD
 from mpikv.optimizers.ftrl import Ftrl
+from mpikv.optimizers.function import Function
 from mpikv.optimizers.lamb import LAMB
 from mpikv.optimizers.lars import LARS
 from mpikv.optimizers.rmsprop import RMSProp
@@ -28,6 +29,7 @@ from mpikv.optimizers.schedules import (
 from mpikv.optimizers.sgd import NAG, SGD
 from mpikv.optimizers.signum import Signum
 from mpikv.optimizers.test import Test
+from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
 
 __all__ = [
     "DCASGD",
@@ -43,6 +45,7 @@ __all__ = [
     "CosineScheduler",
     "FactorScheduler",
     "Ftrl",
+    "Function",
     "MultiFactorScheduler",
     "Optimizer",
     "PolyScheduler",
@@ -52,6 +55,7 @@ __all__ = [
     "State",
     "Step",
     "Test",
+    "TorchOptimizer",
     "create",
     "from_config",
     "names",
@@ -59,6 +63,7 @@ __all__ = [
 ]
 
 _registry: dict[str, type[Optimizer]] = {}
+_WRAPPERS: Mapping[str, type[Optimizer]] = {cls.name: cls for cls in (Function, TorchOptimizer)}
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
@@ -72,7 +77,7 @@ def register(cls: OptimizerClass) -> OptimizerClass:
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(f"register takes a class derived from Optimizer, not {cls!r}")
     name = cls.name.lower()
-    other = _registry.setdefault(name, cls)
+    other = _WRAPPERS.get(name) or _registry.setdefault(name, cls)
     if other is not cls:
         raise ValueError(
             f"the optimizer name {name!r} belongs to {other.__module__}.{other.__qualname__}; "
@@ -107,6 +112,16 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
         return cls(**kwargs)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return optimizer(**kwargs)
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and isinstance(optimizer[1], Mapping):
+        return TorchOptimizer(optimizer[0], **{**optimizer[1], **kwargs})
+    if is_torch_class(optimizer):
+        return TorchOptimizer(optimizer, **kwargs)
+    if is_torch_class(type(optimizer)):
+        raise TypeError(
+            f"give the class and its arguments, (torch.optim.{type(optimizer).__name__}, {{...}}), no object"
+        )
+    if callable(optimizer) and not isinstance(optimizer, type):
+        return Function(optimizer, **kwargs)
     raise TypeError(
         "an optimizer is a name, an Optimizer, a callable (weight, grad, state) -> state, or a torch.optim class, "
         f"not {type(optimizer).__name__} ({optimizer!r})"
@@ -120,7 +135,7 @@ def from_config(config: Mapping[str, Any]) -> Optimizer:
     """
     if not isinstance(config, Mapping) or not isinstance(config.get("attributes"), Mapping):
         raise ValueError(f"an optimizer's config is a dict with 'name' and 'attributes', not {config!r}")
-    cls = _registry.get(str(config.get("name")).lower())
+    cls = {**_registry, **_WRAPPERS}.get(str(config.get("name")).lower())
     if cls is None:
         raise ValueError(f"unknown optimizer {config.get('name')!r}; known: {', '.join(names())}")
     return cls.from_attributes(config["attributes"])

@@ -90,7 +90,7 @@ class Optimizer:
     """
 
     name: ClassVar[str] = ""
-    elementwise: ClassVar[bool] = True
+    elementwise: bool = True
     """False where the formula needs the whole value of a key, which is then not cut."""
     default_learning_rate: ClassVar[float] = 0.01
     fields: ClassVar[Mapping[str, Field]] = {
@@ -235,16 +235,27 @@ class Optimizer:
         return self._complete(weight.reshape(-1), state)
 
     def _complete(self, flat: HostArray, state: State) -> State:
-        """Add what a changed hyperparameter asks for and the state does not have; drop the master copy if unwanted."""
+        """Make the state what the hyperparameters in force ask for, where they have changed since the last update."""
         if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
             if "master" not in state:
                 state["master"] = flat.astype(np.float32)
         else:
             state.pop("master", None)
-        for name in self.state_names():
+        self.complete_arrays(flat, state)
+        return state
+
+    def complete_arrays(self, flat: HostArray, state: State) -> None:
+        """Add the arrays of `state_names` that are missing, drop others. ValueError for one that cannot be the weight's."""
+        names, work = self.state_names(), work_dtype(flat.dtype)
+        for name in [name for name, value in state.items() if isinstance(value, np.ndarray)]:
+            if name not in names and name != "master":
+                del state[name]
+        for name in names:
             if name not in state:
                 state[name] = self.initial(name, flat)
-        return state
+            elif state[name].shape != flat.shape or state[name].dtype != work:
+                found = f"{state[name].dtype}{state[name].shape}"
+                raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
 
     def check_state(self, weight: HostArray, state: State) -> None:
         """Raise ValueError where `state` (from a file, say) cannot be one of `weight` under this optimizer."""
@@ -269,12 +280,7 @@ class Optimizer:
         grad: same shape, any supported dtype, not changed. state: of `init` or of the last update. Local.
         Raises ShapeMismatch, TypeError, or ValueError for a read-only weight; the weight is unchanged then.
         """
-        check_array(self.name, "weight", weight)
-        check_array(self.name, "grad", grad)
-        if grad.shape != weight.shape:
-            raise ShapeMismatch(f"{self.name}: key {key!r} has shape {weight.shape}, its gradient {grad.shape}")
-        if not weight.flags.writeable:
-            raise ValueError(f"{self.name}: the weight of key {key!r} is read-only, and an update changes it in place")
+        self.check_update(key, weight, grad)
         flat = weight.reshape(-1) if weight.flags.c_contiguous else weight.flatten()
         self._complete(flat, state)
         step = self._step(key, flat, weight.shape, state)
@@ -285,6 +291,15 @@ class Optimizer:
             weight[...] = flat.reshape(weight.shape)
         state["t"] = step.t
         return state
+
+    def check_update(self, key: Key, weight: HostArray, grad: HostArray) -> None:
+        """Raise what `update` raises for arrays that it cannot work on."""
+        check_array(self.name, "weight", weight)
+        check_array(self.name, "grad", grad)
+        if grad.shape != weight.shape:
+            raise ShapeMismatch(f"{self.name}: key {key!r} has shape {weight.shape}, its gradient {grad.shape}")
+        if not weight.flags.writeable:
+            raise ValueError(f"{self.name}: the weight of key {key!r} is read-only, and an update changes it in place")
 
     def _step(self, key: Key, flat: HostArray, shape: tuple[int, ...], state: State) -> Step:
         t = state["t"] + 1

@@ -34,7 +34,7 @@ class LAMB(Optimizer):
     bias_correction: m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m and v themselves.
     """
 
-    elementwise: ClassVar[bool] = False
+    elementwise: bool = False
     default_learning_rate: ClassVar[float] = 0.001
     fields: ClassVar[Mapping[str, Field]] = {
         "beta1": number(0.0, below=1.0),

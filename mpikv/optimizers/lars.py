@@ -31,7 +31,7 @@ class LARS(Optimizer):
     `skip=()` leaves out none. lazy_update: taken for MXNet's sake, without effect.
     """
 
-    elementwise: ClassVar[bool] = False
+    elementwise: bool = False
     fields: ClassVar[Mapping[str, Field]] = {
         "momentum": number(0.0),
         "lazy_update": flag,

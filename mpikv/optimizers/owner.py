@@ -3,8 +3,8 @@
 One object serves every mode: the only process of a local store, a worker that owns a part of each key, a server rank.
 An optimizer sits in a numbered slot; slot 0 serves every key that has none of its own, so that two trainers can share a
 store. The values of an optimizer's attributes (the learning rate above all) are numbered too: a worker that changes one
-sends the new values once, under the next number, and each push says which number it was made under. So an update uses the
-attributes of its own round, whatever arrives first.
+sends the new values once, under the next number, and each push says which number it was made under. So an update uses
+the attributes of its own round, whatever arrives first.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Owner:
         return self._optimizers.get(slot)
 
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
-        """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys; their states start anew."""
+        """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
         self._optimizers[slot] = optimizer
         self._in_force[slot] = None
         for key_id in key_ids:
@@ -107,8 +107,8 @@ class Owner:
     def apply(self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: Hashable = None) -> None:
         """One round: update `weight`, the owned part of the value (1-D, in place), with the pushed sum.
 
-        total: same length, in the dtype that the key is added in. attributes: the number of those to apply it with; None
-        leaves them. Raises what the optimizer raises, with the key noted.
+        total: same length, in the dtype that the key is added in. attributes: the number of those to apply it with;
+        None leaves them. Raises what the optimizer raises, with the key noted.
         """
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:

@@ -6,7 +6,8 @@ the steps are carried on with a momentum ("delta").
 Cost per update: 3 arrays read and 2 written; centered: 5 and 4.
 Source: Tieleman and Hinton, Coursera lecture 6.5 (2012); centered: Graves, arXiv:1308.0850, equations 38 to 45; in the
 form of MXNet 1.9, src/operator/optimizer_op-inl.h (RMSPropUpdateKernel, RMSPropAlexUpdateKernel): epsilon inside the
-root, weight decay added before clipping.
+root, weight decay added before clipping. Differs: where rounding makes the variance n - g^2 negative it counts as 0, so
+that no root of a negative number is taken.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class RMSProp(Optimizer):
             mean += np.multiply(g, real(1.0 - self.gamma1), out=tmp[1])
             below = np.multiply(mean, mean, out=tmp[1])
             np.subtract(n, below, out=below)
+            np.maximum(below, real(0.0), out=below)
             below += real(self.epsilon)
         else:
             below = np.add(n, real(self.epsilon), out=tmp[1])

@@ -21,7 +21,7 @@ from mpikv.arrays import HostArray, dtype_of, sum_dtype
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.parts import Part, parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
 from mpikv.server.policy import Policy
 
 
@@ -61,7 +61,10 @@ class _Shard:
 
 
 class ServerCore:
-    """All that one server owns. policy(workers, version): makes the policy of a new shard. labels: the workers' names in errors."""
+    """All that one server owns.
+
+    labels: the workers' names in errors. policy(workers, version): makes the policy of a new shard.
+    """
 
     def __init__(self, labels: list[str], policy: Callable[[int, int], Policy]) -> None:
         self.owner = Owner()

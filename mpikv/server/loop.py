@@ -1,8 +1,8 @@
 """The server's input and output: receives requests, hands them to the core, sends its replies.
 
-`serve` is a generator, so that the same loop runs alone in a server rank and beside everything else in a worker's progress
-engine. A server rank that has heard nothing for the time limit asks the workers whether they are there: they may well
-compute for longer than that, and answer from their progress thread.
+`serve` is a generator, so that the same loop runs alone in a server rank and beside everything else in a worker's
+progress engine. A server rank that has heard nothing for the time limit asks the workers whether they are there: they
+may well compute for longer than that, and answer from their progress thread.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ def serve(transport: Transport, workers: Sequence[int], core: ServerCore) -> Ste
             sends.append(transport.isend(reply.data, workers[reply.worker], reply.tag))
         while sends and sends[0].test():
             sends.popleft()
-    for send in sends:
-        yield send
+    yield from sends
 
 
 def run_server(transport: Transport, workers: Sequence[int], core: ServerCore, timeout_s: float) -> None:
     """Serve in this thread until the end. Raises what the core raises, and StallError when all workers are silent."""
     running = Running(serve(transport, workers, core), "server")
     backoff = Backoff()
-    pings: list[Request] = []  # keeps what MPI still reads
+    pings: list[Request] = []  # MPI reads their arrays until they are sent
     heard_s = asked_s = time.monotonic()
     while not running.test():
         moved = running.advance()
@@ -63,5 +62,5 @@ def run_server(transport: Transport, workers: Sequence[int], core: ServerCore, t
                 )
             asked_s = now_s
             ping = wire.control({"kind": "ping"})
-            pings = [transport.isend(ping, rank, wire.TAG_CONTROL) for rank in workers]
+            pings += [transport.isend(ping, rank, wire.TAG_CONTROL) for rank in workers]
         backoff.pause()

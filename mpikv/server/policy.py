@@ -44,8 +44,8 @@ class _Round:
 class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
 
-    The i-th push of a worker belongs to round i, so a fast worker cannot stand in for a slow one. Contributions are added
-    as soon as all workers before have come: at most W-1 wait, usually few.
+    The i-th push of a worker belongs to round i, so a fast worker cannot stand in for a slow one. Contributions are
+    added as soon as all workers before have come: at most W-1 wait, usually few.
     """
 
     counts = True

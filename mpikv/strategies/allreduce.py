@@ -2,11 +2,11 @@
 
 A push puts the gradient into the key's lane. A lane does one round after another: reduce-scatter, so that each worker
 holds the sum of the part it owns; the optimizer on that part; allgather of the new values. This is allreduce with the
-optimizer in its middle, and the optimizer's state exists once over all workers, not once per worker. A pull waits until the
-lane has done this worker's last push and copies the value out.
+optimizer in its middle, and the optimizer's state exists once over all workers, not once per worker. A pull waits until
+the lane has done this worker's last push and copies the value out.
 
-Cost per round and worker: the two halves of the chosen algorithm; memory: the value, one buffer for each push under way,
-1/W of the optimizer's state.
+Cost per round and worker: the two halves of the chosen algorithm; memory: the value, one buffer for each push under
+way, 1/W of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from mpikv.keys import Key, KeyInfo, whole_bounds
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.parts import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.strategies.base import Pending, Sink, Updater
-from mpikv.strategies.states import collect, distribute, read_file, write_file
+from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.base import Steps, Transport
 from mpikv.transports.progress import Running
@@ -72,9 +72,7 @@ class AllreduceStrategy:
         self._config = config
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
-        self._workers = Workers(
-            transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal
-        )
+        self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
         self.rank = self._group.rank
         self.num_workers = self._group.size
@@ -141,7 +139,7 @@ class AllreduceStrategy:
         """What was agreed on `key`."""
         return self._workers.lookup(key)
 
-    def keys(self) -> Sequence[KeyInfo]:
+    def infos(self) -> Sequence[KeyInfo]:
         """All keys, by number."""
         return sorted(self._workers.infos.values(), key=lambda info: info.id)
 
@@ -242,7 +240,7 @@ class AllreduceStrategy:
         lanes = self._lanes.values()
         return [(lane.info, lane.bounds[rank], lane.bounds[rank + 1]) for lane in lanes]
 
-    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
+    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""
         self._drain("save_optimizer_states")
         mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
@@ -251,7 +249,7 @@ class AllreduceStrategy:
 
         def write() -> None:
             parts = [parts_from_bytes(blob) for blob in gathering.result or []]
-            write_file(path, parts, self.keys(), self._owner, dump_optimizer=dump_optimizer)
+            write_file(path, parts, chosen(self.infos(), keys), self._owner, dump_optimizer=dump_optimizer)
 
         self._workers.outcome("save_optimizer_states", write)
 
@@ -264,9 +262,9 @@ class AllreduceStrategy:
             file = read_file(path, self._workers.infos, self._owner)
             for rank in range(self.num_workers):
                 parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
-            return file.optimizer
+            return restored(file)
 
-        config = self._workers.outcome("load_optimizer_states", read)
+        loaded = self._workers.outcome("load_optimizer_states", read)
         scattering = self._workers.engine.start(
             blobs.scatter(self._group, parts if self.rank == 0 else None, 0, wire.TAG_STATES), "states"
         )
@@ -274,7 +272,7 @@ class AllreduceStrategy:
         with self._workers.engine.lock:
             for part in parts_from_bytes(scattering.result or b""):
                 self._owner.states[self._workers.infos[part.key].id] = part.state
-        self._workers.restore(config)
+        self._workers.restore(loaded)
 
     # --- barrier and end
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray, is_device, write
+from mpikv.arrays import HostArray, write
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -37,20 +37,20 @@ class Sink:
     def __init__(self, info: KeyInfo, outs: Sequence[Any]) -> None:
         self._info = info
         self._outs = outs
-        self._direct: HostArray | None = None
+        self._direct: HostArray | None = None  # the array of the caller's that is the buffer
 
     def buffer(self) -> HostArray:
         """Memory for the flat value, (n,)."""
         for out in self._outs:
             if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
-                self._direct = out.reshape(-1)
-                return self._direct
+                self._direct = out
+                return out.reshape(-1)
         return np.empty(self._info.n_elems, self._info.dtype)
 
     def deliver(self, value: HostArray) -> None:
         """Write the flat value into every array."""
         for out in self._outs:
-            if is_device(out) or self._direct is None or not np.shares_memory(self._direct, out, max_work=1):
+            if out is not self._direct:
                 write(out, value, "out")
 
 
@@ -69,7 +69,7 @@ class Strategy(Protocol):
         """What was agreed on `key`; None before its `init`."""
         ...
 
-    def keys(self) -> Sequence[KeyInfo]:
+    def infos(self) -> Sequence[KeyInfo]:
         """All keys of the store, in the order of their numbers."""
         ...
 
@@ -97,8 +97,8 @@ class Strategy(Protocol):
         """Let a function of the user's change stored values. UnsupportedError where owners are other processes."""
         ...
 
-    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
-        """Write the optimizer's states of all keys into one file. Collective, blocks."""
+    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
+        """Write the optimizer's states of `keys` (None: of all) into one file. Collective, blocks."""
         ...
 
     def load_states(self, path: str) -> None:

@@ -13,7 +13,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
 from mpikv.strategies.base import Pending, Sink, Updater
-from mpikv.strategies.states import collect, distribute, read_file, write_file
+from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.transports.base import Done
 
 
@@ -42,7 +42,7 @@ class LocalStrategy:
         """What is known of `key`."""
         return self._infos.get(key)
 
-    def keys(self) -> Sequence[KeyInfo]:
+    def infos(self) -> Sequence[KeyInfo]:
         """All keys."""
         return tuple(self._infos.values())
 
@@ -81,19 +81,21 @@ class LocalStrategy:
         """`updater(key, pushed_sum, stored)` changes `stored` in place."""
         self._updater = updater
 
-    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
+    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """One file, whole or not at all."""
         parts = collect(self._owner, [(info, 0, info.n_elems) for info in self._infos.values()])
-        write_file(path, [parts], self.keys(), self._owner, dump_optimizer=dump_optimizer)
+        write_file(path, [parts], chosen(self.infos(), keys), self._owner, dump_optimizer=dump_optimizer)
 
     def load_states(self, path: str) -> None:
         """Read and check first, then change."""
         file = read_file(path, self._infos, self._owner)
         for part in distribute(file, [(info, 0, info.n_elems) for info in self._infos.values()]):
             self._owner.states[self._infos[part.key].id] = part.state
-        optimizer = self._owner.optimizer_in(DEFAULT_SLOT)
-        if file.optimizer is not None and optimizer is not None:
-            optimizer.set_attributes(file.optimizer["attributes"])
+        config, keys = restored(file)
+        for key in keys:
+            optimizer = self._owner.optimizer_of(self._infos[key].id)
+            if config is not None and optimizer is not None:
+                optimizer.set_attributes(config["attributes"])
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -1,8 +1,8 @@
 """Parameter servers: the values live with servers, which are ranks of their own or a service inside every worker.
 
-A push is one message per shard, without acknowledgement, since MPI loses nothing. A pull names the version that it needs
-(synchronous) or none (asynchronous), and the server answers when it exists. A pushpull is one message out and one back.
-Worker 0 sends a key's first value; whatever reaches a server before it waits there.
+A push is one message per shard, without acknowledgement, since MPI loses nothing. A pull names the version that it
+needs (synchronous) or none (asynchronous), and the server answers when it exists. A pushpull is one message out and one
+back. Worker 0 sends a key's first value; whatever reaches a server before it waits there.
 
 Cost per push and worker: one message and one copy per shard. The servers are the same code in all modes; what differs
 is their policy.
@@ -26,9 +26,9 @@ from mpikv.keys import Key, KeyInfo, Shard, ShardPlan, add_load, server_plan
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
-from mpikv.optimizers.parts import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.strategies.base import Pending, Sink, Updater
-from mpikv.strategies.states import distribute, read_file, write_file
+from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.base import Arrival, Request, Steps, Transport
 
@@ -156,7 +156,7 @@ class PsStrategy:
         """What was agreed on `key`."""
         return self._workers.lookup(key)
 
-    def keys(self) -> Sequence[KeyInfo]:
+    def infos(self) -> Sequence[KeyInfo]:
         """All keys, by number."""
         return sorted(self._workers.infos.values(), key=lambda info: info.id)
 
@@ -168,7 +168,7 @@ class PsStrategy:
         slot = self._workers.slot_of(info)
         if not self.synchronous and self._workers.attributes.optimizer(slot) is None:
             raise MpikvError(
-                f"push of key {info.key!r}: an asynchronous store adds nothing up, it needs set_optimizer before the first push"
+                f"push of key {info.key!r}: an asynchronous store needs set_optimizer before the first push"
             )
         number, attributes = self._workers.attributes.number(slot)
         if attributes is not None:
@@ -189,16 +189,15 @@ class PsStrategy:
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """One question and one answer per shard."""
         key = self._keys[info.id]
-        return self._receive(key, "pull", wire.PULL, 0, None, sink)
+        return self._receive(key, "pull", wire.Header(wire.PULL, info.id), None, sink)
 
     def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
         """One message out and one back per shard."""
         key, number = self._start_push(info)
-        return self._receive(key, "pushpull", wire.PUSHPULL, number, total, sink)
+        header = wire.Header(wire.PUSHPULL, info.id, attributes_id=number)
+        return self._receive(key, "pushpull", header, total, sink)
 
-    def _receive(
-        self, key: _Key, call: str, kind: int, attributes_id: int, total: HostArray | None, sink: Sink
-    ) -> Pending:
+    def _receive(self, key: _Key, call: str, header: wire.Header, total: HostArray | None, sink: Sink) -> Pending:
         info, transport = key.info, self._workers.transport
         tags = [self._reply_tag() for _ in key.plan]
 
@@ -209,9 +208,8 @@ class PsStrategy:
                 # The receive is there before the question leaves, so that the answer needs no copy on its way.
                 receives.append(transport.irecv(value[shard.begin : shard.end], self._servers[shard.owner], tag))
                 part = None if total is None else total[shard.begin : shard.end]
-                self._send(shard.owner, wire.Header(kind, info.id, tag, attributes_id, key.pushed), part)
-            for receive in receives:
-                yield receive
+                self._send(shard.owner, header._replace(reply_tag=tag, round=key.pushed), part)
+            yield from receives
             self._free_tags.extend(tags)
             sink.deliver(value)
 
@@ -225,7 +223,7 @@ class PsStrategy:
     # --- optimizers
 
     def _flush(self, call: str) -> None:
-        """Wait until every server has handled all that this worker sent. It may still wait for other workers' pushes."""
+        """Wait until every server has handled all that this worker sent; rounds may still lack other workers."""
         self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
@@ -248,7 +246,7 @@ class PsStrategy:
 
     def _gather_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
-        for info in self.keys():
+        for info in self.infos():
             key = self._keys[info.id]
             if self._workers.slot_of(info) != slot or len(key.plan) < 2:
                 continue
@@ -270,14 +268,14 @@ class PsStrategy:
         shards = [(key.info, shard) for key in self._keys.values() for shard in key.plan]
         return [(info, shard.begin, shard.end) for info, shard in shards if shard.owner == server]
 
-    def save_states(self, path: str, *, dump_optimizer: bool) -> None:
+    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Worker 0 asks every server for its states and writes the file."""
         self._settle("save_optimizer_states")
 
         def write() -> None:
             answers = self._ask(wire.SAVE, [None] * len(self._servers), "save_optimizer_states")
             parts = [parts_from_bytes(answer) for answer in answers]
-            write_file(path, parts, self.keys(), self._owner, dump_optimizer=dump_optimizer)
+            write_file(path, parts, chosen(self.infos(), keys), self._owner, dump_optimizer=dump_optimizer)
 
         self._workers.outcome("save_optimizer_states", write)
 
@@ -289,7 +287,7 @@ class PsStrategy:
             file = read_file(path, self._workers.infos, self._owner)
             blobs = [parts_to_bytes(distribute(file, self._owned(server))) for server in range(len(self._servers))]
             self._ask(wire.LOAD, blobs, "load_optimizer_states")
-            return file.optimizer
+            return restored(file)
 
         self._workers.restore(self._workers.outcome("load_optimizer_states", read))
 
@@ -297,7 +295,8 @@ class PsStrategy:
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
-                self.wait(self._receive(key, call, wire.PULL, 0, None, Sink(key.info, [])))
+                header = wire.Header(wire.PULL, key.info.id)
+                self.wait(self._receive(key, call, header, None, Sink(key.info, [])))
         else:
             self.barrier()
 

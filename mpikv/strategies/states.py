@@ -7,14 +7,20 @@ workers or servers: parts are joined before writing, and cut along the present p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpikv.errors import MpikvError, StatesFileError
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import states
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.parts import Part
+from mpikv.optimizers.states import Part
 
 Owned = Sequence[tuple[KeyInfo, int, int]]  # a key, and begin and end of what is owned of it
+
+
+def chosen(infos: Sequence[KeyInfo], keys: Sequence[Key] | None) -> list[KeyInfo]:
+    """Those of `infos` whose keys are named; all of them for None."""
+    return [info for info in infos if keys is None or info.key in keys]
 
 
 def collect(owner: Owner, owned: Owned) -> list[Part]:
@@ -29,9 +35,9 @@ def collect(owner: Owner, owned: Owned) -> list[Part]:
 def write_file(
     path: str, parts: Sequence[Sequence[Part]], infos: Sequence[KeyInfo], owner: Owner, *, dump_optimizer: bool
 ) -> None:
-    """Join the parts of all owners and write them, whole or not at all. MpikvError without an optimizer."""
-    optimizers = {info.key: owner.optimizer_of(info.id) for info in infos}
-    if not any(optimizers.values()):
+    """Join the parts of all owners and write those of `infos`, whole or not at all. MpikvError without an optimizer."""
+    optimizers = {info.key: optimizer for info in infos if (optimizer := owner.optimizer_of(info.id)) is not None}
+    if not optimizers:
         raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
     by_key: dict[Key, list[Part]] = {}
     for part in (part for some in parts for part in some):
@@ -41,9 +47,9 @@ def write_file(
         if info.key in by_key:
             pieces = sorted((part.begin, part.end, part.state) for part in by_key[info.key])
             entries[info.key] = states.Entry(info.shape, info.dtype, states.join_states(pieces))
-    default = owner.optimizer_in(0) or next(optimizer for optimizer in optimizers.values() if optimizer is not None)
-    config = default.config() if dump_optimizer else None
-    states.save_states(path, entries, optimizer=config, meta={"optimizer": default.name})
+    config = next(iter(optimizers.values())).config() if dump_optimizer else None
+    names = [[key, optimizers[key].name] for key in entries]
+    states.save_states(path, entries, optimizer=config, meta={"optimizers": names})
 
 
 def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.StatesFile:
@@ -52,6 +58,10 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.S
     if not any(present.values()):
         raise MpikvError("load_optimizer_states: set the optimizer first")
     file = states.load_states(path)
+    try:
+        names = dict(file.meta["optimizers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StatesFileError(f"{path}: does not say which optimizers its states are of") from error
     for key, entry in file.entries.items():
         info = infos.get(key)
         if info is None:
@@ -61,10 +71,15 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.S
                 f"{path}: key {key!r} is {entry.dtype} {tuple(entry.shape)} there and {info.dtype} {info.shape} here"
             )
         optimizer = present[key]
-        if optimizer is None or optimizer.name != file.meta.get("optimizer"):
+        if optimizer is None or optimizer.name != names.get(key):
             here = "no optimizer" if optimizer is None else optimizer.name
-            raise StatesFileError(f"{path}: states of {file.meta.get('optimizer')!r}, but key {key!r} has {here} here")
+            raise StatesFileError(f"{path}: key {key!r} has a state of {names.get(key)!r} there and {here} here")
     return file
+
+
+def restored(file: states.StatesFile) -> list[Any]:
+    """What every worker must know of a loaded file, as JSON: the optimizer's config or None, and the keys."""
+    return [file.optimizer, list(file.entries)]
 
 
 def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:

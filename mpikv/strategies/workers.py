@@ -7,7 +7,7 @@ with a limit, barriers and the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import cloudpickle
@@ -15,7 +15,7 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.config import Config
-from mpikv.control.agreement import Agreement, Disagreement, Item, Name, first, grouped, same
+from mpikv.control.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
 from mpikv.control.service import Control, Reply
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
 from mpikv.keys import Key, KeyInfo
@@ -65,6 +65,26 @@ def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> An
     return payloads[0]
 
 
+def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """Equal optimizers for the same keys; the error names only what differs."""
+    configs = [json.loads(config) for config, _ in payloads]
+    facts: list[dict[str, Any]] = [
+        {"optimizer": config.get("name"), "keys": keys, **config.get("attributes", {})}
+        for config, (_, keys) in zip(configs, payloads, strict=True)
+    ]
+    kinds = [{"optimizer": fact["optimizer"], "keys": fact["keys"]} for fact in facts]
+    compared = facts if all(kind == kinds[0] for kind in kinds) else kinds
+    for name in compared[0]:
+        values = [fact.get(name) for fact in compared]
+        if any(value != values[0] for value in values):
+            brought = grouped([f"{name}={value!r}" for value in values], labels)
+            raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
+    if any(payload != payloads[0] for payload in payloads):
+        brought = grouped([config for config, _ in payloads], labels)
+        raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
+    return None
+
+
 def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     """Every worker has pushed every key equally often, where rounds need all of them."""
     counts = [dict(payload) for payload in payloads]
@@ -104,9 +124,9 @@ class Workers:
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal)
         agreement = None
         if self.group.rank == 0:
-            rules = {
+            rules: dict[str, Rule] = {
                 "init": _init_rule,
-                "set_optimizer": same(ConfigError, "set_optimizer with different optimizers on different workers"),
+                "set_optimizer": _optimizer_rule,
                 "barrier": first,
                 "outcome": first,
                 "close": _close_rule,
@@ -239,7 +259,8 @@ class Workers:
         try:
             pickled = cloudpickle.dumps(optimizer)
         except Exception as error:
-            raise ConfigError(f"set_optimizer: {type(optimizer).__name__} cannot be pickled for its owners: {error}") from error
+            name = type(optimizer).__name__
+            raise ConfigError(f"set_optimizer: {name} cannot be pickled for its owners: {error}") from error
         config = json.dumps(optimizer.config(), sort_keys=True)
         payload = [config, None if keys is None else list(keys)]
         self.agree("set_optimizer", payload, "set_optimizer")
@@ -250,11 +271,13 @@ class Workers:
         self.attributes.watch(slot, optimizer)
         return slot, key_ids, pickled
 
-    def restore(self, config: Mapping[str, Any] | None) -> None:
-        """Set the default optimizer's attributes to those of a loaded file; they reach the owners with the next push."""
-        optimizer = self.attributes.optimizer(DEFAULT_SLOT)
-        if config is not None and optimizer is not None:
-            optimizer.set_attributes(config["attributes"])
+    def restore(self, loaded: Sequence[Any]) -> None:
+        """Set attributes to those of a loaded file (`states.restored`); they reach the owners with the next push."""
+        config, keys = loaded
+        for slot in {self.slot_of(self.infos[key]) for key in keys}:
+            optimizer = self.attributes.optimizer(slot)
+            if config is not None and optimizer is not None:
+                optimizer.set_attributes(config["attributes"])
 
     def slot_of(self, info: KeyInfo) -> int:
         """The slot whose optimizer serves this key."""
@@ -263,7 +286,7 @@ class Workers:
     # --- the end
 
     def leave(self, *, matched: bool) -> None:
-        """Agree that all workers close. Collective. `matched`: raise when some have pushed a key more often than others."""
+        """Agree that all workers close. Collective. matched: raise when some pushed a key more often than others."""
         pushes = self._placement.pushes()
         if matched:
             with self.engine.lock:
@@ -289,7 +312,7 @@ class Workers:
 
 
 def _error_named(name: str) -> type[Exception]:
-    import mpikv.errors as errors  # noqa: PLC0415
+    from mpikv import errors  # noqa: PLC0415
 
     found = getattr(errors, name, None) or {"FileNotFoundError": FileNotFoundError}.get(name, OSError)
     return found if isinstance(found, type) and issubclass(found, Exception) else MpikvError

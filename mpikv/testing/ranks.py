@@ -41,7 +41,9 @@ def spawn(
         except BaseException as error:  # noqa: BLE001 - SystemExit of a server rank included
             errors[rank] = error
 
-    threads = [threading.Thread(target=rank_body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=rank_body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s

@@ -1,11 +1,12 @@
 """One rank's end is the job's end: what happens when a rank raises, exits early or is told to stop.
 
-A rank that leaves by an exception or by `sys.exit(3)` while others wait would hang a plain `mpirun python x.py` for ever:
-its interpreter goes on into MPI_Finalize, which waits for the others. So a distributed store installs here what
+A rank that leaves by an exception or by `sys.exit(3)` while others wait would hang a plain `mpirun python x.py` for
+ever: its interpreter goes on into MPI_Finalize, which waits for the others. So a distributed store installs here what
 `python -m mpi4py` does, and more:
 
 - an uncaught exception prints its traceback, each line with this rank and host, and aborts the job with status 1;
-- `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job is aborted with it;
+- `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job is aborted with
+it;
 - SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
 """
 
@@ -38,7 +39,7 @@ class Guard:
     def install(self) -> None:
         """Replace `sys.excepthook` and `sys.exit`, and SIGTERM's default action."""
         sys.excepthook = self.excepthook
-        sys.exit = self._remember_exit
+        sys.exit = self._remember_exit  # type: ignore[assignment] # it does not return either
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
 

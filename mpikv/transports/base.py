@@ -2,7 +2,8 @@
 
 A transport moves contiguous NumPy arrays between ranks, two-sided, in order for one (sender, receiver, tag). It never
 waits by itself: every call returns at once, and waiting is the business of `progress`. There are two of them: `mpi`
-between processes, `threads` between threads of one process, for tests. `Group` is a transport seen by some of its ranks.
+between processes, `threads` between threads of one process, for tests. `Group` is a transport seen by some of its
+ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Ranks of an MPI communicator.
 
-Talks on a duplicate of the user's communicator, so that the two never meet. Only two-sided, non-blocking calls are used:
-no windows, no spawned processes, nothing that waits inside MPI. Bytes travel as MPI.BYTE, so every dtype can be moved.
+Talks on a duplicate of the user's communicator, so that the two never meet. Only two-sided, non-blocking calls are
+used: no windows, no spawned processes, nothing that waits inside MPI. Bytes travel as MPI.BYTE, so every dtype can be
+moved.
 
 `open_mpi_transport` is collective over the communicator and the only place where ranks meet before a store exists.
 """

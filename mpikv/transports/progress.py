@@ -1,9 +1,9 @@
 """The progress engine: moves every transfer of one store on, and waits without spinning.
 
 Collectives, server loops and pulls are generators that yield each request they must wait for. `Engine.start` makes a
-`Running` of one, itself a request; `Engine.step` resumes those whose request is done. Neither Open MPI nor MPICH moves a
-message on by itself while Python computes, so a thread of the engine steps whenever no caller does. Whoever steps holds
-one lock, so all MPI calls of a store come from one thread at a time.
+`Running` of one, itself a request; `Engine.step` resumes those whose request is done. Neither Open MPI nor MPICH moves
+a message on by itself while Python computes, so a thread of the engine steps whenever no caller does. Whoever steps
+holds one lock, so all MPI calls of a store come from one thread at a time.
 
 Waiting polls a little, then yields the processor, then sleeps in growing steps: there are often more ranks than cores.
 
@@ -133,7 +133,7 @@ class Engine:
             self._thread.start()
 
     @property
-    def lock(self) -> threading.RLock:  # type: ignore[valid-type] # RLock is a function in typeshed before 3.13
+    def lock(self) -> threading.RLock:
         """Held by whoever steps; take it to read or change what generators read or change."""
         return self._lock
 

@@ -35,7 +35,7 @@ class _Message:
         target = buf.reshape(-1).view(np.uint8)
         if target.size != self.data.size:
             raise MpikvError(
-                f"message from rank {self.source} with tag {self.tag} has {self.data.size} bytes, {target.size} expected"
+                f"message from rank {self.source}, tag {self.tag}: {self.data.size} bytes, {target.size} expected"
             )
         target[:] = self.data
         self.received = True

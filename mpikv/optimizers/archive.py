@@ -1,0 +1,141 @@
+"""A zip file of a JSON header and NumPy arrays, in which damage shows and nothing is executed.
+
+Members are stored, not compressed: `header.json`, then `0.npy`, `1.npy` and so on, which `numpy.load` opens too. The
+header repeats dtype and shape of every array, and zip keeps a CRC of every member, so that a changed byte or a missing
+end is found. bfloat16, which .npy has no name for, is stored as uint16. The same contents give the same bytes.
+
+Reading checks sizes against the file's own before it allocates memory, and never unpickles.
+
+Cost: writing streams the arrays; reading holds each once and passes the file twice, first for the CRCs.
+Source: PKWARE APPNOTE 6.3 (zip); NumPy enhancement proposal 1 (.npy).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+from collections.abc import Sequence
+from math import prod
+from typing import IO, Any, NoReturn
+
+import numpy as np
+
+from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, HostArray, dtype_of
+from mpikv.errors import StatesFileError, UnsupportedError
+
+HEADER = "header.json"
+VERSION = 1
+_CHUNK_BYTES = 1 << 20  # read at a time, so that an array is not held twice
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date: equal states make equal files
+
+# What zipfile, struct and NumPy raise where a file is not what it says; OSError: a seek to an impossible place.
+_DAMAGE = (
+    zipfile.BadZipFile,
+    EOFError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+# Beside the dtypes of weights: a user's own state may count and flag.
+_DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
+
+
+def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: Sequence[HostArray]) -> None:
+    """Write a header of `kind` and `content` (JSON), and the arrays. UnsupportedError for an array of another dtype."""
+    for array in arrays:
+        if array.dtype not in _DTYPES:
+            raise UnsupportedError(f"an array of dtype {array.dtype} cannot be saved in a file of states")
+    described = [{"dtype": str(array.dtype), "shape": list(array.shape)} for array in arrays]
+    header = {"format": kind, "version": VERSION, "arrays": described, **content}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(zipfile.ZipInfo(HEADER, _EPOCH), json.dumps(header))
+        for i, array in enumerate(arrays):
+            with archive.open(zipfile.ZipInfo(f"{i}.npy", _EPOCH), "w", force_zip64=True) as member:
+                stored = array.view(np.uint16) if array.dtype == BFLOAT16 else array
+                np.lib.format.write_array(member, np.asarray(stored, order="C"), version=(1, 0), allow_pickle=False)
+
+
+def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any], list[HostArray]]:
+    """Header and arrays of what `write_archive` wrote. origin: what errors call the file.
+
+    Raises StatesFileError, which says what is wrong, for anything that is not exactly that.
+    """
+    try:
+        length = file.seek(0, os.SEEK_END)
+        if length == 0:
+            damaged(origin, "it is empty")
+        with zipfile.ZipFile(file) as archive:
+            return _read(archive, kind, origin, length)
+    except StatesFileError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise StatesFileError(f"{origin}: not a file of states, or a damaged one ({error})") from error
+    except _DAMAGE as error:
+        raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {error})") from error
+
+
+def damaged(origin: str, what: str) -> NoReturn:
+    """Raise the StatesFileError that names the file and what is wrong."""
+    raise StatesFileError(f"{origin}: {what}")
+
+
+def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tuple[dict[str, Any], list[HostArray]]:
+    members = {member.filename: member for member in archive.infolist()}
+    for name, member in members.items():
+        if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+            damaged(origin, f"not a file of states: its member {name!r} is compressed")
+        if member.file_size > length:
+            damaged(origin, f"damaged: its member {name!r} claims to be larger than the file")
+    if HEADER not in members:
+        damaged(origin, f"not a file of states: it has no {HEADER}")
+    # All CRCs before anything is parsed.
+    wrong = archive.testzip()
+    if wrong is not None:
+        damaged(origin, f"damaged: the checksum of its member {wrong!r} is wrong")
+    header = json.loads(archive.read(HEADER))
+    if not isinstance(header, dict) or header.get("format") != kind:
+        found = header.get("format") if isinstance(header, dict) else header
+        damaged(origin, f"not a file of states: its format is {found!r}, not {kind!r}")
+    if header.get("version") != VERSION:
+        damaged(origin, f"written in version {header.get('version')!r}; this mpikv reads version {VERSION}")
+    described = header["arrays"]
+    wanted = {HEADER, *(f"{i}.npy" for i in range(len(described)))}
+    if len(archive.infolist()) != len(members) or set(members) != wanted:
+        odd = sorted(set(members) ^ wanted) or ["a member twice"]
+        damaged(origin, f"damaged: members that are missing or do not belong there: {', '.join(odd)}")
+    return header, [_array(archive, i, text, origin) for i, text in enumerate(described)]
+
+
+def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: str) -> HostArray:
+    name = f"{i}.npy"
+    dtype, shape = dtype_of(described["dtype"]), tuple(described["shape"])
+    if dtype not in _DTYPES or not all(type(extent) is int and extent >= 0 for extent in shape):
+        damaged(origin, f"damaged: {name} is said to be {described['dtype']} of shape {described['shape']}")
+    stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
+    n_bytes = prod(shape) * stored.itemsize
+    with archive.open(name) as member:
+        if np.lib.format.read_magic(member) != (1, 0):
+            damaged(origin, f"damaged: {name} is in another version of .npy")
+        found_shape, fortran, found_dtype = np.lib.format.read_array_header_1_0(member)
+        if (found_shape, fortran, found_dtype) != (shape, False, stored):
+            damaged(origin, f"damaged: {name} is {found_dtype}{found_shape}, and the header says {dtype}{shape}")
+        if member.tell() + n_bytes != archive.getinfo(name).file_size:
+            damaged(origin, f"damaged: {name} does not hold {n_bytes} bytes of values")
+        array = np.empty(shape, stored)
+        target, filled = array.reshape(-1).view(np.uint8), 0
+        while filled < n_bytes:
+            chunk = np.frombuffer(member.read(_CHUNK_BYTES), np.uint8)
+            if not chunk.size:
+                damaged(origin, f"truncated: {name} ends after {filled} of {n_bytes} bytes")
+            target[filled : filled + chunk.size] = chunk
+            filled += chunk.size
+    return array.view(BFLOAT16) if dtype == BFLOAT16 else array

@@ -1,0 +1,99 @@
+"""Any callable `(weight, grad, state) -> state` as an optimizer.
+
+The callable changes `weight` in place and returns what it wants to see as `state` next time; at first that is None. It
+gets the weight itself, in its own shape and dtype, and the gradient multiplied by `rescale_grad` (float32 where the
+weight is float16 or bfloat16), which is not to be changed. The other common parameters are up to the callable: it does
+not see them. Nothing is known of its formula, so its keys are not cut, unless it says that it works element by element
+with an attribute `elementwise = True`; it then gets flat slices.
+
+What it returns may be anything while the program runs. It can be saved, and moved to another rank, if it is None, a
+number, an array, or a flat dict (with string keys), list or tuple of numbers and arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.errors import UnsupportedError
+from mpikv.keys import Key
+from mpikv.optimizers.base import Optimizer, State
+from mpikv.optimizers.identity import identity
+
+UserFunction = Callable[[HostArray, HostArray, Any], Any]
+
+
+class Function(Optimizer):
+    """An optimizer made of a callable; see the module. `create(callable)` makes one."""
+
+    name: ClassVar[str] = "function"
+
+    def __init__(self, function: UserFunction, *, rescale_grad: float = 1.0) -> None:
+        if not callable(function):
+            raise TypeError(f"function: a callable (weight, grad, state) -> state is wanted, not {function!r}")
+        super().__init__(rescale_grad=rescale_grad)
+        self.function = function
+        self.elementwise = getattr(function, "elementwise", False) is True
+
+    def __repr__(self) -> str:
+        return f"Function({self.function!r}, rescale_grad={self.rescale_grad!r})"
+
+    def config(self) -> dict[str, Any]:
+        """See `Optimizer`; the callable is described, so that ranks can compare it, but not contained."""
+        return {**super().config(), "function": identity(self.function)}
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
+        """UnsupportedError: a description of a callable makes no callable."""
+        raise UnsupportedError("an optimizer that is a callable cannot be made from its description; set it again")
+
+    def check_state(self, weight: HostArray, state: State) -> None:
+        """See `Optimizer`; only the callable knows what its state should be."""
+        if type(state.get("t")) is not int:
+            raise ValueError("a state has a count of updates 't'")
+
+    def update(self, key: Key, weight: HostArray, grad: HostArray, state: State) -> State:
+        """See `Optimizer`. Raises what the callable raises."""
+        self.check_update(key, weight, grad)
+        if self.rescale_grad != 1.0:
+            factor = grad.dtype.type(self.rescale_grad) if grad.dtype.kind == "f" else self.rescale_grad
+            grad = np.asarray(grad * factor)
+        returned = self.function(weight, grad, unpack(state))
+        return {"t": state["t"] + 1, **pack(returned)}
+
+
+_NUMBERS = (bool, int, float, np.generic)
+
+
+def pack(value: Any) -> State:
+    """What a callable returned, as entries of a state whose names say what it was; under "other" what fits nowhere."""
+    if value is None:
+        return {}
+    if isinstance(value, (*_NUMBERS, np.ndarray)):
+        return {"value": value}
+    if type(value) is dict and all(isinstance(name, str) for name in value):
+        items, mark = list(value.items()), "dict"
+    elif type(value) in (list, tuple):
+        items, mark = [(str(i), item) for i, item in enumerate(value)], type(value).__name__
+    else:
+        return {"other": value}
+    if not all(isinstance(item, (*_NUMBERS, np.ndarray)) for _, item in items):
+        return {"other": value}
+    # The count stands for the container itself, which may be empty.
+    return {mark: len(items), **{f"{mark}:{name}": item for name, item in items}}
+
+
+def unpack(state: State) -> Any:
+    """The inverse of `pack`."""
+    for name in ("value", "other"):
+        if name in state:
+            return state[name]
+    for mark, make in (("dict", dict), ("list", list), ("tuple", tuple)):
+        if mark in state:
+            start = f"{mark}:"
+            items = {name[len(start) :]: item for name, item in state.items() if name.startswith(start)}
+            return items if make is dict else make(items[str(i)] for i in range(len(items)))
+    return None

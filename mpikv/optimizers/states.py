@@ -1,0 +1,298 @@
+"""States of optimizers as values to save, cut, join and send.
+
+A file holds one entry per key: shape and dtype of the weight and the state of its whole value, so that it knows nothing
+of the workers or servers that wrote it. Ranks send each other their parts, slices of keys, in the same format
+(archive.py). A state's arrays and numbers are saved exactly; nothing in a file is ever executed.
+
+A state is cut and joined like its weight: arrays along the elements; numbers are copied, and must agree again when
+parts are joined, all but "t", of which the largest counts (parts of an asynchronous store may have seen different
+numbers of updates).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of
+from mpikv.errors import StatesFileError, UnsupportedError
+from mpikv.keys import Key, check_key
+from mpikv.optimizers.archive import damaged, read_archive, write_archive
+from mpikv.optimizers.base import State
+
+STATES = "mpikv optimizer states"
+PARTS = "mpikv parts of optimizer states"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The state of one key's whole value, whose shape and dtype these are."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    state: State
+
+    @property
+    def n_elems(self) -> int:
+        """Elements of the value; 1 for a 0-dimensional one."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class StatesFile:
+    """What a file holds. optimizer: `Optimizer.config()` of the one that made the states, if it was saved."""
+
+    entries: dict[Key, Entry]
+    optimizer: dict[str, Any] | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Part(NamedTuple):
+    """The state of the elements [begin, end) of a key."""
+
+    key: Key
+    begin: int
+    end: int
+    state: State
+
+
+# --- files
+
+
+def save_states(
+    path: str | os.PathLike[str],
+    entries: Mapping[Key, Entry],
+    *,
+    optimizer: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a file of states, whole or not at all: beside its place first, then renamed. Local, blocks.
+
+    optimizer, meta: JSON. Raises UnsupportedError for a state that cannot be saved, TypeError where optimizer or meta
+    is no JSON, OSError; a file that is there already stays as it was.
+    """
+    # The file that a symbolic link points to is replaced, not the link.
+    target = os.path.realpath(path)
+    beside = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with open(beside, "xb") as file:
+            _write_states(file, entries, optimizer, meta)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)
+        raise
+    # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
+    with contextlib.suppress(OSError):
+        directory = os.open(os.path.dirname(target), os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def load_states(path: str | os.PathLike[str]) -> StatesFile:
+    """Read a file of states. Local, blocks.
+
+    Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError where it
+    cannot be opened (FileNotFoundError where there is none).
+    """
+    with open(path, "rb") as file:
+        return _read_states(file, os.fspath(path))
+
+
+def to_bytes(
+    entries: Mapping[Key, Entry],
+    *,
+    optimizer: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> bytes:
+    """What `save_states` would write."""
+    file = io.BytesIO()
+    _write_states(file, entries, optimizer, meta)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes, origin: str = "states") -> StatesFile:
+    """The inverse of `to_bytes`. origin: what a StatesFileError calls the data."""
+    return _read_states(io.BytesIO(data), origin)
+
+
+def parts_to_bytes(parts: Iterable[Part]) -> bytes:
+    """Parts of states, to be sent. UnsupportedError for a state that cannot be saved."""
+    file, arrays = io.BytesIO(), list[HostArray]()
+    records = [
+        {"key": check_key(part.key), "begin": part.begin, "end": part.end, "state": _pack(part.key, part.state, arrays)}
+        for part in parts
+    ]
+    write_archive(file, PARTS, {"records": records}, arrays)
+    return file.getvalue()
+
+
+def parts_from_bytes(data: bytes, origin: str = "parts of states") -> list[Part]:
+    """The inverse of `parts_to_bytes`. Raises StatesFileError."""
+    header, arrays = read_archive(io.BytesIO(data), PARTS, origin)
+    result = []
+    for record in _records(header, origin):
+        begin, end = record.get("begin"), record.get("end")
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
+            damaged(origin, f"damaged: a part of elements [{begin!r}, {end!r})")
+        result.append(Part(_key(record, origin), begin, end, _unpack(record, arrays, origin)))
+    return result
+
+
+def _write_states(
+    file: Any, entries: Mapping[Key, Entry], optimizer: Mapping[str, Any] | None, meta: Mapping[str, Any] | None
+) -> None:
+    arrays: list[HostArray] = []
+    records = [
+        {
+            "key": check_key(key),
+            "shape": list(entry.shape),
+            "dtype": str(entry.dtype),
+            "state": _pack(key, entry.state, arrays),
+        }
+        for key, entry in entries.items()
+    ]
+    content = {"optimizer": optimizer, "meta": dict(meta or {}), "records": records}
+    write_archive(file, STATES, json.loads(json.dumps(content)), arrays)
+
+
+def _read_states(file: Any, origin: str) -> StatesFile:
+    header, arrays = read_archive(file, STATES, origin)
+    optimizer, meta = header.get("optimizer"), header.get("meta")
+    if not (optimizer is None or isinstance(optimizer, dict)) or not isinstance(meta, dict):
+        damaged(origin, "damaged: its header describes neither optimizer nor meta as it should")
+    entries: dict[Key, Entry] = {}
+    for record in _records(header, origin):
+        key, shape, dtype = _key(record, origin), record.get("shape"), record.get("dtype")
+        if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+            damaged(origin, f"damaged: key {key!r} has shape {shape!r}")
+        if dtype not in {str(known) for known in SUPPORTED_DTYPES}:
+            damaged(origin, f"damaged: key {key!r} has dtype {dtype!r}")
+        if key in entries:
+            damaged(origin, f"damaged: key {key!r} is there twice")
+        entries[key] = Entry(tuple(shape), dtype_of(str(dtype)), _unpack(record, arrays, origin))
+    return StatesFile(entries, optimizer, meta)
+
+
+def _records(header: dict[str, Any], origin: str) -> list[dict[str, Any]]:
+    records = header.get("records")
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        damaged(origin, "damaged: its header lists no records")
+    return records
+
+
+def _key(record: dict[str, Any], origin: str) -> Key:
+    try:
+        return check_key(record.get("key"))
+    except (TypeError, ValueError) as error:
+        raise StatesFileError(f"{origin}: damaged: {error}") from error
+
+
+def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
+    """A state as JSON in which arrays are numbers into `arrays`, where they are appended."""
+    packed: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, (np.ndarray, np.generic)):
+            packed[name] = {"array": len(arrays), "scalar": isinstance(value, np.generic)}
+            arrays.append(np.asarray(value))
+        elif type(value) in (bool, int, float):
+            packed[name] = value
+        else:
+            raise UnsupportedError(
+                f"the state of key {key!r} cannot be saved or moved: {name!r} is {type(value).__name__}. "
+                "One that can be is None, a number, an array, or a flat dict, list or tuple of numbers and arrays"
+            )
+    return packed
+
+
+def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> State:
+    packed = record.get("state")
+    if not isinstance(packed, dict) or type(packed.get("t")) is not int:
+        damaged(origin, f"damaged: key {record.get('key')!r} has no state with a count of updates")
+    state: State = {}
+    for name, value in packed.items():
+        if type(value) in (bool, int, float):
+            state[name] = value
+            continue
+        index = value.get("array") if isinstance(value, dict) else None
+        if type(index) is not int or not 0 <= index < len(arrays):
+            damaged(origin, f"damaged: {name!r} in the state of key {record.get('key')!r} is {value!r}")
+        array = arrays[index]
+        state[name] = array[()] if value.get("scalar") and array.ndim == 0 else array
+    return state
+
+
+# --- slices
+
+
+def slice_state(state: State, begin: int, end: int, n_elems: int) -> State:
+    """The state of the elements [begin, end) of a key of n_elems; arrays are copied unless it is all of them.
+
+    Raises UnsupportedError where an array does not run along the elements, ValueError for bounds outside the key.
+    """
+    if not 0 <= begin <= end <= n_elems:
+        raise ValueError(f"elements [{begin}, {end}) are not within a key of {n_elems}")
+    if (begin, end) == (0, n_elems):
+        return dict(state)
+    result: State = {}
+    for name, value in state.items():
+        if isinstance(value, np.ndarray):
+            if value.shape != (n_elems,):
+                raise UnsupportedError(
+                    f"{name!r} of a state has shape {value.shape}, so it cannot be cut like its {n_elems} elements"
+                )
+            value = value[begin:end].copy()  # noqa: PLW2901
+        result[name] = value
+    return result
+
+
+def join_states(parts: Sequence[tuple[int, int, State]], n_elems: int | None = None) -> State:
+    """The state of a whole key from (begin, end, state) of its slices, in any order; empty ones are left out.
+
+    n_elems: what the key has; None: where the last part ends. Raises ValueError where parts are missing, overlap, hold
+    different things or different numbers ("t" aside: the largest counts).
+    """
+    ordered = sorted((part for part in parts if part[0] < part[1]), key=lambda part: part[0])
+    ordered = ordered or list(parts[:1])
+    if not ordered:
+        raise ValueError("there are no parts to join")
+    bounds = [0, *(end for _, end, _ in ordered)]
+    if bounds[:-1] != [begin for begin, _, _ in ordered] or n_elems not in (None, bounds[-1]):
+        cut = ", ".join(f"[{begin}, {end})" for begin, end, _ in ordered)
+        raise ValueError(f"parts {cut} do not cover a key of {bounds[-1] if n_elems is None else n_elems} elements")
+    first = ordered[0][2]
+    if len(ordered) == 1:
+        return dict(first)
+    for _, _, state in ordered[1:]:
+        if set(state) != set(first):
+            raise ValueError(f"parts of a state hold different things: {sorted(first)} and {sorted(state)}")
+    return {name: _join(name, ordered) for name in first}
+
+
+def _join(name: str, parts: Sequence[tuple[int, int, State]]) -> Any:
+    values = [state[name] for _, _, state in parts]
+    if name == "t":
+        return max(values)
+    if not any(isinstance(value, np.ndarray) for value in values):
+        # NaN, which equals nothing, agrees with NaN.
+        if all(value == values[0] or (value != value and values[0] != values[0]) for value in values):  # noqa: PLR0124
+            return values[0]
+        raise ValueError(f"parts of a state have different {name!r}: {', '.join(str(value) for value in values)}")
+    for (begin, end, _), value in zip(parts, values, strict=True):
+        if not isinstance(value, np.ndarray) or value.shape != (end - begin,) or value.dtype != values[0].dtype:
+            what = f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else repr(value)
+            raise ValueError(f"{name!r} in the part [{begin}, {end}) of a state is {what}, not one value per element")
+    return np.concatenate(values)

@@ -1,0 +1,142 @@
+"""Any class of `torch.optim` as an optimizer.
+
+The torch optimizer works on the weight's own memory (a float32 copy for dtypes other than float32 and float64). Its
+state is kept as ours, NumPy arrays and numbers, so that it can be saved and moved; the torch object itself lives for
+one update. `learning_rate` and `wd` are its `lr` and `weight_decay`, and follow schedules and factors; `rescale_grad`
+and `clip_gradient` act before it. Nothing is known of its formula, so its keys are not cut.
+
+PyTorch is imported at the first update, not before.
+
+Cost: that of the torch optimizer, and some 50 us per key and update to set it up. Restrictions: no optimizer that calls
+the model again (LBFGS) or wants sparse gradients (SparseAdam).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeGuard
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.errors import UnsupportedError
+from mpikv.optimizers.base import Optimizer, State, Step
+from mpikv.optimizers.schedules import Scheduler
+
+_COMMON = ("rescale_grad", "clip_gradient", "lr_scheduler", "multi_precision")
+_REFUSED = {"LBFGS": "it evaluates the model several times in a step", "SparseAdam": "gradients here are dense"}
+
+
+def is_torch_class(value: object) -> TypeGuard[type[Any]]:
+    """Whether `value` is a class of torch's optimizers; does not import torch."""
+    return isinstance(value, type) and any(
+        base.__name__ == "Optimizer" and base.__module__ == "torch.optim.optimizer" for base in value.__mro__
+    )
+
+
+class TorchOptimizer(Optimizer):
+    """An optimizer made of a torch.optim class and its keyword arguments; see the module. `create` makes one.
+
+    kwargs: the class's own, and those that every optimizer here has. `learning_rate` and `lr` mean the same, as do `wd`
+    and `weight_decay`. Raises TypeError for others (lists the valid ones), UnsupportedError for a class that cannot
+    serve.
+    """
+
+    name: ClassVar[str] = "torch"
+    elementwise: bool = False
+
+    def __init__(self, torch_class: type[Any], **kwargs: Any) -> None:
+        if not is_torch_class(torch_class):
+            raise TypeError(f"torch: a class of torch.optim is wanted, not {torch_class!r}")
+        reason = _REFUSED.get(torch_class.__name__)
+        if reason is not None:
+            raise UnsupportedError(f"torch.optim.{torch_class.__name__} cannot serve here: {reason}")
+        parameters = dict(list(inspect.signature(torch_class).parameters.items())[1:])  # the first is `params`
+        common: dict[str, Any] = {name: kwargs.pop(name) for name in _COMMON if name in kwargs}
+        rate = _either(kwargs, "lr", "learning_rate")
+        decay = _either(kwargs, "weight_decay", "wd")
+        unknown = sorted(set(kwargs) - set(parameters))
+        if unknown:
+            valid = ", ".join([*parameters, *_COMMON])
+            raise TypeError(f"torch.optim.{torch_class.__name__} has no {', '.join(unknown)}; it has {valid}")
+        self._settable = [name for name in ("lr", "weight_decay") if name in parameters]
+        if rate is None and not isinstance(common.get("lr_scheduler"), Scheduler):
+            rate = _default(parameters, "lr")
+        decay = _default(parameters, "weight_decay") if decay is None else decay
+        super().__init__(rate, wd=0.0 if decay is None else decay, **common)
+        self.torch_class = torch_class
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        return f"TorchOptimizer({self.torch_class.__name__}, {self.kwargs!r}, {super().__repr__()})"
+
+    def config(self) -> dict[str, Any]:
+        """See `Optimizer`; with the class's name and its arguments."""
+        name = f"{self.torch_class.__module__}.{self.torch_class.__name__}"
+        kwargs = {name: repr(value) for name, value in sorted(self.kwargs.items())}
+        return {**super().config(), "class": name, "kwargs": kwargs}
+
+    @classmethod
+    def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
+        """UnsupportedError: classes are not looked up by names from a file."""
+        raise UnsupportedError("a torch optimizer cannot be made from its description; set it again")
+
+    def complete_arrays(self, flat: HostArray, state: State) -> None:
+        """See `Optimizer`; torch's optimizers make their arrays themselves."""
+
+    def check_state(self, weight: HostArray, state: State) -> None:
+        """See `Optimizer`; arrays of the weight's size are what most of torch's states consist of."""
+        if type(state.get("t")) is not int:
+            raise ValueError("a state has a count of updates 't'")
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """One step of a torch optimizer that sees the weight's memory and the state of the last step."""
+        del arrays
+        torch = importlib.import_module("torch")
+        grad = self.prepared(step, w, g, tmp)
+        if grad is not tmp[0]:  # torch may write into a gradient, and refuses read-only memory
+            np.copyto(tmp[0], grad)
+        parameter = torch.from_numpy(w.reshape(step.shape)).requires_grad_()
+        parameter.grad = torch.from_numpy(tmp[0].reshape(step.shape))
+        in_force = {"lr": step.learning_rate, "weight_decay": step.wd}
+        optimizer = self.torch_class([parameter], **self.kwargs, **{name: in_force[name] for name in self._settable})
+        kept = {name: _to_torch(torch, value) for name, value in step.state.items() if name not in ("t", "master")}
+        if kept:
+            optimizer.state[parameter] = kept
+        optimizer.step()
+        for name in kept:
+            del step.state[name]
+        for name, value in optimizer.state[parameter].items():
+            if value is not None:
+                step.state[name] = _from_torch(torch, name, value, self.torch_class)
+
+
+def _either(kwargs: dict[str, Any], theirs: str, ours: str) -> Any:
+    """Take the value that is given under one of two names; None where there is none."""
+    if theirs in kwargs and ours in kwargs:
+        raise TypeError(f"torch: {theirs} and {ours} mean the same; give one of them")
+    return kwargs.pop(theirs, kwargs.pop(ours, None))
+
+
+def _default(parameters: Mapping[str, inspect.Parameter], name: str) -> float | None:
+    """The class's default; None where it has none, or none that is a number."""
+    default = parameters[name].default if name in parameters else None
+    return default if isinstance(default, (int, float)) else None
+
+
+def _to_torch(torch: Any, value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _from_torch(torch: Any, name: str, value: Any, torch_class: type[Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy()
+    if isinstance(value, (bool, int, float)):
+        return value
+    raise UnsupportedError(
+        f"{torch_class.__name__} keeps {name!r} as {type(value).__name__}, which cannot be kept here"
+    )

@@ -1,0 +1,58 @@
+"""Stores over thread ranks: the same strategies and servers as under mpirun, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mpikv import spec as store_spec
+from mpikv.config import Config
+from mpikv.kv import server_core, worker_strategy
+from mpikv.kvstore import KVStore
+from mpikv.server.loop import run_server
+from mpikv.server.roles import assign
+from mpikv.testing.ranks import spawn
+from mpikv.transports.threads import ThreadTransport
+
+T = TypeVar("T")
+
+TEST_TIMEOUT_S = 20.0  # far above what a healthy wait takes, far below a test runner's patience
+
+
+def spawn_stores(
+    name: str,
+    num_workers: int,
+    body: Callable[[KVStore], T],
+    *,
+    num_servers: int = 0,
+    config: Config | None = None,
+    hosts: Sequence[str] | None = None,
+) -> list[T]:
+    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
+
+    The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
+    """
+    spec = store_spec.parse(name)
+    config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
+    size = num_workers + num_servers
+    roles = assign(hosts or ["localhost"] * size, num_servers, config.server_placement)
+
+    def rank_body(transport: ThreadTransport) -> T | None:
+        if transport.rank in roles.servers:
+            run_server(transport, roles.workers, server_core(transport.hosts, roles, spec), config.timeout_s)
+            return None
+        fatal: list[BaseException] = []
+        threaded = config.progress == "thread"
+        strategy = worker_strategy(transport, roles, spec, config, threaded=threaded, on_fatal=fatal.append)
+        store = KVStore(name.lower(), strategy, on_device=spec.on_device)
+        try:
+            result = body(store)
+            store.close()
+        finally:
+            strategy.abandon()
+        if fatal:
+            raise fatal[0]
+        return result
+
+    results = spawn(size, rank_body, hosts=hosts, timeout_s=3 * config.timeout_s + 10)
+    return [results[rank] for rank in roles.workers]  # type: ignore[misc]

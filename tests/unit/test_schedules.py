@@ -1,0 +1,160 @@
+"""Schedules against their closed forms, and that they are functions: the same value whatever was asked before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from mpikv.optimizers import (
+    CosineScheduler,
+    FactorScheduler,
+    MultiFactorScheduler,
+    PolyScheduler,
+    Scheduler,
+)
+from mpikv.optimizers.schedules import schedule_from_config
+
+ALL = [
+    Scheduler(0.5, 3, 0.1),
+    FactorScheduler(3, 0.5, stop_factor_lr=0.2, base_lr=1.0),
+    FactorScheduler(4, 0.9, base_lr=2.0, warmup_steps=6, warmup_begin_lr=0.5, warmup_mode="constant"),
+    MultiFactorScheduler([2, 5, 9], 0.1, base_lr=1.0),
+    MultiFactorScheduler((4, 8), 0.5, base_lr=1.0, warmup_steps=5),
+    PolyScheduler(10, 0.3, 2, 0.1),
+    PolyScheduler(12, 0.3, pwr=3, warmup_steps=4, warmup_begin_lr=0.05),
+    CosineScheduler(10, 0.3, 0.1),
+    CosineScheduler(12, 0.3, warmup_steps=4, warmup_mode="constant", warmup_begin_lr=0.2),
+]
+
+
+@pytest.mark.parametrize("schedule", ALL, ids=repr)
+def test_is_a_function_of_the_update_alone(schedule: Scheduler) -> None:
+    forwards = [schedule(t) for t in range(25)]
+    assert [schedule(t) for t in reversed(range(25))] == forwards[::-1]
+    again = schedule_from_config(json.loads(json.dumps(schedule.config())))
+    assert again == schedule
+    assert [again(t) for t in range(25)] == forwards
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    assert schedule(np.int64(7)) == forwards[7]
+
+
+def mxnet_factor(step: int, factor: float, stop: float, base: float, updates: int) -> list[float]:
+    """MXNet's loop, written as it runs: the rate changes when an update passes a multiple of `step`."""
+    rates, count, rate = [], 0, base
+    for t in range(1, updates + 1):
+        while t > count + step:
+            count += step
+            rate = max(rate * factor, stop)
+        rates.append(rate)
+    return rates
+
+
+@pytest.mark.parametrize(("step", "factor", "stop"), [(1, 0.5, 1e-8), (3, 0.5, 0.2), (7, 0.9, 0.0), (2, 1.0, 1e-8)])
+def test_factor(step: int, factor: float, stop: float) -> None:
+    schedule = FactorScheduler(step, factor, stop, base_lr=1.0)
+    # A power and repeated products differ in the last bits.
+    expected = mxnet_factor(step, factor, stop, 1.0, 40)
+    assert [schedule(t) for t in range(1, 41)] == pytest.approx(expected, rel=1e-14)
+
+
+def test_factor_changes_after_a_multiple_of_step() -> None:
+    schedule = FactorScheduler(10, 0.5, base_lr=1.0)
+    assert [schedule(t) for t in (0, 1, 10, 11, 20, 21)] == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_factor_may_start_below_its_floor() -> None:
+    # As in MXNet the floor holds from the first reduction on.
+    schedule = FactorScheduler(2, 0.5, stop_factor_lr=0.1, base_lr=0.01)
+    assert [schedule(t) for t in (1, 2, 3, 9)] == [0.01, 0.01, 0.1, 0.1]
+
+
+def test_multi_factor_changes_after_each_step() -> None:
+    schedule = MultiFactorScheduler([5, 8], 0.1, base_lr=1.0)
+    assert [schedule(t) for t in (1, 5)] == [1.0, 1.0]
+    assert [schedule(t) for t in (6, 8)] == [0.1, 0.1]
+    assert schedule(9) == pytest.approx(0.01, rel=1e-15)
+    assert schedule(10**9) == schedule(9)
+
+
+def test_poly_and_cosine_ends() -> None:
+    poly = PolyScheduler(10, 0.3, 2, 0.1)
+    cosine = CosineScheduler(10, 0.3, 0.1)
+    for schedule in (poly, cosine):
+        assert schedule(0) == 0.3
+        assert schedule(10) == pytest.approx(0.1, rel=1e-15)
+        assert schedule(11) == schedule(10) == schedule(10**6)
+    for t in range(11):
+        assert poly(t) == pytest.approx(0.1 + 0.2 * (1 - t / 10) ** 2, rel=1e-15)
+        assert cosine(t) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi * t / 10)) / 2, rel=1e-15)
+
+
+def test_poly_and_cosine_count_from_the_end_of_the_warm_up() -> None:
+    poly = PolyScheduler(12, 0.3, pwr=1, warmup_steps=4)
+    cosine = CosineScheduler(12, 0.3, warmup_steps=4)
+    assert poly(4) == cosine(4) == 0.3
+    assert poly(8) == cosine(8) == pytest.approx(0.15, rel=1e-15)
+    assert poly(12) == 0.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **warmup: FactorScheduler(2, 0.5, base_lr=0.8, **warmup),
+        lambda **warmup: MultiFactorScheduler([1, 20], 0.5, base_lr=0.8, **warmup),
+        lambda **warmup: PolyScheduler(30, 0.8, **warmup),
+        lambda **warmup: CosineScheduler(30, 0.8, **warmup),
+        lambda **warmup: Scheduler(0.8, **warmup),
+    ],
+)
+def test_warm_up(make) -> None:
+    linear = make(warmup_steps=5, warmup_begin_lr=0.3)
+    assert [linear(t) for t in range(5)] == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.7], rel=1e-15)
+    constant = make(warmup_steps=5, warmup_begin_lr=0.3, warmup_mode="constant")
+    assert [constant(t) for t in range(5)] == [0.3] * 5
+    # The update numbered warmup_steps is the first without it, and steps count from the beginning.
+    assert linear(5) == constant(5) == dataclasses.replace(linear, warmup_steps=0)(5) or isinstance(
+        linear, (PolyScheduler, CosineScheduler)
+    )
+    assert make()(0) == 0.8
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "make"),
+    [
+        (ValueError, "step must be at least 1", lambda: FactorScheduler(0)),
+        (TypeError, "step is a whole number", lambda: FactorScheduler(1.5)),
+        (ValueError, "factor must be at most 1", lambda: FactorScheduler(1, 1.1)),
+        (ValueError, "factor must be at least 0", lambda: FactorScheduler(1, -0.1)),
+        (ValueError, "must hold at least one number and rise", lambda: MultiFactorScheduler([])),
+        (ValueError, "must hold at least one number and rise", lambda: MultiFactorScheduler([3, 3])),
+        (ValueError, "each step must be at least 1", lambda: MultiFactorScheduler([0, 3])),
+        (TypeError, "step is a list of update numbers", lambda: MultiFactorScheduler(3)),
+        (ValueError, "max_update must be at least 1", lambda: PolyScheduler(0)),
+        (ValueError, "must be more than warmup_steps", lambda: PolyScheduler(5, warmup_steps=5)),
+        (ValueError, "must be more than warmup_steps", lambda: CosineScheduler(5, warmup_steps=6)),
+        (TypeError, "max_update is a whole number", lambda: CosineScheduler(None)),
+        (ValueError, "must not exceed base_lr", lambda: Scheduler(0.1, 5, 0.2)),
+        (ValueError, "linear, constant", lambda: Scheduler(0.1, 5, 0.05, "cubic")),
+        (ValueError, "warmup_steps must be at least 0", lambda: Scheduler(0.1, -1)),
+        (ValueError, "base_lr must be at least 0", lambda: Scheduler(-0.1)),
+        (ValueError, "base_lr must be finite", lambda: Scheduler(float("nan"))),
+        (TypeError, "base_lr is a number", lambda: Scheduler("0.1")),
+        (ValueError, "num_update must be at least 0", lambda: Scheduler()(-1)),
+        (TypeError, "num_update is a whole number", lambda: Scheduler()(1.0)),
+        (ValueError, "unknown schedule 'Sawtooth'; known: Scheduler", lambda: schedule_from_config({"name": "Sawtooth"})),
+        (TypeError, "speed", lambda: schedule_from_config({"name": "Scheduler", "speed": 1})),
+    ],
+)
+def test_mistakes_are_named(error: type[Exception], text: str, make) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_a_schedule_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FactorScheduler(3).base_lr = 1.0
