@@ -1,10 +1,10 @@
 """The first program: a straight line through points, learned by any number of workers together.
 
     python examples/linear_regression.py
-    mpirun -n 4 python examples/linear_regression.py     (with more processes than cores: mpirun --oversubscribe -n 4 ...)
+    mpirun -n 2 python examples/linear_regression.py
 
-Every worker takes its share of the points, works out the gradient of the squared error there, and the trainer adds the
-gradients up over the workers and moves the weights. The result does not depend on the number of workers.
+Every worker takes its share of the points and works out the gradient of the squared error there; the trainer adds the
+gradients up over the workers and moves the weights. What is learned does not depend on the number of workers.
 """
 
 import numpy as np
@@ -15,7 +15,6 @@ from mpikv.parameter import Parameter
 from mpikv.trainer import Trainer
 
 TRUE_SLOPES, TRUE_OFFSET = np.array([2.0, -3.4]), 4.2
-BATCH = 50  # points in a step, of all workers together
 
 
 def main() -> None:
@@ -24,24 +23,18 @@ def main() -> None:
         random = np.random.default_rng(seed=1)  # the same points on every worker
         x = random.standard_normal((1000, 2))
         y = x @ TRUE_SLOPES + TRUE_OFFSET + 0.01 * random.standard_normal(1000)
+        mine = SplitSampler.for_store(len(x), store).indices()
 
         slopes, offset = Parameter(np.zeros(2), "slopes"), Parameter(np.zeros(()), "offset")
         trainer = Trainer([slopes, offset], "sgd", {"learning_rate": 0.1}, kvstore=store)
 
-        sampler = SplitSampler.for_store(len(x), store)
-        share = -(-BATCH // store.num_workers)
-        for epoch in range(5):
-            sampler.set_epoch(epoch)
-            mine = sampler.indices()
-            for begin in range(0, -(-len(x) // store.num_workers), share):
-                batch = mine[begin : begin + share]
-                error = x[batch] @ slopes.data + offset.data - y[batch]
-                slopes.grad = 2 * x[batch].T @ error
-                offset.grad = 2 * error.sum()
-                trainer.step(BATCH)
-            if store.rank == 0:
-                loss = np.mean((x @ slopes.data + offset.data - y) ** 2)
-                print(f"epoch {epoch}: mean squared error {loss:.6f}")
+        for step in range(51):
+            error = x[mine] @ slopes.data + offset.data - y[mine]
+            slopes.grad = 2 * x[mine].T @ error
+            offset.grad = 2 * error.sum()
+            trainer.step(batch_size=len(x))  # the gradients are sums over the points of all workers
+            if store.rank == 0 and step % 10 == 0:
+                print(f"step {step}: mean squared error of this worker's points {np.mean(error**2):.6f}")
 
         if store.rank == 0:
             print(f"learned y = {slopes.data[0]:.3f} a {slopes.data[1]:+.3f} b {offset.data:+.3f}")

@@ -40,6 +40,7 @@ class Request:
 
     def test(self) -> bool:
         """Whether it is done. Never blocks. Raises what went wrong."""
+        self._strategy.progress()
         self._pending = [entry for entry in self._pending if not entry.request.test()]
         return not self._pending
 

@@ -22,10 +22,13 @@ class Row(NamedTuple):
     algorithm: str
 
 
-# The first row that fits. Short messages cost their steps, long ones their bytes. See docs/adr for the measurement.
+# The first row that fits. Few ranks: the direct algorithm has the fewest steps, is as fast as the others up to some
+# megabytes, and adds in the order of the ranks, so that the bits are those of a server; beyond, its scratch memory of a
+# whole buffer counts. Many ranks: short messages cost their steps, long ones their bytes. Measured with
+# scripts/compare_algorithms.py; see docs/adr/0003-allreduce-table.md.
 TABLE = (
-    Row(4, 1 << 18, "naive"),
-    Row(None, 1 << 16, "halving_doubling"),
+    Row(4, 4 << 20, "naive"),
+    Row(None, 64 << 10, "halving_doubling"),
     Row(None, None, "ring"),
 )
 

@@ -10,6 +10,7 @@ nothing for long; answered by `pong`).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -113,10 +114,20 @@ class Control:
                 self._send(self._workers.ranks[0], message)
         return proposal
 
-    def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting) -> Any:
-        """Propose and wait. Collective over the workers. Raises what they agreed to raise."""
+    def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting, *, patient: bool = False) -> Any:
+        """Propose and wait. Collective over the workers. Raises what they agreed to raise.
+
+        patient: past the time limit go on waiting as long as every other worker answers that it is alive.
+        """
         proposal = self.propose([(topic, name, payload)])
-        self.wait(proposal, waiting)
+        while True:
+            try:
+                self.wait(proposal, waiting)
+                break
+            except StallError as stall:
+                if not patient or len(self._answers) < self._workers.size - 1:
+                    raise
+                print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
         reply = proposal.replies[(topic, name)]
         assert reply is not None
         return reply.unwrap()
@@ -234,6 +245,8 @@ class Control:
             if waiting.round is not None:
                 here = answer["pushes"] >= waiting.round
                 doing = f"pushed it {answer['pushes']} times; {doing}"
+            elif waiting.owners:
+                continue  # an answer that depends on no other worker
             else:
                 here = doing.startswith(f"in {waiting} ")
             (arrived if here else missing)[self.labels[worker]] = doing

@@ -17,7 +17,7 @@ Repository.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,14 @@ class Images:
     test_x: NDArray[np.uint8]
     test_y: NDArray[np.int64]
     source: str
+
+    def first(self, n: int) -> Images:
+        """The first `n` training images (all of them if there are fewer); the test images stay."""
+        if n < 1:
+            raise ValueError(f"at least 1 image is needed to train on, got {n}")
+        if n >= len(self.train_x):
+            return self
+        return replace(self, train_x=self.train_x[:n], train_y=self.train_y[:n], source=f"{self.source}; the first {n}")
 
 
 def load_images(data_dir: str | os.PathLike[str] | None = None) -> Images:

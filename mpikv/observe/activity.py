@@ -24,6 +24,10 @@ class Activity:
         finally:
             self._last, self._call, self._since_s = call, None, time.monotonic()
 
+    def note(self, call: str) -> None:
+        """Note a call that does not wait."""
+        self._last, self._since_s = call, time.monotonic()
+
     def waiting(self) -> str | None:
         """'in pull of key 'w' for 2.1 s' during a call, else None."""
         return self.text() if self._call is not None else None

@@ -9,12 +9,16 @@ from mpikv.keys import Key
 
 
 class Waiting(NamedTuple):
-    """A call that blocks. `key`, `key_id` and `round` only where it is about one key."""
+    """A call that blocks. `key`, `key_id` and `round` only where it is about one key.
+
+    owners: the ranks that must answer, where it is not the workers themselves. Without a round, only they are waited for.
+    """
 
     call: str
     key: Key | None = None
     key_id: int | None = None
     round: int | None = None
+    owners: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = self.call
@@ -36,11 +40,15 @@ def stall_text(
 ) -> str:
     """One paragraph. arrived, missing: label -> what that rank is doing; silent: those that did not answer at all."""
     lines = [f"{me} waited {timeout_s:g} s in {waiting}."]
+    if waiting.owners and not missing:
+        lines.append("No answer from " + ", ".join(waiting.owners) + ", which own it: stopped, or in a long update?")
     if missing:
         lines.append("Not arrived: " + "; ".join(f"{label} ({doing})" for label, doing in missing.items()) + ".")
     if silent:
-        lines.append("No answer from " + ", ".join(silent) + " (stopped, swapped out, or in a long call into C).")
+        lines.append("Out of reach: " + ", ".join(silent) + " (stopped, swapped out, or in a long call into C).")
     if arrived:
         lines.append("Arrived: " + ", ".join(arrived) + ".")
-    lines.append("Every worker must make this call; MPIKV_TIMEOUT_S sets the limit if the missing ones are only slow.")
+    if missing:
+        lines.append("Every worker must make this call.")
+    lines.append("MPIKV_TIMEOUT_S sets the limit, if the others are only slow.")
     return " ".join(lines)

@@ -185,6 +185,7 @@ class AllreduceStrategy:
             if attributes is not None:
                 self._owner.add_attributes(number, attributes)
             lane.pushed += 1
+            self._workers.control.activity.note(f"push of key {info.key!r}")
             lane.queue.append((buf, number))
             if lane.running is None or lane.running.done:
                 lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
@@ -289,6 +290,10 @@ class AllreduceStrategy:
             if running.result is not None:
                 running.result.Free()
         self._workers.transport.close()
+
+    def progress(self) -> None:
+        """Move transfers on."""
+        self._workers.engine.step()
 
     def doing(self) -> str | None:
         """What this worker waits for, None outside of waits."""

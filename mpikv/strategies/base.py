@@ -113,6 +113,10 @@ class Strategy(Protocol):
         """End the store. Collective, blocks."""
         ...
 
+    def progress(self) -> None:
+        """Move transfers on without waiting, for a caller who asks whether one is done."""
+        ...
+
     def doing(self) -> str | None:
         """What this rank waits for at the moment, for whoever asks from a signal handler."""
         ...

@@ -103,6 +103,9 @@ class LocalStrategy:
     def close(self) -> None:
         """Nothing to end."""
 
+    def progress(self) -> None:
+        """Nothing is ever under way."""
+
     def doing(self) -> str | None:
         """It never waits."""
         return None

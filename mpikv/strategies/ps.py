@@ -63,6 +63,7 @@ class PsStrategy:
         self.synchronous = synchronous
         self._config = config
         self._servers = tuple(servers)
+        self._labels = [f"server {i} (rank {rank} on {transport.hosts[rank]})" for i, rank in enumerate(servers)]
         self._keys: dict[int, _Key] = {}
         self._loads = [0] * len(self._servers)
         self._whole = False
@@ -126,8 +127,8 @@ class PsStrategy:
             tag = self._reply_tag()
             self._send(server, wire.Header(kind, reply_tag=tag), payload)
             answers.append(self._engine.start(answer(tag), call))
-        for running in answers:
-            self._workers.wait_for(running, call)
+        for server, running in enumerate(answers):
+            self._workers.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
 
     # --- keys
@@ -176,6 +177,7 @@ class PsStrategy:
             for server in range(len(self._servers)):
                 self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         key.pushed += 1
+        self._workers.control.activity.note(f"push of key {info.key!r}")
         return key, number
 
     def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
@@ -213,7 +215,8 @@ class PsStrategy:
             self._free_tags.extend(tags)
             sink.deliver(value)
 
-        waiting = Waiting(call, info.key, info.id, key.pushed if self.synchronous else None)
+        owners = tuple(self._labels[shard.owner] for shard in key.plan)
+        waiting = Waiting(call, info.key, info.id, key.pushed if self.synchronous else None, owners)
         return Pending(self._engine.start(steps(), str(waiting)), waiting)
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
@@ -320,6 +323,10 @@ class PsStrategy:
             self._workers.wait_for(self._service, "close")
         self._workers.stop()
         self._workers.transport.close()
+
+    def progress(self) -> None:
+        """Move transfers on."""
+        self._workers.engine.step()
 
     def doing(self) -> str | None:
         """What this worker waits for, None outside of waits."""

@@ -220,17 +220,17 @@ class Workers:
         """Block until a transfer is done."""
         self.control.wait(pending.request, pending.waiting, timeout_s)
 
-    def wait_for(self, request: Request, call: str) -> None:
+    def wait_for(self, request: Request, call: str, owners: tuple[str, ...] = ()) -> None:
         """Block until a request of a whole call is done."""
-        self.control.wait(request, Waiting(call))
+        self.control.wait(request, Waiting(call, owners=owners))
 
     def _count(self, topic: str) -> int:
         self._counts[topic] = self._counts.get(topic, 0) + 1
         return self._counts[topic]
 
-    def agree(self, topic: str, payload: Any, call: str) -> Any:
+    def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
         """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
-        return self.control.agree(topic, self._count(topic), payload, Waiting(call))
+        return self.control.agree(topic, self._count(topic), payload, Waiting(call), patient=patient)
 
     def outcome(self, call: str, attempt: Callable[[], Any] | None) -> Any:
         """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
@@ -291,7 +291,8 @@ class Workers:
         if matched:
             with self.engine.lock:
                 self.control.leave(pushes)
-        unmatched = self.agree("close", sorted(pushes.items()) if matched else [], "close")
+        # Workers may well have different amounts of work left, and a last evaluation takes its time.
+        unmatched = self.agree("close", sorted(pushes.items()) if matched else [], "close", patient=True)
         by_id = {info.id: info for info in self.infos.values()}
         mine = [entry for entry in unmatched if pushes.get(entry[0], 0) > entry[2]]
         self.wait_for(Predicate(self.control.sent), "close")

@@ -26,6 +26,7 @@ POLLS = 20  # an 8-byte message between two idle ranks is there within about ten
 YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
 FIRST_NAP_S = 20e-6
 LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
+LONG_WAIT = 2000  # naps, about a second, after which they may be twice as long: a waiting rank then uses 3 % of a core
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
@@ -48,7 +49,8 @@ class Backoff:
         if self._turn <= POLLS + YIELDS:
             os.sched_yield()
             return
-        time.sleep(min(FIRST_NAP_S * 2 ** min(self._turn - POLLS - YIELDS, 20), self._last_nap_s))
+        longest_s = self._last_nap_s if self._turn < LONG_WAIT else 2 * self._last_nap_s
+        time.sleep(min(FIRST_NAP_S * 2 ** min(self._turn - POLLS - YIELDS, 20), longest_s))
 
 
 class Running(Generic[T]):
@@ -63,7 +65,7 @@ class Running(Generic[T]):
         self._waiting_for: Request | None = None
 
     def advance(self) -> bool:
-        """Resume as often as the yielded requests are done; whether anything moved. Never raises."""
+        """Resume as often as the yielded requests are done; whether anything moved. Raises nothing but Ctrl-C."""
         moved = False
         while not self.done:
             try:
@@ -73,8 +75,12 @@ class Running(Generic[T]):
                 self._waiting_for = next(self._steps)
             except StopIteration as stop:
                 self.result, self.done = stop.value, True
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for this
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits for this
                 self.error, self.done = error, True
+            except BaseException as error:
+                # Ctrl-C: it was meant for the caller who happens to step, not for whoever waits for this transfer.
+                self.error, self.done = error, True
+                raise
         return moved
 
     def test(self) -> bool:

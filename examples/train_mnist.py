@@ -1,0 +1,238 @@
+"""Train LeNet or a perceptron on Fashion-MNIST (or MNIST, or scikit-learn's digits) with any number of workers.
+
+    python examples/train_mnist.py
+    mpirun -n 4 python examples/train_mnist.py
+    mpirun -n 6 python examples/train_mnist.py --num-servers 2
+    mpirun -n 4 python examples/train_mnist.py --kv-store dist_async
+
+Batches. All workers put the examples of an epoch into one order and take every W-th of it. So step s of W workers with
+batches of B is made from the same examples as step s of one process with a batch of W*B, and the weights agree but for
+rounding. Every example comes once per epoch. In the last step some workers may have fewer examples than others, or
+none: they take part all the same (their gradient is smaller, or 0), so that no worker waits for one that has finished.
+
+The gradient of a step is divided by the examples of all workers in it, with `dist_async` too, where each push
+then is 1/W of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import numpy as np
+from networks import NETWORKS, Network
+
+from mpikv import KVStore, Trainer, kv, optimizers
+from mpikv.data import Images, SplitSampler, load_images, split_and_load
+from mpikv.devices import use
+
+WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
+EVALUATION_BATCH = 500  # images at once: the activations of LeNet then take 30 MB
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a network on Fashion-MNIST with any number of workers.")
+    add = parser.add_argument
+    add("--kv-store", default="dist_sync", metavar="TYPE", help="local, device, dist_sync, dist_async, ... (dist_sync)")
+    add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
+    add("--network", choices=sorted(NETWORKS), default="lenet", help="(lenet)")
+    add(
+        "--data-dir", help="directory with the four IDX files; without it: Debian's package, else scikit-learn's digits"
+    )
+    add("--num-examples", type=int, help="train on the first N examples only")
+    add("--num-epochs", type=int, default=3, help="(3)")
+    add("--max-steps", type=int, help="stop after so many steps")
+    add("--batch-size", type=int, default=64, help="examples of one worker in a step, shared by its devices (64)")
+    add("--optimizer", default="sgd", help=f"one of {', '.join(optimizers.names())} (sgd)")
+    add("--lr", type=float, help=f"learning rate (0.05 for {', '.join(sorted(WITH_MOMENTUM))}; else 0.001)")
+    add("--lr-factor", type=float, default=0.1, help="what --lr-step-epochs multiply the learning rate by (0.1)")
+    add("--lr-step-epochs", default="10", help="epochs before which that happens, as in 10,15 (10)")
+    add("--mom", type=float, default=0.9, help="momentum, of the optimizers that have one (0.9)")
+    add("--wd", type=float, default=1e-4, help="weight decay (0.0001)")
+    add("--seed", type=int, default=0, help="of the first weights and the order of the examples (0)")
+    add(
+        "--num-devices", type=int, default=1, help="replicas per worker in host memory, each with its part of the batch"
+    )
+    add("--gpus", help="GPUs of each worker, as in 0,1; then --num-devices does not count")
+    add("--save", type=Path, metavar="FILE", help="write weights and optimizer states after every epoch")
+    add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
+    add("--dump-weights", type=Path, metavar="FILE", help="write the final weights as .npz")
+    options = parser.parse_args()
+    for name in ("num_examples", "max_steps", "batch_size", "num_devices"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    try:
+        options.lr_step_epochs = [int(epoch) for epoch in options.lr_step_epochs.split(",") if epoch]
+        gpus = [f"gpu:{int(gpu)}" for gpu in options.gpus.split(",")] if options.gpus else []
+    except ValueError as error:
+        parser.error(f"--lr-step-epochs and --gpus are numbers with commas between them ({error})")
+    options.devices = gpus or [f"cpu:{i}" for i in range(options.num_devices)]
+    return options
+
+
+def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
+    with_momentum = options.optimizer in WITH_MOMENTUM
+    lr = options.lr if options.lr is not None else 0.05 if with_momentum else 0.001
+    return {"learning_rate": lr, "wd": options.wd} | ({"momentum": options.mom} if with_momentum else {})
+
+
+def batches(
+    num_examples: int, options: argparse.Namespace, store: KVStore, epoch: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """This worker's indices of each step, and the examples of all workers in it; equally many steps on all workers."""
+    sampler = SplitSampler.for_store(num_examples, store, seed=options.seed)
+    sampler.set_epoch(epoch)
+    mine, together = sampler.indices(), options.batch_size * store.num_workers
+    for step in range(-(-num_examples // together)):
+        yield (
+            mine[step * options.batch_size : (step + 1) * options.batch_size],
+            min(together, num_examples - step * together),
+        )
+
+
+def progress_bar(total: int, title: str, rank: int) -> Any:
+    """A bar of tqdm on worker 0 where somebody looks, else None."""
+    if rank != 0 or not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm  # noqa: PLC0415 - an extra
+    except ImportError:
+        return None
+    return tqdm(total=total, desc=title, unit=" images", unit_scale=True, leave=False)
+
+
+@dataclass
+class Run:
+    """What every step of the training needs."""
+
+    options: argparse.Namespace
+    store: KVStore
+    images: Images
+    network: Network
+    trainer: Trainer
+
+    @property
+    def asynchronous(self) -> bool:
+        return "async" in self.store.type
+
+    def gradients(self, indices: np.ndarray) -> float:
+        """Write the gradients of these examples into the network's parameters; the sum of their losses."""
+        devices = self.options.devices
+        x = split_and_load(self.images.train_x[indices], devices, even_split=False)
+        y = split_and_load(self.images.train_y[indices], devices, even_split=False)
+        losses = []
+        for replica, device in enumerate(devices):
+            with use(device):
+                losses.append(self.network.loss_and_gradients(x[replica], y[replica], replica))
+        return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
+
+    def epoch(self, epoch: int, max_steps: int | None) -> tuple[int, float, float]:
+        """One epoch: the steps made, the mean loss of this worker's examples, and images of all workers per second."""
+        options, rank = self.options, self.store.rank
+        bar = progress_bar(len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}", rank)
+        start_s, loss, steps, own, of_all = time.perf_counter(), 0.0, 0, 0, 0
+        for indices, together in batches(len(self.images.train_x), options, self.store, epoch):
+            loss += self.gradients(indices)
+            self.trainer.step(together)
+            steps, own, of_all = steps + 1, own + len(indices), of_all + together
+            if bar is not None:
+                bar.set_postfix(loss=f"{loss / max(own, 1):.4f}", refresh=False)
+                bar.update(together)
+            if steps == max_steps:
+                break
+        if bar is not None:
+            bar.close()
+        return steps, loss / max(own, 1), of_all / (time.perf_counter() - start_s)
+
+    def accuracy(self) -> float:
+        """The share of test images that get their label; worker 0 knows it.
+
+        Synchronous: every worker takes its part, and the store adds up. Asynchronous: worker 0 does it alone with the
+        weights of the moment, as the others have no reason to wait.
+        """
+        if self.asynchronous:
+            self.trainer.pull_weights()
+            correct = self.count_correct(0, 1) if self.store.rank == 0 else 0
+        else:
+            counts = np.array([self.count_correct(self.store.rank, self.store.num_workers)])
+            self.store.pushpull("correct", counts)
+            correct = int(counts[0])
+        return correct / len(self.images.test_y)
+
+    def count_correct(self, part: int, parts: int) -> int:
+        """How many test images of this part the first replica gets right."""
+        device = self.options.devices[:1]
+        x, y = self.images.test_x[part::parts], self.images.test_y[part::parts]
+        correct = 0
+        with use(device[0]):
+            for i in range(0, len(x), EVALUATION_BATCH):
+                batch = (split_and_load(array[i : i + EVALUATION_BATCH], device)[0] for array in (x, y))
+                correct += self.network.count_correct(*batch)
+        return correct
+
+    def train(self, first_epoch: int) -> tuple[float, str]:
+        """All epochs; the last test accuracy, and after how much of training that is."""
+        options, steps, result = self.options, 0, None
+        for epoch in range(first_epoch, options.num_epochs):
+            factor = options.lr_factor ** sum(begin <= epoch for begin in options.lr_step_epochs)
+            self.trainer.set_learning_rate(optimizer_params(options)["learning_rate"] * factor)
+            made, loss, speed = self.epoch(epoch, options.max_steps and options.max_steps - steps)
+            steps += made
+            if options.save and steps != options.max_steps:
+                self.meet()
+                checkpoint.save(options.save, self.network.parameters, self.trainer, self.store.rank, epoch + 1)
+            result = self.accuracy()
+            if self.store.rank == 0:
+                title = f"epoch {epoch + 1}/{options.num_epochs}"
+                print(f"{title}: loss {loss:.4f}, test accuracy {result:.4f}, {speed:.0f} images/s", flush=True)
+            if steps == options.max_steps:
+                break
+        if self.asynchronous or result is None:
+            self.meet()
+            result = self.accuracy()
+        n, unit = (steps, "step") if steps == options.max_steps else (options.num_epochs, "epoch")
+        return result, f"{n} {unit}" if n == 1 else f"{n} {unit}s"
+
+    def meet(self) -> None:
+        """Wait until all workers' pushes are in the weights; a synchronous store has seen to that in every step."""
+        if self.asynchronous:
+            self.store.barrier()
+            self.trainer.pull_weights()
+
+
+def main() -> None:
+    options = arguments()
+    with kv.create(options.kv_store, num_servers=options.num_servers) as store:  # a server rank stays in here
+        images = load_images(options.data_dir)
+        if options.num_examples is not None:
+            images = images.first(options.num_examples)
+        if store.rank == 0:
+            print(f"data: {images.source}", flush=True)
+        network = NETWORKS[options.network](devices=options.devices, seed=options.seed)
+
+        first_epoch = np.zeros(1, dtype=np.int64)
+        if options.resume and store.rank == 0:
+            first_epoch[0] = checkpoint.load_weights(options.resume, network.parameters)
+        store.broadcast("first epoch", first_epoch, out=first_epoch)  # the others need not see the file
+        store.init("correct", np.zeros(1, dtype=np.int64))
+        trainer = Trainer(network.parameters, options.optimizer, optimizer_params(options), kvstore=store)
+        if options.resume:
+            checkpoint.load_states(options.resume, trainer, int(first_epoch[0]))
+
+        start_s = time.perf_counter()
+        result, after = Run(options, store, images, network, trainer).train(int(first_epoch[0]))
+        if store.rank == 0:
+            if options.dump_weights:
+                checkpoint.write_weights(options.dump_weights, network.parameters)
+            print(f"accuracy {result:.4f} after {after} in {time.perf_counter() - start_s:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
