@@ -23,6 +23,8 @@ from mpikv.errors import (
 )
 from mpikv.kv import KVStore, create
 from mpikv.kvstore import Request
+from mpikv.parameter import Parameter
+from mpikv.trainer import Trainer
 
 __all__ = [
     "Config",
@@ -31,12 +33,14 @@ __all__ = [
     "KeyExists",
     "KeyNotInitialized",
     "MpikvError",
+    "Parameter",
     "PeerError",
     "Request",
     "ShapeMismatch",
     "SplitSampler",
     "StallError",
     "StatesFileError",
+    "Trainer",
     "UnsupportedError",
     "__version__",
     "create",

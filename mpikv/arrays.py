@@ -111,7 +111,14 @@ def check_writable(array: Any, what: str) -> None:
 def write(out: Any, value: HostArray, what: str) -> None:
     """Copy `value` (same number of elements) into `out`, in out's shape and dtype. Local."""
     if is_device(out):
-        out.set(np.ascontiguousarray(value.reshape(out.shape), dtype=out.dtype))
+        # `asarray`, not `ascontiguousarray`, which would make a 0-dimensional array 1-dimensional.
+        host = np.asarray(value.reshape(out.shape), dtype=out.dtype, order="C")
+        if out.flags.c_contiguous:
+            out.set(host)
+        else:
+            whole = out.copy()  # CuPy sets contiguous arrays only
+            whole.set(host)
+            out[...] = whole
         return
     view = host_view(out, what)
     np.copyto(view, value.reshape(view.shape), casting="unsafe")

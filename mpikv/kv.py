@@ -206,12 +206,10 @@ def _be_server(transport: Transport, roles: Roles, spec: StoreSpec, config: Conf
 
 
 def _fatal(error: BaseException) -> None:
-    """A service of the progress engine failed: nobody can be told but the user."""
+    """A service of the progress engine failed. Other ranks need it, so the job ends; alone, the next wait raises it."""
     guard = abort.guard()
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if guard is not None:
-        guard.fail(text)
-    sys.stderr.write(text)
+        guard.fail("".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
 
 def _registered(store: KVStore, strategy: Strategy) -> KVStore:

@@ -112,9 +112,7 @@ class KVStore:
 
     def _key(self, key: Any) -> Key:
         checked = check_key(key)
-        if self._key_type is None:
-            self._key_type = type(checked)
-        elif type(checked) is not self._key_type:
+        if self._key_type is not None and type(checked) is not self._key_type:
             raise TypeError(
                 f"key {checked!r} is {type(checked).__name__}, but the keys of this store are "
                 f"{self._key_type.__name__}; a store does not mix them"
@@ -185,8 +183,11 @@ class KVStore:
                 )
             what = f"init: the value of key {item.key!r}"
             values.append((item.key, host_view(item.arrays[0], what).shape, flat_copy(item.arrays[0], what)))
+        if len({type(key) for key, _, _ in values}) > 1:
+            raise TypeError("init: some keys are int and some are str; a store does not mix them")
         if values:
             self._strategy.init(values)
+            self._key_type = type(values[0][0])
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """`init` then `pull`: worker 0's value lands in every worker's `out`. Collective, blocks."""

@@ -42,7 +42,7 @@ def max_keys(max_tag: int) -> int:
 
 
 # Kinds of requests to a server.
-INIT = 1  # payload: length-prefixed JSON description, then the shard's values
+INIT = 1  # payload: JSON description, then the shard's values
 PUSH = 2  # payload: the shard's gradient
 PULL = 3  # answered by the shard's values once `version` rounds are done
 PUSHPULL = 4  # both
@@ -50,7 +50,7 @@ ATTRIBUTES = 5  # payload: JSON; attributes of the optimizer under the number `a
 OPTIMIZER = 6  # payload: a pickled optimizer; answered by one byte when it is in place
 FLUSH = 7  # answered by one byte when everything this worker sent before has been applied
 SAVE = 8  # answered by the states of this server, as bytes
-LOAD = 9  # payload: states as bytes; answered by one byte
+LOAD = 9  # payload: JSON, the keys whose states are replaced, then states as bytes; answered by one byte
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
 
@@ -94,14 +94,13 @@ def parse_request(message: HostArray) -> tuple[Header, HostArray]:
     return Header(kind, key_id, reply_tag, attributes_id, round_), payload
 
 
-def with_description(description: dict[str, Any], data: HostArray) -> bytes:
-    """An INIT payload: the length of the JSON text (4 bytes, little endian), the text, the values."""
-    text = json.dumps(description).encode()
-    return struct.pack("<I", len(text)) + text + data.tobytes()
+def with_text(text: bytes, data: bytes) -> bytes:
+    """A payload of two parts: the length of the first (4 bytes, little endian), the first, the second."""
+    return struct.pack("<I", len(text)) + text + data
 
 
-def split_description(payload: HostArray) -> tuple[dict[str, Any], HostArray]:
-    """The inverse of `with_description`; the values as a view of uint8."""
+def split_text(payload: HostArray) -> tuple[Any, HostArray]:
+    """The inverse of `with_text`: what the JSON says, and the second part as a view of uint8."""
     (length,) = struct.unpack_from("<I", payload.data)
     return json.loads(payload[4 : 4 + length].tobytes()), payload[4 + length :]
 

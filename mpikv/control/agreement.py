@@ -54,6 +54,7 @@ class Verdict(NamedTuple):
 class _Open:
     payloads: dict[int, Any] = field(default_factory=dict)
     reserved: Any = None  # what a provisional verdict has already promised
+    refused: Disagreement | None = None  # why nothing could be promised
 
 
 Rule = Callable[[Name, Sequence[Any], Sequence[str]], Any]
@@ -100,8 +101,11 @@ class Agreement:
             if worker in proposal.payloads:
                 verdicts.append(self._error(worker, (topic, name), MpikvError, f"{call_text(topic, name)} twice"))
                 continue
-            if topic == "init" and proposal.reserved is None:
-                proposal.reserved = self._reserve(name, payload)
+            if topic == "init" and proposal.reserved is None and proposal.refused is None:
+                try:
+                    proposal.reserved = self._reserve(name, payload)
+                except Disagreement as refused:
+                    proposal.refused = refused
             proposal.payloads[worker] = payload
             self._waiting[worker].add((topic, name))
             if topic == "close":
@@ -119,6 +123,8 @@ class Agreement:
         payloads = [proposal.payloads[worker] for worker in range(len(self._labels))]
         result, error = None, None
         try:
+            if proposal.refused is not None:
+                raise proposal.refused
             result = self._rules[item[0]](item[1], payloads, self._labels)
             if item[0] == "init":
                 result = proposal.reserved

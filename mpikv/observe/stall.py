@@ -11,7 +11,7 @@ from mpikv.keys import Key
 class Waiting(NamedTuple):
     """A call that blocks. `key`, `key_id` and `round` only where it is about one key.
 
-    owners: the ranks that must answer, where it is not the workers themselves. Without a round, only they are waited for.
+    owners: the ranks that must answer, where not the workers do. Without a round, only they are waited for.
     """
 
     call: str

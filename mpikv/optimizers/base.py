@@ -245,7 +245,7 @@ class Optimizer:
         return state
 
     def complete_arrays(self, flat: HostArray, state: State) -> None:
-        """Add the arrays of `state_names` that are missing, drop others. ValueError for one that cannot be the weight's."""
+        """Add the arrays of `state_names` that are missing, drop others. ValueError for one of wrong size or dtype."""
         names, work = self.state_names(), work_dtype(flat.dtype)
         for name in [name for name, value in state.items() if isinstance(value, np.ndarray)]:
             if name not in names and name != "master":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,12 @@ DEFAULT_SLOT = 0
 KEPT_ATTRIBUTES = (
     4096  # more changes than any program has rounds under way; keeps a learning rate per step from piling up
 )
+
+
+AttributesId = tuple[int, int]
+"""A worker and its number for attributes that it changed; number 0: as the optimizer was when it was set."""
+
+AS_SET: AttributesId = (0, 0)
 
 
 class AttributeLog:
@@ -68,14 +74,20 @@ class AttributeLog:
 
 
 class Owner:
-    """Applies pushed sums to owned values. Knows no MPI; not thread-safe."""
+    """Applies pushed sums to owned values. Knows no MPI; not thread-safe.
 
-    def __init__(self) -> None:
+    own: whether the optimizers are this owner's copies, which follow the numbers; else they are the user's own objects,
+    which he changes himself.
+    """
+
+    def __init__(self, *, own: bool = True) -> None:
+        self._own = own
         self.states: dict[int, State] = {}  # key id -> state of the part owned here
         self._optimizers: dict[int, Optimizer] = {}
         self._slots: dict[int, int] = {}
-        self._attributes: OrderedDict[Hashable, Mapping[str, Any]] = OrderedDict()
-        self._in_force: dict[int, Hashable] = {}
+        self._as_set: dict[int, Mapping[str, Any]] = {}
+        self._attributes: dict[tuple[int, int], OrderedDict[int, Mapping[str, Any]]] = {}
+        self._in_force: dict[int, AttributesId] = {}
 
     def slot_of(self, key_id: int) -> int:
         """The slot whose optimizer serves this key."""
@@ -92,31 +104,34 @@ class Owner:
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
         self._optimizers[slot] = optimizer
-        self._in_force[slot] = None
+        self._as_set[slot] = optimizer.attributes()
+        self._in_force[slot] = AS_SET
         for key_id in key_ids:
             self._slots[key_id] = slot
         for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
             del self.states[key_id]
 
-    def add_attributes(self, number: Hashable, attributes: Mapping[str, Any]) -> None:
-        """Keep attributes under their number for the pushes that name it."""
-        self._attributes[number] = attributes
-        if len(self._attributes) > KEPT_ATTRIBUTES:
-            self._attributes.popitem(last=False)
+    def add_attributes(self, slot: int, worker: int, number: int, attributes: Mapping[str, Any]) -> None:
+        """Keep what a worker changed a slot's attributes to, for the pushes that name the number."""
+        kept = self._attributes.setdefault((slot, worker), OrderedDict())
+        kept[number] = attributes
+        if len(kept) > KEPT_ATTRIBUTES:
+            kept.popitem(last=False)
 
-    def apply(self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: Hashable = None) -> None:
+    def apply(self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: AttributesId) -> None:
         """One round: update `weight`, the owned part of the value (1-D, in place), with the pushed sum.
 
-        total: same length, in the dtype that the key is added in. attributes: the number of those to apply it with;
-        None leaves them. Raises what the optimizer raises, with the key noted.
+        total: same length, in the dtype that the key is added in. attributes: those to apply it with.
+        Raises what the optimizer raises, with the key noted.
         """
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
             np.copyto(weight, total, casting="unsafe")
             return
         slot = self.slot_of(info.id)
-        if attributes is not None and self._in_force[slot] != attributes:
-            optimizer.set_attributes(self._attributes[attributes])
+        if self._own and self._in_force[slot] != attributes:
+            worker, number = attributes
+            optimizer.set_attributes(self._attributes[slot, worker][number] if number else self._as_set[slot])
             self._in_force[slot] = attributes
         if not optimizer.elementwise:
             if weight.size != info.n_elems:

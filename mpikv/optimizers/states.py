@@ -81,7 +81,7 @@ def save_states(
     is no JSON, OSError; a file that is there already stays as it was.
     """
     # The file that a symbolic link points to is replaced, not the link.
-    target = os.path.realpath(path)
+    target = os.path.realpath(os.fsdecode(path))
     beside = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         with open(beside, "xb") as file:
@@ -109,7 +109,7 @@ def load_states(path: str | os.PathLike[str]) -> StatesFile:
     cannot be opened (FileNotFoundError where there is none).
     """
     with open(path, "rb") as file:
-        return _read_states(file, os.fspath(path))
+        return _read_states(file, os.fsdecode(path))
 
 
 def to_bytes(

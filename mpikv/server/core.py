@@ -120,8 +120,7 @@ class ServerCore:
                 f"{self._labels[worker]} pushed {gradient.size} elements of key {shard.info.key!r}, "
                 f"of which {shard.values.size} live here"
             )
-        # Each worker numbers its own changes of attributes.
-        attributes = (worker, header.attributes_id) if header.attributes_id else None
+        attributes = (worker, header.attributes_id)
         updates = shard.policy.push(worker, gradient.astype(sum_dtype(shard.info.dtype), copy=False), attributes)
         for update in updates:
             self.owner.apply(shard.info, shard.values, update.total, update.attributes)
@@ -137,7 +136,7 @@ class ServerCore:
     # --- keys
 
     def _init(self, _worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        text, data = wire.split_description(payload)
+        text, data = wire.split_text(payload)
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]))
         values = np.frombuffer(data.tobytes(), info.dtype).copy()
         # A key that moves here from other servers goes on with the rounds it has seen there.
@@ -157,7 +156,8 @@ class ServerCore:
     # --- optimizers and their states
 
     def _set_attributes(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        self.owner.add_attributes((worker, header.attributes_id), json.loads(payload.tobytes()))
+        slot, attributes = json.loads(payload.tobytes())
+        self.owner.add_attributes(slot, worker, header.attributes_id, attributes)
         return []
 
     def _set_optimizer(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
@@ -178,7 +178,10 @@ class ServerCore:
 
     def _load(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
         by_key: dict[Any, _Shard] = {shard.info.key: shard for shard in self._shards.values()}
-        for part in parts_from_bytes(payload.tobytes()):
+        replaced, data = wire.split_text(payload)
+        for key_id in replaced:
+            self.owner.states.pop(key_id, None)
+        for part in parts_from_bytes(data.tobytes()):
             self.owner.states[by_key[part.key].info.id] = part.state
         return [self._acknowledge(worker, header)]
 

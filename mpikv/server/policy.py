@@ -6,19 +6,19 @@ A policy belongs to one shard. `push` takes one worker's gradient and returns wh
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.optimizers.owner import AS_SET, AttributesId
 
 
 class Update(NamedTuple):
     """A sum to apply, in the dtype that the key is added in, and the number of the attributes to apply it with."""
 
     total: HostArray
-    attributes: Hashable
+    attributes: AttributesId
 
 
 class Policy(Protocol):
@@ -26,7 +26,7 @@ class Policy(Protocol):
 
     counts: bool
 
-    def push(self, worker: int, gradient: HostArray, attributes: Hashable) -> list[Update]:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId) -> list[Update]:
         """One worker's gradient, which becomes the policy's own (1-D, in the dtype of the sum)."""
         ...
 
@@ -38,7 +38,7 @@ class _Round:
         self.total: HostArray | None = None
         self.next_worker = 0
         self.early: dict[int, HostArray] = {}
-        self.attributes: Hashable = None
+        self.attributes: AttributesId = AS_SET
 
 
 class Synchronous:
@@ -55,7 +55,7 @@ class Synchronous:
         self._pushed = [version] * num_workers
         self._rounds: dict[int, _Round] = {}
 
-    def push(self, worker: int, gradient: HostArray, attributes: Hashable) -> list[Update]:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId) -> list[Update]:
         """Add to the worker's round; rounds complete in order, at most one by one push."""
         self._pushed[worker] += 1
         number = self._pushed[worker]
@@ -85,6 +85,6 @@ class Asynchronous:
     def __init__(self, num_workers: int, version: int) -> None:
         """Needs neither."""
 
-    def push(self, worker: int, gradient: HostArray, attributes: Hashable) -> list[Update]:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId) -> list[Update]:
         """The gradient itself."""
         return [Update(gradient, attributes)]

@@ -51,12 +51,47 @@ class _Lane:
         self.has_value = False
         self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
+        self.deliveries: list[_Delivery] = []
 
     def reached(self, round_: int) -> bool:
         """Whether that round is done; raises what went wrong in the lane."""
         if self.running is not None and self.running.error is not None:
             raise self.running.error
         return self.has_value and self.done >= round_
+
+    def deliver(self) -> None:
+        """Give the value to the pulls that wait for this round, before another one changes it."""
+        ready = [delivery for delivery in self.deliveries if delivery.round <= self.done]
+        self.deliveries = [delivery for delivery in self.deliveries if delivery.round > self.done]
+        for delivery in ready:
+            delivery.take(self.stored)
+
+
+class _Delivery:
+    """A pull: a request that is done when the lane has done its round and the value has been written out."""
+
+    def __init__(self, lane: _Lane, round_: int, sink: Sink) -> None:
+        self.round = round_
+        self._lane = lane
+        self._sink = sink
+        self._done = False
+        self._error: Exception | None = None
+
+    def take(self, value: HostArray) -> None:
+        """Write the value into the caller's arrays. What goes wrong there is the caller's, not the lane's."""
+        try:
+            self._sink.deliver(value)
+        except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
+            self._error = error
+        self._done = True
+
+    def test(self) -> bool:
+        """Whether the arrays are filled; raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        if not self._done:
+            self._lane.reached(self.round)
+        return self._done
 
 
 class AllreduceStrategy:
@@ -89,6 +124,12 @@ class AllreduceStrategy:
             self._last_comm = self._comms[info.id] = self._workers.engine.start(
                 self._duplicate_after(self._last_comm), f"communicator of key {info.key!r}"
             )
+
+    def broken(self, info: KeyInfo) -> None:
+        """A key that `init` returned for already turned out to differ between workers: forget it."""
+        lane = self._lanes.pop(info.id, None)
+        if lane is not None and lane.running is not None:
+            lane.running.cancel()
 
     def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
         if before is not None:
@@ -149,17 +190,21 @@ class AllreduceStrategy:
         """Do what is in the lane; ends when it is empty."""
         if not lane.has_value:
             yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
-            if lane.info.id in self._comms:
+            if self._config.algorithm == "native":
+                # There once all workers agreed on the key, which may be after `init` has returned.
+                yield Predicate(lambda: lane.info.id in self._comms)
                 yield self._comms[lane.info.id]
                 lane.comm = self._comms[lane.info.id].result
             lane.has_value = True
+            lane.deliver()
         while lane.queue:
-            buf, attributes_id = lane.queue[0]
-            yield from self._round(lane, buf, attributes_id or None)
+            buf, number = lane.queue[0]
+            yield from self._round(lane, buf, number)
             lane.queue.popleft()
             lane.done += 1
+            lane.deliver()
 
-    def _round(self, lane: _Lane, buf: HostArray, attributes: int | None) -> Steps[None]:
+    def _round(self, lane: _Lane, buf: HostArray, number: int) -> Steps[None]:
         info, bounds = lane.info, lane.bounds
         if lane.algorithm == "native":
             yield from native.reduce_scatter(lane.comm, buf, bounds)
@@ -168,7 +213,7 @@ class AllreduceStrategy:
             yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
         begin, end = bounds[self.rank], bounds[self.rank + 1]
         if begin < end:
-            self._owner.apply(info, lane.stored[begin:end], buf[begin:end], attributes)
+            self._owner.apply(info, lane.stored[begin:end], buf[begin:end], (0, number))
         if lane.algorithm == "native":
             yield from native.allgather(lane.comm, lane.stored, bounds)
         else:
@@ -178,12 +223,13 @@ class AllreduceStrategy:
     def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
         """Put a round into the key's lane."""
         lane = self._lanes[info.id]
-        number, attributes = self._workers.attributes.number(self._workers.slot_of(info))
+        slot = self._workers.slot_of(info)
+        number, attributes = self._workers.attributes.number(slot)
         buf = total.astype(sum_dtype(info.dtype), copy=False)
         with self._workers.engine.lock:
             lane.reached(0)
             if attributes is not None:
-                self._owner.add_attributes(number, attributes)
+                self._owner.add_attributes(slot, 0, number, attributes)
             lane.pushed += 1
             self._workers.control.activity.note(f"push of key {info.key!r}")
             lane.queue.append((buf, number))
@@ -203,14 +249,13 @@ class AllreduceStrategy:
         return self._deliver(lane, sink, Waiting("pushpull", info.key, info.id, lane.pushed))
 
     def _deliver(self, lane: _Lane, sink: Sink, waiting: Waiting) -> Pending:
-        def steps(round_: int) -> Steps[None]:
-            reached = _Reached(lane, round_)
-            if not reached.test():
-                yield reached
-            sink.deliver(lane.stored)
-
-        assert waiting.round is not None
-        return Pending(self._workers.engine.start(steps(waiting.round), str(waiting)), waiting)
+        delivery = _Delivery(lane, lane.pushed, sink)
+        with self._workers.engine.lock:
+            if lane.reached(lane.pushed):
+                delivery.take(lane.stored)
+            else:
+                lane.deliveries.append(delivery)
+        return Pending(delivery, waiting)
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
         """Block until a transfer is done."""
@@ -271,6 +316,8 @@ class AllreduceStrategy:
         )
         self._workers.wait_for(scattering, "load_optimizer_states")
         with self._workers.engine.lock:
+            for key in loaded[0]:
+                self._owner.states.pop(self._workers.infos[key].id, None)
             for part in parts_from_bytes(scattering.result or b""):
                 self._owner.states[self._workers.infos[part.key].id] = part.state
         self._workers.restore(loaded)

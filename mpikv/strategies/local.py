@@ -11,7 +11,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
+from mpikv.optimizers.owner import AS_SET, DEFAULT_SLOT, Owner
 from mpikv.strategies.base import Pending, Sink, Updater
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.transports.base import Done
@@ -27,7 +27,7 @@ class LocalStrategy:
     def __init__(self) -> None:
         self._infos: dict[Key, KeyInfo] = {}
         self._stored: dict[int, HostArray] = {}
-        self._owner = Owner()
+        self._owner = Owner(own=False)
         self._updater: Updater | None = None
         self._slots = 0
 
@@ -52,7 +52,7 @@ class LocalStrategy:
         if self._updater is not None:
             self._updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
-            self._owner.apply(info, stored, total.astype(sum_dtype(info.dtype), copy=False))
+            self._owner.apply(info, stored, total.astype(sum_dtype(info.dtype), copy=False), AS_SET)
         return Pending(Done(), Waiting("push", info.key))
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
@@ -89,12 +89,14 @@ class LocalStrategy:
     def load_states(self, path: str) -> None:
         """Read and check first, then change."""
         file = read_file(path, self._infos, self._owner)
+        keys, configs = restored(file)
+        for key in keys:
+            self._owner.states.pop(self._infos[key].id, None)
         for part in distribute(file, [(info, 0, info.n_elems) for info in self._infos.values()]):
             self._owner.states[self._infos[part.key].id] = part.state
-        config, keys = restored(file)
-        for key in keys:
+        for key, config in configs:
             optimizer = self._owner.optimizer_of(self._infos[key].id)
-            if config is not None and optimizer is not None:
+            if optimizer is not None:
                 optimizer.set_attributes(config["attributes"])
 
     def barrier(self) -> None:

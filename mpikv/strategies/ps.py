@@ -87,6 +87,10 @@ class PsStrategy:
     def agreed(self, info: KeyInfo) -> None:
         """Nothing to do in the order of the verdicts."""
 
+    def broken(self, info: KeyInfo) -> None:
+        """A key that `init` returned for already turned out to differ between workers: forget it."""
+        self._keys.pop(info.id, None)
+
     def pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
         return {key_id: key.pushed for key_id, key in self._keys.items()}
@@ -150,7 +154,7 @@ class PsStrategy:
         for shard in key.plan:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
             text["version"] = key.pushed
-            payload = wire.with_description(text, value[shard.begin : shard.end])
+            payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             self._send(shard.owner, wire.Header(wire.INIT, info.id), payload)
 
     def lookup(self, key: Key) -> KeyInfo | None:
@@ -173,7 +177,7 @@ class PsStrategy:
             )
         number, attributes = self._workers.attributes.number(slot)
         if attributes is not None:
-            text = json.dumps(attributes).encode()
+            text = json.dumps([slot, attributes]).encode()
             for server in range(len(self._servers)):
                 self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         key.pushed += 1
@@ -288,7 +292,9 @@ class PsStrategy:
 
         def read() -> Any:
             file = read_file(path, self._workers.infos, self._owner)
-            blobs = [parts_to_bytes(distribute(file, self._owned(server))) for server in range(len(self._servers))]
+            forget = json.dumps([self._workers.infos[key].id for key in restored(file)[0]]).encode()
+            owned = [self._owned(server) for server in range(len(self._servers))]
+            blobs = [wire.with_text(forget, parts_to_bytes(distribute(file, shards))) for shards in owned]
             self._ask(wire.LOAD, blobs, "load_optimizer_states")
             return restored(file)
 

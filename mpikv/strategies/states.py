@@ -6,8 +6,11 @@ workers or servers: parts are joined before writing, and cut along the present p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mpikv.errors import MpikvError, StatesFileError
 from mpikv.keys import Key, KeyInfo
@@ -47,9 +50,10 @@ def write_file(
         if info.key in by_key:
             pieces = sorted((part.begin, part.end, part.state) for part in by_key[info.key])
             entries[info.key] = states.Entry(info.shape, info.dtype, states.join_states(pieces))
-    config = next(iter(optimizers.values())).config() if dump_optimizer else None
-    names = [[key, optimizers[key].name] for key in entries]
-    states.save_states(path, entries, optimizer=config, meta={"optimizers": names})
+    # Keys that were never updated are named too: loading the file takes a state away from them.
+    kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
+    configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
+    states.save_states(path, entries, meta={"optimizers": kinds, "configs": configs})
 
 
 def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.StatesFile:
@@ -59,27 +63,39 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.S
         raise MpikvError("load_optimizer_states: set the optimizer first")
     file = states.load_states(path)
     try:
-        names = dict(file.meta["optimizers"])
+        kinds, configs = dict(file.meta["optimizers"]), dict(file.meta["configs"])
     except (KeyError, TypeError, ValueError) as error:
         raise StatesFileError(f"{path}: does not say which optimizers its states are of") from error
-    for key, entry in file.entries.items():
+    for key in {**file.entries, **configs}:
+        if key not in kinds:
+            raise StatesFileError(f"{path}: does not say which optimizer the state of key {key!r} is of")
+    for key, kind in kinds.items():
         info = infos.get(key)
         if info is None:
             raise StatesFileError(f"{path}: has states of key {key!r}, which this store does not hold")
+        optimizer = present[key]
+        if optimizer is None or optimizer.name != kind:
+            here = "no optimizer" if optimizer is None else optimizer.name
+            raise StatesFileError(f"{path}: key {key!r} has a state of {kind!r} there and {here} here")
+        entry = file.entries.get(key)
+        if entry is None:
+            continue
         if tuple(entry.shape) != info.shape or entry.dtype != info.dtype:
             raise StatesFileError(
                 f"{path}: key {key!r} is {entry.dtype} {tuple(entry.shape)} there and {info.dtype} {info.shape} here"
             )
-        optimizer = present[key]
-        if optimizer is None or optimizer.name != names.get(key):
-            here = "no optimizer" if optimizer is None else optimizer.name
-            raise StatesFileError(f"{path}: key {key!r} has a state of {names.get(key)!r} there and {here} here")
+        try:
+            optimizer.check_state(np.zeros(info.shape, info.dtype), entry.state)
+            if key in configs:
+                copy.deepcopy(optimizer).set_attributes(configs[key]["attributes"])
+        except (ValueError, TypeError, KeyError, MpikvError) as error:
+            raise StatesFileError(f"{path}: key {key!r}: {error}") from error
     return file
 
 
 def restored(file: states.StatesFile) -> list[Any]:
-    """What every worker must know of a loaded file, as JSON: the optimizer's config or None, and the keys."""
-    return [file.optimizer, list(file.entries)]
+    """What every worker must know of a loaded file, as JSON: its keys, and the optimizer's config of each, if saved."""
+    return [[key for key, _ in file.meta["optimizers"]], file.meta["configs"]]
 
 
 def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:

@@ -49,6 +49,10 @@ class Placement(Protocol):
         """All workers agreed on this key. Called in the same order on every worker."""
         ...
 
+    def broken(self, info: KeyInfo) -> None:
+        """Workers did not agree on a key after `init` had returned."""
+        ...
+
     def pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key, by number."""
         ...
@@ -173,6 +177,7 @@ class Workers:
                 reply.unwrap()
             except MpikvError as error:
                 self._broken[name] = error
+            self._placement.broken(self.infos.pop(name))
         self._released.discard(name)
 
     def agree_on_keys(
@@ -273,10 +278,9 @@ class Workers:
 
     def restore(self, loaded: Sequence[Any]) -> None:
         """Set attributes to those of a loaded file (`states.restored`); they reach the owners with the next push."""
-        config, keys = loaded
-        for slot in {self.slot_of(self.infos[key]) for key in keys}:
-            optimizer = self.attributes.optimizer(slot)
-            if config is not None and optimizer is not None:
+        for key, config in loaded[1]:
+            optimizer = self.attributes.optimizer(self.slot_of(self.infos[key]))
+            if optimizer is not None:
                 optimizer.set_attributes(config["attributes"])
 
     def slot_of(self, info: KeyInfo) -> int:

@@ -133,6 +133,7 @@ class Engine:
         self._callers = 0  # threads inside `wait`, which step by themselves
         self._wake = threading.Event()
         self._stopped = False
+        self.failure: BaseException | None = None  # what ended a service; every later wait raises it
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._loop, name="mpikv-progress", daemon=True)
@@ -167,9 +168,9 @@ class Engine:
             moved = False
             for running in self._services:
                 moved |= running.advance()
-                if running.error is not None:
-                    error, running.error = running.error, None
-                    self._on_fatal(error)
+                if running.error is not None and self.failure is None:
+                    self.failure = running.error
+                    self._on_fatal(running.error)
             ended = False
             for running in tuple(self._running):
                 moved |= running.advance()
@@ -189,6 +190,8 @@ class Engine:
 
         def test() -> bool:
             with self._lock:
+                if self.failure is not None:
+                    raise self.failure
                 if request.test():
                     return True
                 if check is not None:

@@ -1,4 +1,4 @@
-"""Every formula against itself written once more: float64, one element after the other, from MXNet's and the papers' text."""
+"""Every formula against itself written again: float64, element after element, from MXNet's text and the papers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def plain_sum(w, g, s, t, h):
         w[i] += h["rescale_grad"] * g[i]
 
 
-def sgd(w, g, s, t, h, mu=None):
-    mu = h["momentum"] if mu is None else mu
+def sgd(w, g, s, t, h):
+    mu = h["momentum"]
     zeros(s, len(w), "m")
     for i in range(len(w)):
         rescaled = h["lr"] * (clip(h["rescale_grad"] * g[i], h["clip_gradient"]) + h["wd"] * w[i])
@@ -155,7 +155,7 @@ def lars(w, g, s, t, h):
     rate = h["lr"]
     if w_norm > 0 and g_norm > 0:
         rate *= h["eta"] * w_norm / (g_norm + h["wd"] * w_norm + h["eps"])
-    sgd(w, g, s, t, {**h, "lr": rate}, mu)
+    sgd(w, g, s, t, {**h, "lr": rate, "momentum": mu})
 
 
 def lamb(w, g, s, t, h):
@@ -255,7 +255,7 @@ def run(optimizer: optimizers.Optimizer, weight: np.ndarray, grads: list[np.ndar
     return state
 
 
-@pytest.mark.parametrize(("name", "parameters"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "parameters"), CASES, ids=str)
 def test_float64(name: str, parameters: dict[str, Any]) -> None:
     optimizer = optimizers.create(name, **parameters)
     weight, grads = data((3, 5))
@@ -265,7 +265,7 @@ def test_float64(name: str, parameters: dict[str, Any]) -> None:
     np.testing.assert_allclose(weight.reshape(-1), wanted, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("name", "parameters"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "parameters"), CASES, ids=str)
 def test_float32(name: str, parameters: dict[str, Any]) -> None:
     optimizer = optimizers.create(name, **parameters)
     weight, grads = data((3, 5), np.float32)

@@ -1,0 +1,118 @@
+"""Device arrays that live in host memory, for tests where there is no GPU.
+
+They show `__cuda_array_interface__` and have the part of CuPy's array that the library uses, as strict as CuPy is: no
+silent conversion to NumPy, `set` takes one dtype and shape only and refuses a strided target, `astype` copies. A
+`FakeDevice` counts what crosses between it and the host.
+
+Source of the rules: CuPy 13, cupy/_core/core.pyx (ndarray.get, ndarray.set, ndarray.__array__).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+HostArray = npt.NDArray[Any]
+
+
+class FakeDevice:
+    """A device; `gets` and `sets` count the copies to and from the host."""
+
+    def __init__(self) -> None:
+        self.gets = 0
+        self.sets = 0
+
+    def asarray(self, array: npt.ArrayLike) -> FakeDeviceArray:
+        """A copy of a host array on this device."""
+        return FakeDeviceArray(self, np.array(array))
+
+
+class FakeDeviceArray:
+    """An array on a `FakeDevice`. Tests may look at `memory`, the library must not."""
+
+    def __init__(self, device: FakeDevice, memory: HostArray) -> None:
+        self.fake = device
+        self.memory = memory
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As NumPy's."""
+        return self.memory.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As NumPy's."""
+        return self.memory.dtype
+
+    @property
+    def size(self) -> int:
+        """As NumPy's."""
+        return self.memory.size
+
+    @property
+    def ndim(self) -> int:
+        """As NumPy's."""
+        return self.memory.ndim
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.memory.ctypes.data, False),
+            "strides": None if self.memory.flags.c_contiguous else self.memory.strides,
+            "version": 3,
+        }
+
+    def __array__(self, *args: object, **kwargs: object) -> HostArray:
+        """TypeError, as in CuPy."""
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Use `.get()` for it.")
+
+    def get(self) -> HostArray:
+        """A copy in host memory."""
+        self.fake.gets += 1
+        return np.array(self.memory)
+
+    def set(self, arr: HostArray) -> None:
+        """Copy a host array of exactly this shape and dtype here."""
+        if not isinstance(arr, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if self.dtype != arr.dtype:
+            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
+        if self.shape != arr.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
+        if not (self.memory.flags.c_contiguous or self.memory.flags.f_contiguous):
+            raise RuntimeError("Cannot set to non-contiguous array")
+        self.fake.sets += 1
+        self.memory[...] = arr
+
+    def astype(self, dtype: npt.DTypeLike) -> FakeDeviceArray:
+        """A copy in another dtype, on the device."""
+        return FakeDeviceArray(self.fake, self.memory.astype(dtype))
+
+    def copy(self) -> FakeDeviceArray:
+        """A contiguous copy on the device."""
+        return FakeDeviceArray(self.fake, self.memory.copy())
+
+    def __getitem__(self, index: Any) -> FakeDeviceArray:
+        return FakeDeviceArray(self.fake, np.asarray(self.memory[index]))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.memory[index] = self._operand(value)
+
+    def __iadd__(self, other: Any) -> FakeDeviceArray:
+        self.memory += self._operand(other)
+        return self
+
+    def __add__(self, other: Any) -> FakeDeviceArray:
+        return FakeDeviceArray(self.fake, np.asarray(self.memory + self._operand(other)))
+
+    @staticmethod
+    def _operand(value: Any) -> Any:
+        if isinstance(value, FakeDeviceArray):
+            return value.memory
+        if isinstance(value, np.ndarray) and value.ndim > 0:
+            raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+        return value

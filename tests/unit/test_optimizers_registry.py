@@ -1,0 +1,373 @@
+"""Names, hyperparameters, their checks, and how they travel as JSON."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv import optimizers
+from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.optimizers import CosineScheduler, FactorScheduler, Optimizer, Scheduler
+
+NAMES = {
+    "adadelta": "AdaDelta",
+    "adagrad": "AdaGrad",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "dcasgd": "DCASGD",
+    "ftrl": "Ftrl",
+    "lamb": "LAMB",
+    "lars": "LARS",
+    "nag": "NAG",
+    "rmsprop": "RMSProp",
+    "sgd": "SGD",
+    "signum": "Signum",
+    "test": "Test",
+}
+
+# name -> defaults of MXNet 1.9 (AdamW: 2.0, the first to have it)
+DEFAULTS = {
+    "adadelta": {"rho": 0.9, "epsilon": 1e-5},
+    "adagrad": {"learning_rate": 0.01, "eps": 1e-7},
+    "adam": {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "lazy_update": True},
+    "adamw": {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6, "correct_bias": True},
+    "dcasgd": {"learning_rate": 0.01, "momentum": 0.0, "lamda": 0.04},
+    "ftrl": {"learning_rate": 0.1, "lamda1": 0.01, "beta": 1.0},
+    "lamb": {
+        "learning_rate": 0.001,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "epsilon": 1e-6,
+        "lower_bound": None,
+        "upper_bound": None,
+        "bias_correction": True,
+    },
+    "lars": {"learning_rate": 0.01, "momentum": 0.0, "eta": 0.001, "eps": 0.0, "momentum_correction": True},
+    "nag": {"learning_rate": 0.01, "momentum": 0.0},
+    "rmsprop": {
+        "learning_rate": 0.001,
+        "gamma1": 0.9,
+        "gamma2": 0.9,
+        "epsilon": 1e-8,
+        "centered": False,
+        "clip_weights": None,
+    },
+    "sgd": {"learning_rate": 0.01, "momentum": 0.0, "lazy_update": True},
+    "signum": {"learning_rate": 0.01, "momentum": 0.9, "wd_lh": 0.0},
+    "test": {},
+}
+COMMON = {"rescale_grad": 1.0, "wd": 0.0, "clip_gradient": None, "lr_scheduler": None, "multi_precision": False}
+
+
+def test_names() -> None:
+    assert optimizers.names() == tuple(sorted(NAMES))
+    for name, cls in NAMES.items():
+        assert type(optimizers.create(name)) is type(optimizers.create(cls.upper())) is getattr(optimizers, cls)
+        assert optimizers.create(name).name == name
+        assert optimizers.create(name).elementwise == (name not in ("lamb", "lars"))
+
+
+def test_all_is_complete_and_true() -> None:
+    assert len(set(optimizers.__all__)) == len(optimizers.__all__)
+    for name in optimizers.__all__:
+        assert hasattr(optimizers, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_defaults(name: str) -> None:
+    found = optimizers.create(name).attributes()
+    for parameter, value in {**COMMON, **DEFAULTS[name]}.items():
+        assert found[parameter] == value, parameter
+        assert type(found[parameter]) is type(value)
+    # Every parameter of the constructor is an attribute and can travel; nothing else is.
+    own = set(inspect.signature(getattr(optimizers, NAMES[name])).parameters) - {"common"}
+    assert set(found) == own | set(COMMON) | {"learning_rate", "lr_mult", "wd_mult"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attributes_travel(name: str) -> None:
+    there = optimizers.create(name)
+    there.learning_rate = np.float32(0.5)
+    there.wd = 1
+    there.rescale_grad = -2.5
+    there.clip_gradient = 3
+    there.multi_precision = True
+    there.set_lr_mult({"b": 0.5, "a": 2})
+    there.set_wd_mult({3: 0, -1: 1.5, np.int64(7): 1})
+    there.lr_scheduler = FactorScheduler(5, 0.5, base_lr=0.25, warmup_steps=3)
+    for field in DEFAULTS[name]:
+        if isinstance(getattr(there, field), float) and field != "learning_rate":
+            setattr(there, field, 0.125)
+    sent = json.loads(json.dumps(there.attributes()))
+    assert sent["lr_mult"] == [["a", 2.0], ["b", 0.5]]
+    assert sent["wd_mult"] == [[-1, 1.5], [3, 0.0], [7, 1.0]]
+    here = optimizers.create(name)
+    here.set_attributes(sent)
+    rebuilt = optimizers.from_config(json.loads(json.dumps(there.config())))
+    for other in (here, rebuilt, copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
+        assert type(other) is type(there)
+        assert other.attributes() == there.attributes()
+        assert other.lr_mult == {"a": 2.0, "b": 0.5}
+        assert other.wd_mult == {3: 0.0, -1: 1.5, 7: 1.0}
+        assert other.lr_scheduler == there.lr_scheduler
+        assert json.dumps(other.config(), sort_keys=True) == json.dumps(there.config(), sort_keys=True)
+    other = optimizers.create(name)
+    assert json.dumps(other.config(), sort_keys=True) != json.dumps(there.config(), sort_keys=True)
+
+
+def test_changes_take_effect_at_once() -> None:
+    sgd = optimizers.create("sgd", learning_rate=1.0)
+    weight, grad = np.zeros(2), np.ones(2)
+    state = sgd.update("a", weight, grad, sgd.init(weight))
+    sgd.learning_rate = 0.25
+    state = sgd.update("a", weight, grad, state)
+    assert weight.tolist() == [-1.25, -1.25]
+    sgd.momentum = 0.5  # the state gains an array
+    state = sgd.update("a", weight, grad, state)
+    state = sgd.update("a", weight, grad, state)
+    assert weight.tolist() == [-1.25 - 0.25 - 0.375] * 2
+    sgd.momentum = 0.0  # and loses it, so that it does not come back stale
+    state = sgd.update("a", weight, grad, state)
+    assert set(state) == {"t"}
+    half = np.zeros(2, np.float16)
+    state = sgd.init(half)
+    sgd.multi_precision = True
+    state = sgd.update("a", half, np.full(2, 1e-4, np.float32), state)
+    assert state["master"].tolist() == pytest.approx([-2.5e-5] * 2, rel=1e-6)
+    sgd.multi_precision = False
+    assert "master" not in sgd.update("a", half, np.ones(2, np.float32), state)
+
+
+def test_set_learning_rate() -> None:
+    sgd = optimizers.create("sgd")
+    sgd.set_learning_rate(0.5)
+    assert sgd.learning_rate == 0.5
+    sgd.lr_scheduler = Scheduler(0.1)
+    with pytest.raises(UnsupportedError, match="lr_scheduler"):
+        sgd.set_learning_rate(0.25)
+
+
+def test_a_function_as_schedule() -> None:
+    sgd = optimizers.create("sgd", lr_scheduler=lambda t: 1.0 / t)
+    weight = np.zeros(1)
+    state = sgd.init(weight)
+    for _ in range(3):
+        state = sgd.update(0, weight, np.ones(1), state)
+    assert weight[0] == pytest.approx(-11 / 6, rel=1e-15)
+    sent = json.loads(json.dumps(sgd.attributes()))
+    sent["momentum"] = 0.5
+    sgd.set_attributes(sent)  # its own function comes back as a description
+    assert sgd.momentum == 0.5
+    assert sgd.lr_scheduler(4) == 0.25
+    for other in (optimizers.create("sgd"), optimizers.create("sgd", lr_scheduler=lambda t: 2.0 / t)):
+        with pytest.raises(UnsupportedError, match="lr_scheduler is a function"):
+            other.set_attributes(sent)
+        assert other.momentum == 0.0
+
+
+class Halving(Scheduler):
+    """A schedule of a user's own."""
+
+    def after_warmup(self, num_update: int) -> float:
+        return self.base_lr * 0.5**num_update
+
+
+def test_a_schedule_of_the_users_own_travels_to_an_optimizer_that_has_one() -> None:
+    there, here = (optimizers.create("sgd", lr_scheduler=Halving(rate)) for rate in (1.0, 2.0))
+    here.set_attributes(json.loads(json.dumps(there.attributes())))
+    assert here.lr_scheduler == Halving(1.0)
+    with pytest.raises(ValueError, match="unknown schedule 'Halving'"):
+        optimizers.create("sgd").set_attributes(there.attributes())
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "name", "parameters"),
+    [
+        (ValueError, "learning_rate must be at least 0, not -1", "sgd", {"learning_rate": -1}),
+        (ValueError, "learning_rate must be finite", "sgd", {"learning_rate": float("inf")}),
+        (TypeError, r"sgd: learning_rate is a number, not str \('0.1'\)", "sgd", {"learning_rate": "0.1"}),
+        (TypeError, "learning_rate is a number, not bool", "sgd", {"learning_rate": True}),
+        (TypeError, "rescale_grad is a number, not NoneType", "adam", {"rescale_grad": None}),
+        (ValueError, "wd must be at least 0", "adam", {"wd": -0.1}),
+        (TypeError, "clip_gradient is a number or None", "adam", {"clip_gradient": "1"}),
+        (TypeError, "multi_precision is True or False, not int", "adam", {"multi_precision": 1}),
+        (TypeError, "lr_scheduler is a schedule", "adam", {"lr_scheduler": 0.1}),
+        (ValueError, "beta1 must be less than 1, not 1", "adam", {"beta1": 1.0}),
+        (ValueError, "beta2 must be less than 1", "lamb", {"beta2": 1.5}),
+        (ValueError, "gamma1 must be at least 0", "rmsprop", {"gamma1": -0.5}),
+        (TypeError, "centered is True or False", "rmsprop", {"centered": "yes"}),
+        (TypeError, "skip is a list or tuple of strings", "lars", {"skip": "bias"}),
+        (TypeError, "skip holds strings", "lars", {"skip": [1]}),
+        (TypeError, "sgd has no parameter momentun; it has learning_rate.* momentum", "sgd", {"momentun": 0.9}),
+        (TypeError, "adam has no parameter lr_mult, momentum", "adam", {"momentum": 0.9, "lr_mult": {}}),
+        (ValueError, "unknown optimizer 'sdg'; known: adadelta, adagrad", "sdg", {}),
+        (ValueError, "must not exceed base_lr", "sgd", {"learning_rate": 0.1, "lr_scheduler": Scheduler(1, 2, 0.5)}),
+    ],
+)
+def test_mistakes_are_named(error: type[Exception], text: str, name: str, parameters: dict) -> None:
+    with pytest.raises(error, match=text):
+        optimizers.create(name, **parameters)
+
+
+def test_wrong_attributes_change_nothing() -> None:
+    sgd = optimizers.create("sgd")
+    before = sgd.attributes()
+    for values, error, text in (
+        ({"momentum": 0.5, "learning_rate": -1}, ValueError, "learning_rate"),
+        ({"momentum": 0.5, "speed": 1}, ValueError, "no attribute 'speed'; it has learning_rate"),
+        ({"momentum": 0.5, "lr_mult": {1.5: 2}}, TypeError, "key"),
+        ({"momentum": 0.5, "lr_mult": [[1, 2, 3]]}, TypeError, "lr_mult is a dict"),
+        ({"momentum": 0.5, "lr_mult": [["a", -1]]}, ValueError, r"lr_mult\['a'\] must be at least 0"),
+        ({"momentum": 0.5, "lr_scheduler": {"name": "None"}}, ValueError, "unknown schedule"),
+    ):
+        with pytest.raises(error, match=text):
+            sgd.set_attributes(values)
+        assert sgd.attributes() == before
+    with pytest.raises(ValueError, match="momentum must be at least 0"):
+        sgd.momentum = -0.5
+    assert sgd.attributes() == before
+
+
+def test_create_from_other_things() -> None:
+    sgd = optimizers.SGD(0.5)
+    assert optimizers.create(sgd) is sgd
+    assert optimizers.create(optimizers.Adam, beta1=0.5).beta1 == 0.5
+    with pytest.raises(TypeError, match=r"sgd exists already.*learning_rate"):
+        optimizers.create(sgd, learning_rate=0.1)
+    for wrong in (None, 3, object(), int, ("sgd", {}), (1, 2)):
+        with pytest.raises(TypeError, match=r"an optimizer is a name|torch.optim is wanted"):
+            optimizers.create(wrong)
+    for wrong in (None, {}, {"name": "sgd"}, {"name": "sgd", "attributes": 3}):
+        with pytest.raises(ValueError, match="config is a dict with 'name' and 'attributes'"):
+            optimizers.from_config(wrong)
+    with pytest.raises(ValueError, match="unknown optimizer 'nono'"):
+        optimizers.from_config({"name": "nono", "attributes": {}})
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_registry", dict(optimizers._registry))
+
+    @optimizers.register
+    class Shrink(Optimizer):
+        fields = {"factor": optimizers.Optimizer.fields["wd"]}  # noqa: RUF012 - as a user would write it
+
+        def __init__(self, learning_rate=None, *, factor=0.5, **common):
+            super().__init__(learning_rate, **common)
+            self.factor = factor
+
+        def formula(self, step, w, g, arrays, tmp):
+            w *= step.real(self.factor)
+
+    shrink = optimizers.create("SHRINK", factor=0.25)
+    weight = np.full(3, 8.0, np.float32)
+    shrink.update(0, weight, weight.copy(), shrink.init(weight))
+    assert weight.tolist() == [2.0] * 3
+    assert optimizers.from_config(shrink.config()).factor == 0.25
+    assert optimizers.register(Shrink) is Shrink
+    with pytest.raises(ValueError, match=r"name 'shrink' belongs to .*Shrink"):
+        optimizers.register(type("Shrink", (Optimizer,), {}))
+    for taken in ("sgd", "function", "torch"):
+        with pytest.raises(ValueError, match=f"name '{taken}' belongs to"):
+            optimizers.register(type("Mine", (Optimizer,), {"name": taken}))
+    with pytest.raises(TypeError, match="derived from Optimizer"):
+        optimizers.register(int)
+    with pytest.raises(NotImplementedError, match="Empty defines no formula"):
+        type("Empty", (Optimizer,), {})().update(0, weight, weight.copy(), {"t": 0})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes(name: str) -> None:
+    """0-dimensional, empty, and non-contiguous weights and gradients."""
+    optimizer = optimizers.create(name)
+    for shape in ((), (0,), (3, 0), (1,), (2, 3)):
+        weight, grad = np.ones(shape, np.float32), np.full(shape, 0.5, np.float32)
+        state = optimizer.update(0, weight, grad, optimizer.init(weight))
+        assert state["t"] == 1
+        assert (weight != 1.0).all()
+        assert all(value.shape == (weight.size,) for value in state.values() if isinstance(value, np.ndarray))
+    rng = np.random.default_rng(0)
+    plain, grad = rng.standard_normal((4, 6)), rng.standard_normal((4, 6))
+    around = np.zeros((8, 12))
+    for view in (around[::2, ::2], np.zeros((6, 4)).T):
+        view[...] = plain
+        apart = plain.copy()
+        optimizer.update(0, view, np.asfortranarray(grad), optimizer.init(view))
+        optimizer.update(0, apart, grad, optimizer.init(apart))
+        assert np.array_equal(view, apart)
+        assert not np.array_equal(apart, plain)
+    assert not around[1::2].any()
+
+
+def test_arrays_that_cannot_be_updated() -> None:
+    sgd = optimizers.create("sgd", momentum=0.9)
+    weight = np.ones(3, np.float32)
+    state = sgd.init(weight)
+    for bad, error, text in (
+        ((weight, np.ones(2, np.float32)), ShapeMismatch, r"key 'k' has shape \(3,\), its gradient \(2,\)"),
+        ((weight, [1, 2, 3]), TypeError, "grad is a NumPy array, not list"),
+        ((weight, np.ones(3, complex)), TypeError, "grad has dtype complex128; supported are float16"),
+        ((np.ones(3, np.longdouble), weight), TypeError, "weight has dtype"),
+        ((np.ones(4, np.float32), np.ones(4, np.float32)), ValueError, r"'momentum' of the state is float32\(3,\)"),
+        ((np.ones(3), np.ones(3)), ValueError, "'momentum' of the state is float32"),
+    ):
+        with pytest.raises(error, match=text):
+            sgd.update("k", *bad, state)
+    weight.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        sgd.update("k", weight, np.ones(3, np.float32), state)
+    with pytest.raises(TypeError, match="weight is a NumPy array"):
+        sgd.init([1.0])
+    assert state["t"] == 0
+    assert (weight == 1).all()
+
+
+def test_ftrl_refuses_a_rate_of_zero() -> None:
+    ftrl = optimizers.create("ftrl", learning_rate=0)
+    weight = np.ones(2)
+    with pytest.raises(ValueError, match="update 1 of key 'k' has learning rate 0"):
+        ftrl.update("k", weight, np.ones(2), ftrl.init(weight))
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_overflow_and_nan_stay_visible_and_warn_nobody(recwarn: pytest.WarningsRecorder) -> None:
+    adam = optimizers.create("adam")
+    weight = np.ones(4, np.float32)
+    adam.update(0, weight, np.array([np.nan, np.inf, 1e30, 1.0], np.float32), adam.init(weight))
+    assert np.isnan(weight).tolist() == [True, True, False, False]
+    assert len(recwarn) == 0
+
+
+def test_check_state() -> None:
+    adam = optimizers.create("adam", multi_precision=True)
+    weight = np.ones((2, 3), ml_dtypes.bfloat16)
+    good = adam.init(weight)
+    adam.check_state(weight, good)
+    for change, text in (
+        ({"mean": np.zeros(5, np.float32)}, r"'mean' .* is float32\(6,\), not float32\(5,\)"),
+        ({"mean": np.zeros(6)}, r"not float64\(6,\)"),
+        ({"var": 0.0}, "'var' .* not 0.0"),
+        ({"t": None}, "'t' .* is a number, not None"),
+        ({"momentum": np.zeros(6, np.float32)}, "holds master, mean, t, var, this one .*momentum"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            adam.check_state(weight, {**good, **change})
+    with pytest.raises(ValueError, match="this one t"):
+        adam.check_state(weight, {"t": 3})
+
+
+def test_a_cosine_schedule_under_training() -> None:
+    """The schedule sees each key's own count."""
+    sgd = optimizers.create("sgd", lr_scheduler=CosineScheduler(4, 1.0))
+    first, second = np.zeros(1), np.zeros(1)
+    states = [sgd.init(first), sgd.init(second)]
+    for _ in range(4):
+        states[0] = sgd.update("first", first, np.ones(1), states[0])
+    states[1] = sgd.update("second", second, np.ones(1), states[1])
+    assert first[0] == pytest.approx(-(1 + 0.5**0.5) / 2 - 0.5 - (1 - 0.5**0.5) / 2, rel=1e-12)
+    assert second[0] == pytest.approx(-(1 + 0.5**0.5) / 2, rel=1e-12)

@@ -1,0 +1,290 @@
+"""Callables and torch.optim classes as optimizers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv import optimizers
+from mpikv.errors import UnsupportedError
+from mpikv.optimizers import function
+from mpikv.optimizers.identity import identity
+from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
+
+# --- callables
+
+
+def momentum(weight, grad, state):
+    """The state is an array."""
+    state = grad.copy() if state is None else 0.5 * state + grad
+    weight -= 0.1 * state
+    return state
+
+
+def test_a_callable_changes_the_weight_and_keeps_its_state() -> None:
+    optimizer = optimizers.create(momentum)
+    assert optimizer.elementwise is False
+    weight, grad = np.zeros((2, 2), np.float32), np.ones((2, 2), np.float32)
+    state = optimizer.init(weight)
+    assert state == {"t": 0}
+    for t in range(1, 4):
+        state = optimizer.update("k", weight, grad, state)
+        assert state["t"] == t
+    np.testing.assert_allclose(weight, np.full((2, 2), -0.1 * (1 + 1.5 + 1.75)), rtol=1e-6)
+    assert state["value"].shape == (2, 2)
+
+
+def test_the_callable_sees_the_weight_itself_and_the_rescaled_gradient() -> None:
+    seen = []
+    optimizer = optimizers.create(lambda weight, grad, state: seen.append((weight, grad, state)), rescale_grad=0.5)
+    weight, grad = np.ones((2, 3), np.float16), np.full((2, 3), 3, np.float32)
+    state = optimizer.update(0, weight, grad, optimizer.init(weight))
+    optimizer.rescale_grad = 1.0
+    optimizer.update(0, weight, grad, state)
+    assert all(entry[0] is weight and entry[2] is None for entry in seen)
+    assert seen[0][1].tolist() == [[1.5] * 3] * 2
+    assert seen[0][1].dtype == np.float32
+    assert seen[1][1] is grad
+    assert (grad == 3).all()
+
+
+def test_elementwise_must_be_said() -> None:
+    def said(weight, grad, state):
+        weight += grad
+
+    assert optimizers.create(said).elementwise is False
+    said.elementwise = True
+    assert optimizers.create(said).elementwise is True
+
+
+def test_an_exception_of_the_callable_comes_through() -> None:
+    def broken(weight, grad, state):
+        raise RuntimeError("deliberate")
+
+    optimizer = optimizers.create(broken)
+    with pytest.raises(RuntimeError, match="deliberate"):
+        optimizer.update(0, np.ones(1), np.ones(1), {"t": 0})
+
+
+SAVED = [
+    None,
+    3,
+    2.5,
+    True,
+    np.float32(0.25),
+    np.arange(3.0),
+    np.array(7),
+    np.ones((2, 2), ml_dtypes.bfloat16),
+    {},
+    [],
+    (),
+    {"a": 1, "b:c": np.arange(2), "": 0.5},
+    [1, np.arange(3), 2.0],
+    (np.zeros(0), False),
+    [np.float64(i) for i in range(12)],
+]
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return type(b) is dict and list(a) == list(b) and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("value", SAVED, ids=repr)
+def test_states_of_callables_that_can_be_saved(value) -> None:
+    packed = function.pack(value)
+    assert same(value, function.unpack({"t": 1, **packed}))
+    (part,) = parts_from_bytes(parts_to_bytes([Part("k", 0, 3, {"t": 1, **packed})]))
+    assert same(value, function.unpack(part.state))
+
+
+@pytest.mark.parametrize("value", [object(), "text", {"a": [1]}, {1: 2}, [None], 1j, {"a": {"b": 1}}, {1, 2}], ids=repr)
+def test_states_of_callables_that_cannot(value) -> None:
+    optimizer = optimizers.create(lambda weight, grad, state: value)
+    state = optimizer.update("k", np.ones(1), np.ones(1), {"t": 0})
+    assert function.unpack(state) is value  # they serve while the program runs
+    with pytest.raises(UnsupportedError, match=r"state of key 'k' cannot be saved or moved.* flat dict, list or tuple"):
+        parts_to_bytes([Part("k", 0, 1, state)])
+
+
+def test_identity_tells_functions_apart() -> None:
+    def make(rate):
+        return lambda weight, grad, state: weight.__isub__(rate * grad)
+
+    assert identity(make(0.1)) == identity(make(0.1))
+    assert identity(make(0.1)) != identity(make(0.2))
+    assert identity(lambda w: w + 1) != identity(lambda w: w + 2)
+    assert identity(lambda w: w + 1) != identity(lambda w: w - 1)
+    assert identity(lambda w, rate=1: w) != identity(lambda w, rate=2: w)
+    assert identity(lambda w, *, rate=1: w) != identity(lambda w, *, rate=2: w)
+    assert identity(functools.partial(momentum, state=1)) != identity(functools.partial(momentum, state=2))
+    assert identity(momentum).startswith(f"{__name__}:momentum#")
+    assert "list" in identity([].append)
+    first, second = optimizers.create(make(0.1)), optimizers.create(make(0.2))
+    assert json.dumps(first.config()) != json.dumps(second.config())
+    assert "0x" not in json.dumps(optimizers.create(functools.partial(momentum, object())).config())
+
+
+def test_a_description_of_a_callable_is_not_a_callable() -> None:
+    optimizer = optimizers.create(momentum)
+    with pytest.raises(UnsupportedError, match="callable"):
+        optimizers.from_config(json.loads(json.dumps(optimizer.config())))
+    optimizer.set_attributes(json.loads(json.dumps({**optimizer.attributes(), "rescale_grad": 0.5})))
+    assert optimizer.rescale_grad == 0.5
+
+
+def test_importing_the_optimizers_imports_no_torch() -> None:
+    code = "import sys, mpikv.optimizers as o; o.create('sgd'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- torch
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+def torch_run(torch, make, weight: np.ndarray, grads: list[np.ndarray], dtype=None) -> np.ndarray:
+    """What torch itself does with these gradients."""
+    parameter = torch.nn.Parameter(torch.tensor(weight, dtype=dtype))
+    optimizer = make([parameter])
+    for grad in grads:
+        parameter.grad = torch.tensor(grad, dtype=dtype)
+        optimizer.step()
+    return parameter.detach().numpy()
+
+
+def draw(shape=(3, 4), dtype=np.float64, n=5):
+    rng = np.random.default_rng(3)
+    return rng.standard_normal(shape).astype(dtype), [rng.standard_normal(shape).astype(dtype) for _ in range(n)]
+
+
+def ours(optimizer, weight, grads):
+    weight, state = weight.copy(), optimizer.init(weight)
+    for grad in grads:
+        before = grad.copy()
+        # Through bytes each time: the state is all there is.
+        (part,) = parts_from_bytes(parts_to_bytes([Part("k", 0, weight.size, state)]))
+        state = optimizer.update("k", weight, grad, part.state)
+        assert np.array_equal(grad, before)
+    return weight
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "theirs"),
+    [
+        ("sgd", {"learning_rate": 0.1, "wd": 0.05}, ("SGD", {"lr": 0.1, "weight_decay": 0.05})),
+        ("sgd", {"learning_rate": 0.1, "momentum": 0.9}, ("SGD", {"lr": 0.1, "momentum": 0.9})),
+        ("nag", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1},
+         ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1})),
+        # Where epsilon is added differs, so it is 0 here.
+        ("adam", {"learning_rate": 0.1, "wd": 0.05, "epsilon": 0.0},
+         ("Adam", {"lr": 0.1, "weight_decay": 0.05, "eps": 0})),
+        ("adamw", {"learning_rate": 0.1, "epsilon": 0.0}, ("AdamW", {"lr": 0.1, "weight_decay": 0.0, "eps": 0})),
+        ("rmsprop", {"learning_rate": 0.1, "wd": 0.05, "epsilon": 0.0},
+         ("RMSprop", {"lr": 0.1, "alpha": 0.9, "weight_decay": 0.05, "eps": 0})),
+        ("adagrad", {"learning_rate": 0.1, "eps": 0.0}, ("Adagrad", {"lr": 0.1, "eps": 0})),
+        ("adadelta", {"rho": 0.9, "epsilon": 1e-5}, ("Adadelta", {"lr": 1.0, "rho": 0.9, "eps": 1e-5})),
+    ],
+)  # fmt: skip
+def test_formulas_that_coincide_with_torchs(torch, name, parameters, theirs) -> None:
+    weight, grads = draw()
+    wanted = torch_run(torch, lambda p: getattr(torch.optim, theirs[0])(p, **theirs[1]), weight, grads)
+    np.testing.assert_allclose(ours(optimizers.create(name, **parameters), weight, grads), wanted, rtol=1e-12)
+
+
+TORCH = [
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("Adam", {"lr": 0.1, "amsgrad": True}),
+    ("AdamW", {"lr": 0.1, "betas": (0.5, 0.9)}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("Adamax", {}),
+    ("Adagrad", {"lr": 0.1, "lr_decay": 0.1}),
+    ("Adadelta", {}),
+    ("RMSprop", {"centered": True, "momentum": 0.5}),
+    ("Rprop", {}),
+    ("ASGD", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), TORCH, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_torch_class_does_what_it_does_in_torch(torch, name, kwargs, dtype) -> None:
+    weight, grads = draw(dtype=dtype)
+    cls = getattr(torch.optim, name)
+    wanted = torch_run(torch, lambda p: cls(p, **kwargs), weight, grads)
+    assert np.array_equal(ours(optimizers.create((cls, kwargs)), weight, grads), wanted)
+    assert np.array_equal(ours(optimizers.create(cls, **kwargs), weight, grads), wanted)
+    assert np.array_equal(ours(optimizers.create((cls, {}), **kwargs), weight, grads), wanted)
+
+
+def test_torch_in_half_precision(torch) -> None:
+    weight, grads = draw(dtype=np.float32)
+    half = weight.astype(ml_dtypes.bfloat16)
+    optimizer = optimizers.create((torch.optim.Adam, {"lr": 0.01}), multi_precision=True)
+    wanted = torch_run(torch, lambda p: torch.optim.Adam(p, lr=0.01), half.astype(np.float32), grads)
+    found = ours(optimizer, half, grads)
+    assert found.dtype == half.dtype
+    assert np.array_equal(found, wanted.astype(half.dtype))
+
+
+def test_torch_follows_rates_factors_and_scaling(torch) -> None:
+    weight, grads = draw()
+    plain = torch_run(torch, lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.1), weight, [g / 4 for g in grads])
+    optimizer = optimizers.create(torch.optim.SGD, learning_rate=0.1, wd=0.2, rescale_grad=0.25)
+    optimizer.set_lr_mult({"k": 0.5})
+    optimizer.set_wd_mult({"k": 0.5})
+    np.testing.assert_allclose(ours(optimizer, weight, grads), plain, rtol=1e-14)
+    scheduled = optimizers.create(torch.optim.SGD, lr_scheduler=optimizers.FactorScheduler(1, 0.5, base_lr=0.4))
+    value = np.zeros(1)
+    state = scheduled.init(value)
+    for _ in range(3):
+        state = scheduled.update("k", value, np.ones(1), state)
+    assert value[0] == pytest.approx(-0.7, rel=1e-15)
+    scheduled = optimizers.create(torch.optim.AdamW)
+    assert (scheduled.learning_rate, scheduled.wd) == (1e-3, 1e-2)
+    scheduled.learning_rate = 0.5
+    assert scheduled.attributes()["learning_rate"] == 0.5
+
+
+def test_torch_shapes(torch) -> None:
+    optimizer = optimizers.create(torch.optim.Adam)
+    for shape in ((), (0,), (2, 3, 4)):
+        weight = np.ones(shape, np.float32)
+        grad = np.ones(shape, np.float32)
+        grad.flags.writeable = False
+        state = optimizer.update("k", weight, grad, optimizer.init(weight))
+        assert state["t"] == 1
+        assert (weight < 1).all()
+
+
+def test_torch_mistakes(torch) -> None:
+    with pytest.raises(TypeError, match=r"SGD has no speed; it has lr, momentum"):
+        optimizers.create(torch.optim.SGD, speed=3)
+    with pytest.raises(TypeError, match="lr and learning_rate mean the same"):
+        optimizers.create(torch.optim.SGD, lr=1, learning_rate=1)
+    with pytest.raises(TypeError, match=r"give the class and its arguments, \(torch.optim.SGD"):
+        optimizers.create(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    with pytest.raises(UnsupportedError, match="LBFGS cannot serve"):
+        optimizers.create(torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="learning_rate must be at least 0"):
+        optimizers.create(torch.optim.SGD, lr=-1)
+    optimizer = optimizers.create(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert json.dumps(optimizer.config()) != json.dumps(optimizers.create(torch.optim.SGD, lr=0.1).config())
+    with pytest.raises(UnsupportedError, match="torch optimizer cannot be made from its description"):
+        optimizers.from_config(optimizer.config())
