@@ -67,7 +67,11 @@ def host_view(array: Any, what: str) -> HostArray:
     elif hasattr(array, "__dlpack__"):
         detached = array.detach() if hasattr(array, "detach") else array  # a tensor that wants gradients refuses DLPack
         try:
-            host = _bfloat16_through_bits(detached) if "torch.bfloat16" in str(detached.dtype) else _dlpack(detached)
+            host = (
+                _bfloat16_through_bits(detached)
+                if "torch.bfloat16" in str(getattr(detached, "dtype", ""))
+                else _dlpack(detached)
+            )
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedError(f"{what}: cannot read a {type(array).__name__} in host memory: {error}") from error
     else:

@@ -265,8 +265,9 @@ class Optimizer:
         for name, value in expected.items():
             found = state[name]
             if not isinstance(value, np.ndarray):
-                if isinstance(found, bool) or not isinstance(found, (int, float)):
-                    raise ValueError(f"{name!r} in a state of {self.name} is a number, not {found!r}")
+                if type(found) is not type(value):
+                    wanted = type(value).__name__
+                    raise ValueError(f"{name!r} in a state of {self.name} is a number ({wanted}), not {found!r}")
             elif not isinstance(found, np.ndarray) or (found.shape, found.dtype) != (value.shape, value.dtype):
                 what = f"{found.dtype}{found.shape}" if isinstance(found, np.ndarray) else repr(found)
                 raise ValueError(f"{name!r} in a state of {self.name} is {value.dtype}{value.shape}, not {what}")

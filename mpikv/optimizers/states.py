@@ -220,7 +220,7 @@ def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
 
 def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> State:
     packed = record.get("state")
-    if not isinstance(packed, dict) or type(packed.get("t")) is not int:
+    if not isinstance(packed, dict) or type(packed.get("t")) is not int or packed["t"] < 0:
         damaged(origin, f"damaged: key {record.get('key')!r} has no state with a count of updates")
     state: State = {}
     for name, value in packed.items():

@@ -85,9 +85,12 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.S
                 f"{path}: key {key!r} is {entry.dtype} {tuple(entry.shape)} there and {info.dtype} {info.shape} here"
             )
         try:
-            optimizer.check_state(np.zeros(info.shape, info.dtype), entry.state)
+            after = copy.deepcopy(
+                optimizer
+            )  # as the optimizer will be; the store's stays as it is until all is checked
             if key in configs:
-                copy.deepcopy(optimizer).set_attributes(configs[key]["attributes"])
+                after.set_attributes(configs[key]["attributes"])
+            after.check_state(np.zeros(info.shape, info.dtype), entry.state)
         except (ValueError, TypeError, KeyError, MpikvError) as error:
             raise StatesFileError(f"{path}: key {key!r}: {error}") from error
     return file

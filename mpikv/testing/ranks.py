@@ -14,6 +14,8 @@ from mpikv.transports.threads import Fabric, ThreadTransport
 
 T = TypeVar("T")
 
+GRACE_S = 5.0  # how long the other ranks have after one failed
+
 
 class RankError(AssertionError):
     """Some ranks failed; `errors` maps each of them to its exception."""
@@ -28,8 +30,8 @@ def spawn(
 ) -> list[T]:
     """Run `body(transport)` on `size` thread ranks and return their results in rank order.
 
-    Raises RankError with every rank's exception, the first failed rank's as the cause; a rank that has not ended after
-    `timeout_s` counts as failed with StallError.
+    Raises RankError with every rank's exception, the first failed rank's as the cause; where none failed, a rank that has
+    not ended after `timeout_s` counts as failed with StallError.
     """
     fabric = Fabric(size, hosts)
     results: list[Any] = [None] * size
@@ -47,10 +49,16 @@ def spawn(
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s
-    for rank, thread in enumerate(threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            errors.setdefault(rank, StallError(f"rank {rank} has not ended within {timeout_s:g} s"))
+    failed = False
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        if errors and not failed:
+            # The others may be about to fail too, or wait for this one until their own limit, which nobody wants to see.
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.001)
+    if not failed:
+        for rank, thread in enumerate(threads):
+            if thread.is_alive():
+                errors.setdefault(rank, StallError(f"rank {rank} has not ended within {timeout_s:g} s"))
     if errors:
         raise RankError(errors) from errors[min(errors)]
     return results

@@ -398,3 +398,17 @@ def test_integers_stay_in_their_range() -> None:
         optimizer.update(0, weight, np.array([1, 0, 1], dtype), optimizer.init(weight))
         top = limits.max if dtype != "int64" else 2**63 - 1024  # the largest float64 below 2^63
         assert weight.tolist() == [top, limits.min, top]
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize("zero_grad", [False, True])
+@pytest.mark.parametrize("bounds", [{}, {"lower_bound": 0.5}, {"upper_bound": 0.001}, {"lower_bound": 0.0}])
+def test_norms_that_are_zero_or_small(name: str, scale: float, zero_grad: bool, bounds: dict[str, float]) -> None:
+    optimizer = optimizers.create(name, rescale_grad=-0.5, wd=0.1, **(bounds if name == "lamb" else {}))
+    weight, grads = data((4,))
+    weight *= scale
+    grads = [grad * (not zero_grad) for grad in grads]
+    wanted = expected(name, optimizer, weight, grads)
+    run(optimizer, weight, grads)
+    np.testing.assert_allclose(weight, wanted, rtol=1e-12, atol=1e-15)

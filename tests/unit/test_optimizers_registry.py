@@ -352,7 +352,8 @@ def test_check_state() -> None:
         ({"mean": np.zeros(5, np.float32)}, r"'mean' .* is float32\(6,\), not float32\(5,\)"),
         ({"mean": np.zeros(6)}, r"not float64\(6,\)"),
         ({"var": 0.0}, "'var' .* not 0.0"),
-        ({"t": None}, "'t' .* is a number, not None"),
+        ({"t": None}, r"'t' .* is a number \(int\), not None"),
+        ({"t": 1.0}, r"'t' .* is a number \(int\), not 1\.0"),
         ({"momentum": np.zeros(6, np.float32)}, "holds master, mean, t, var, this one .*momentum"),
     ):
         with pytest.raises(ValueError, match=text):

