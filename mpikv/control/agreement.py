@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
 class _Open:
     payloads: dict[int, Any] = field(default_factory=dict)
     reserved: Any = None  # what a provisional verdict has already promised
-    refused: Disagreement | None = None  # why nothing could be promised
+    error: Disagreement | None = None  # the verdict is known before all have come
 
 
 Rule = Callable[[Name, Sequence[Any], Sequence[str]], Any]
@@ -97,21 +97,24 @@ class Agreement:
         """What follows from a worker's proposals; it waits for a verdict on each of them."""
         verdicts: list[Verdict] = []
         for topic, name, payload in items:
-            proposal = self._open.setdefault((topic, name), _Open())
+            item = (topic, name)
+            proposal = self._open.setdefault(item, _Open())
             if worker in proposal.payloads:
-                verdicts.append(self._error(worker, (topic, name), MpikvError, f"{call_text(topic, name)} twice"))
+                verdicts.append(self._error(worker, item, MpikvError, f"{call_text(*item)} twice"))
                 continue
-            if topic == "init" and proposal.reserved is None and proposal.refused is None:
+            proposal.payloads[worker] = payload
+            self._waiting[worker].add(item)
+            if topic == "close":
+                self._closed.add(worker)
+            if topic == "init" and proposal.reserved is None and proposal.error is None:
                 try:
                     proposal.reserved = self._reserve(name, payload)
                 except Disagreement as refused:
-                    proposal.refused = refused
-            proposal.payloads[worker] = payload
-            self._waiting[worker].add((topic, name))
-            if topic == "close":
-                self._closed.add(worker)
-            if len(proposal.payloads) == len(self._labels):
-                verdicts += self._decide((topic, name))
+                    proposal.error = refused
+            if proposal.error is not None:
+                verdicts += self._fail(item, [worker])
+            elif len(proposal.payloads) == len(self._labels):
+                verdicts += self._decide(item)
         if self._closed:
             verdicts += self._fail_what_cannot_complete()
         if all(self._waiting.values()):
@@ -119,20 +122,28 @@ class Agreement:
         return verdicts
 
     def _decide(self, item: Item) -> list[Verdict]:
-        proposal = self._open.pop(item)
+        """Every worker has come."""
+        proposal = self._open[item]
         payloads = [proposal.payloads[worker] for worker in range(len(self._labels))]
-        result, error = None, None
         try:
-            if proposal.refused is not None:
-                raise proposal.refused
             result = self._rules[item[0]](item[1], payloads, self._labels)
-            if item[0] == "init":
-                result = proposal.reserved
         except Disagreement as disagreement:
-            error = (disagreement.kind.__name__, str(disagreement))
+            proposal.error = disagreement
+            return self._fail(item, list(proposal.payloads))
+        del self._open[item]
         for items in self._waiting.values():
             items.discard(item)
-        return [Verdict(worker, *item, result, error, final=True) for worker in range(len(self._labels))]
+        if item[0] == "init":
+            result = proposal.reserved
+        return [Verdict(worker, *item, result, None, final=True) for worker in range(len(self._labels))]
+
+    def _fail(self, item: Item, workers: Sequence[int]) -> list[Verdict]:
+        """Tell these workers of an item's error; who proposes it later is told then."""
+        proposal = self._open[item]
+        assert proposal.error is not None
+        if len(proposal.payloads) == len(self._labels):
+            del self._open[item]
+        return [self._error(worker, item, proposal.error.kind, str(proposal.error)) for worker in workers]
 
     def _error(self, worker: int, item: Item, kind: type[MpikvError], text: str) -> Verdict:
         self._waiting[worker].discard(item)
@@ -153,11 +164,7 @@ class Agreement:
         """Every worker waits and nothing can become complete."""
         waiting = {worker: sorted(items, key=str) for worker, items in self._waiting.items()}
         if all(topic == "init" for items in waiting.values() for topic, _ in items):
-            released = []
-            for worker, items in waiting.items():
-                self._waiting[worker] = set()
-                released += [Verdict(worker, *item, self._open[item].reserved, None, final=False) for item in items]
-            return released
+            return self._release(waiting)
         where = "; ".join(
             f"{self._labels[worker]}: {', '.join(call_text(*item) for item in items)}"
             for worker, items in waiting.items()
@@ -168,4 +175,21 @@ class Agreement:
             for item in items:
                 self._open.pop(item, None)
                 verdicts.append(self._error(worker, item, MpikvError, text))
+        return verdicts
+
+    def _release(self, waiting: Mapping[int, Sequence[Item]]) -> list[Verdict]:
+        """All workers are in an `init` of different keys: let them go on with what those before them have brought."""
+        verdicts = []
+        for item in {item for items in waiting.values() for item in items}:
+            proposal = self._open[item]
+            come = sorted(proposal.payloads)
+            try:
+                self._rules[item[0]](item[1], [proposal.payloads[i] for i in come], [self._labels[i] for i in come])
+            except Disagreement as disagreement:
+                proposal.error = disagreement
+                verdicts += self._fail(item, come)
+        for worker, items in waiting.items():
+            open_items = [item for item in items if item in self._waiting[worker]]
+            self._waiting[worker] -= set(open_items)
+            verdicts += [Verdict(worker, *item, self._open[item].reserved, None, final=False) for item in open_items]
         return verdicts

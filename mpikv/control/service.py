@@ -35,10 +35,15 @@ class Reply(NamedTuple):
     error: tuple[str, str] | None
     final: bool
 
+    def exception(self) -> MpikvError:
+        """The error that was decided."""
+        name, text = self.error or ("MpikvError", "")
+        return ERRORS.get(name, MpikvError)(text)
+
     def unwrap(self) -> Any:
         """The result; raises the error that was decided."""
         if self.error is not None:
-            raise ERRORS.get(self.error[0], MpikvError)(self.error[1])
+            raise self.exception()
         return self.result
 
 
@@ -57,7 +62,8 @@ class Control:
     """One worker's end of the control messages.
 
     workers: the workers' ranks. agreement: at worker 0 the state machine, elsewhere None. pushes: key id -> how often
-    this worker has pushed that key. on_final(item, reply): called in the same order on every worker.
+    this worker has pushed that key. on_verdict(item, reply): called for every verdict when it comes; final ones come in
+    the same order on every worker.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Control:
         *,
         timeout_s: float,
         pushes: Callable[[], dict[int, int]],
-        on_final: Callable[[Item, Reply], None],
+        on_verdict: Callable[[Item, Reply], None],
     ) -> None:
         self.activity = Activity()
         self.engine = engine
@@ -80,7 +86,7 @@ class Control:
         self._workers = workers
         self._agreement = agreement
         self._pushes = pushes
-        self._on_final = on_final
+        self._on_verdict = on_verdict
         self._proposals: list[Proposal] = []
         self._left: dict[int, dict[int, int]] = {}
         self._answers: dict[int, dict[str, Any]] = {}
@@ -140,8 +146,7 @@ class Control:
                 self._send(self._workers.ranks[verdict.worker], {"kind": "verdict", "verdict": list(verdict)})
 
     def _decided(self, item: Item, reply: Reply) -> None:
-        if reply.final:
-            self._on_final(item, reply)
+        self._on_verdict(item, reply)
         for proposal in self._proposals:
             if item in proposal.replies and proposal.replies[item] is None:
                 proposal.replies[item] = reply

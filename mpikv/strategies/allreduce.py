@@ -104,6 +104,7 @@ class AllreduceStrategy:
     ) -> None:
         self._lanes: dict[int, _Lane] = {}
         self._owner = Owner()
+        self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._config = config
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
@@ -117,6 +118,15 @@ class AllreduceStrategy:
     def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
         """Nothing beyond the number: bounds follow from it."""
         return None
+
+    def begin(self, info: KeyInfo, reserved: Any) -> None:
+        """Open the key's lane, which first brings the value of worker 0 to all."""
+        lane = _Lane(info)
+        if self.rank == 0:
+            lane.stored[...] = self._first_values.pop(info.key)
+        self._place(lane)
+        self._lanes[info.id] = lane
+        lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
 
     def agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
@@ -159,20 +169,15 @@ class AllreduceStrategy:
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree, then give every worker the value of worker 0."""
-        by_key = {key: value for key, _, value in values}
+        if self.rank == 0:
+            self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
-        for info, _ in agreed:
-            lane = _Lane(info)
-            if self.rank == 0:
-                lane.stored[...] = by_key[info.key]
-            with self._workers.engine.lock:
-                self._place(lane)
-                self._lanes[info.id] = lane
-            lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
-        for info, _ in agreed:
+        for info in agreed:
             if not self._workers.is_released(info):
                 lane = self._lanes[info.id]
                 self._workers.wait(Pending(_Reached(lane, 0), Waiting("init", info.key, info.id)))
+        for key, _, _ in values:
+            self._first_values.pop(key, None)
         if error is not None:
             raise error
 

@@ -65,6 +65,7 @@ class PsStrategy:
         self._servers = tuple(servers)
         self._labels = [f"server {i} (rank {rank} on {transport.hosts[rank]})" for i, rank in enumerate(servers)]
         self._keys: dict[int, _Key] = {}
+        self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
         self._owner = Owner()  # only for what it knows of optimizers; the values are elsewhere
@@ -83,6 +84,13 @@ class PsStrategy:
         plan = server_plan(n_elems, self._loads, self._config.bigarray_bound_elems, whole=self._whole)
         add_load(self._loads, plan, itemsize_bytes)
         return [list(shard) for shard in plan]
+
+    def begin(self, info: KeyInfo, reserved: Any) -> None:
+        """Note where the key lives; worker 0 sends its value there."""
+        key = _Key(info, tuple(Shard(*shard) for shard in reserved))
+        self._keys[info.id] = key
+        if self.rank == 0:
+            self._send_value(key, self._first_values.pop(info.key))
 
     def agreed(self, info: KeyInfo) -> None:
         """Nothing to do in the order of the verdicts."""
@@ -139,13 +147,11 @@ class PsStrategy:
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree; worker 0 sends the values to their servers."""
-        by_key = {key: value for key, _, value in values}
-        agreed, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
-        for info, plan in agreed:
-            key = _Key(info, tuple(Shard(*shard) for shard in plan))
-            self._keys[info.id] = key
-            if self.rank == 0:
-                self._send_value(key, by_key[info.key])
+        if self.rank == 0:
+            self._first_values.update((key, value) for key, _, value in values)
+        _, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        for key, _, _ in values:
+            self._first_values.pop(key, None)
         if error is not None:
             raise error
 

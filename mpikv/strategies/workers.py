@@ -45,12 +45,16 @@ class Placement(Protocol):
         """At worker 0: what all ranks must know of a new key beyond its number, as JSON."""
         ...
 
+    def begin(self, info: KeyInfo, reserved: Any) -> None:
+        """The key exists from now on: its first verdict has come, maybe a provisional one."""
+        ...
+
     def agreed(self, info: KeyInfo) -> None:
         """All workers agreed on this key. Called in the same order on every worker."""
         ...
 
     def broken(self, info: KeyInfo) -> None:
-        """Workers did not agree on a key after `init` had returned."""
+        """Workers did not agree on a key that has begun."""
         ...
 
     def pushes(self) -> dict[int, int]:
@@ -144,7 +148,7 @@ class Workers:
             agreement,
             timeout_s=config.timeout_s,
             pushes=placement.pushes,
-            on_final=self._final,
+            on_verdict=self._verdict,
         )
         self.engine.serve(self.control.listen(), "control messages")
 
@@ -164,54 +168,46 @@ class Workers:
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
         return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]))
 
-    def _final(self, item: Item, reply: Reply) -> None:
+    def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
         if topic != "init":
             return
         if reply.error is None:
-            self._placement.agreed(self._info(name, reply.result))
+            info = self._info(name, reply.result)
+            if name not in self.infos:
+                self.infos[name] = info
+                self._placement.begin(info, reply.result[3])
+            if reply.final:
+                self._released.discard(name)
+                self._placement.agreed(info)
+            else:
+                self._released.add(name)
         elif name in self._released:
             # `init` has returned already, so the next use of the key tells.
-            self._broken[name] = MpikvError(reply.error[1])
-            try:
-                reply.unwrap()
-            except MpikvError as error:
-                self._broken[name] = error
+            self._released.discard(name)
+            self._broken[name] = reply.exception()
             self._placement.broken(self.infos.pop(name))
-        self._released.discard(name)
 
     def agree_on_keys(
         self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
-    ) -> tuple[list[tuple[KeyInfo, Any]], MpikvError | None]:
-        """Propose new keys and wait. Collective.
+    ) -> tuple[list[KeyInfo], MpikvError | None]:
+        """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
 
-        Returns each agreed key's info and what the placement reserved for it, and the error to raise once those are in
-        place: ShapeMismatch on every worker when they brought different values.
+        Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
+        different values.
         """
         items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
         proposal = self.control.propose(items)
         names = ", ".join(repr(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
-        agreed = []
-        error: MpikvError | None = None
-        with self.engine.lock:
-            for (_, name), reply in proposal.replies.items():
-                assert reply is not None
-                try:
-                    result = reply.unwrap()
-                except MpikvError as mismatch:
-                    error = error or mismatch
-                    continue
-                if not reply.final:
-                    self._released.add(name)
-                info = self._info(name, result)
-                self.infos[name] = info
-                agreed.append((info, result[3]))
-        return agreed, error
+        replies = {name: reply for (_, name), reply in proposal.replies.items() if reply is not None}
+        agreed = [self._info(name, reply.result) for name, reply in replies.items() if reply.error is None]
+        errors = [reply.exception() for reply in replies.values() if reply.error is not None]
+        return agreed, errors[0] if errors else None
 
     def is_released(self, info: KeyInfo) -> bool:
         """Whether `init` of this key has to return before all workers have come to it."""
-        return info.key in self._released
+        return info.key in self._released or info.key in self._broken
 
     def lookup(self, key: Key) -> KeyInfo | None:
         """What was agreed on `key`. Raises what became of an `init` that returned before all workers had come."""

@@ -30,8 +30,8 @@ def spawn(
 ) -> list[T]:
     """Run `body(transport)` on `size` thread ranks and return their results in rank order.
 
-    Raises RankError with every rank's exception, the first failed rank's as the cause; where none failed, a rank that has
-    not ended after `timeout_s` counts as failed with StallError.
+    Raises RankError with every rank's exception, the first failed rank's as the cause; where none failed, a rank that
+    has not ended after `timeout_s` counts as failed with StallError.
     """
     fabric = Fabric(size, hosts)
     results: list[Any] = [None] * size
@@ -52,7 +52,8 @@ def spawn(
     failed = False
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         if errors and not failed:
-            # The others may be about to fail too, or wait for this one until their own limit, which nobody wants to see.
+            # The others may be about to fail too, or wait for this one until their own limit, which nobody wants to
+            # see.
             failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
         time.sleep(0.001)
     if not failed:

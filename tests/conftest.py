@@ -1,0 +1,17 @@
+"""What all tests share: the record of outcomes that `scripts/test` counts, and Hypothesis without deadlines."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from report import Report
+
+# No deadline: cores are shared with other work, so a single example may take any time.
+settings.register_profile("mpikv", deadline=None)
+settings.load_profile("mpikv")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and the report."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device and CuPy")
+    config.pluginmanager.register(Report(), "mpikv-report")
