@@ -187,7 +187,8 @@ class Lockstep:
         while time.monotonic() < deadline and not (0 < size == path.stat().st_size):
             size = path.stat().st_size
             time.sleep(0.1)
-        return relevant(path.read_text(errors="replace")) or "(no answer)"
+        stacks = path.read_text(errors="replace")
+        return relevant(stacks) or ("(waits for the other ranks at the end of the test)" if stacks else "(no answer)")
 
     def _end(self) -> NoReturn:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -211,7 +212,7 @@ def relevant(stacks: str) -> str:
         frames = [one for one in frames if not re.search(r"/(_pytest|pluggy|pytest|lockstep)[/.]|<frozen runpy>", one)]
         if any("/threading.py" not in one for one in frames):
             kept += [title, *frames]
-    return "\n".join(kept) or stacks
+    return "\n".join(kept)
 
 
 def summarise(reports: list[pytest.TestReport]) -> Outcome:

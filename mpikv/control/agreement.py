@@ -178,18 +178,31 @@ class Agreement:
         return verdicts
 
     def _release(self, waiting: Mapping[int, Sequence[Item]]) -> list[Verdict]:
-        """All workers are in an `init` of different keys: let them go on with what those before them have brought."""
+        """All workers are in an `init` of different keys: let them go on with what those before them have brought.
+
+        Who waits for a key that differs already stays, so that its error can name all workers, unless nobody could go
+        on.
+        """
+        items = {item: self._disagreement(item) for item in {item for items in waiting.values() for item in items}}
         verdicts = []
-        for item in {item for items in waiting.values() for item in items}:
-            proposal = self._open[item]
-            come = sorted(proposal.payloads)
-            try:
-                self._rules[item[0]](item[1], [proposal.payloads[i] for i in come], [self._labels[i] for i in come])
-            except Disagreement as disagreement:
-                proposal.error = disagreement
-                verdicts += self._fail(item, come)
-        for worker, items in waiting.items():
-            open_items = [item for item in items if item in self._waiting[worker]]
-            self._waiting[worker] -= set(open_items)
-            verdicts += [Verdict(worker, *item, self._open[item].reserved, None, final=False) for item in open_items]
+        for worker, mine in waiting.items():
+            for item in mine:
+                if items[item] is None:
+                    self._waiting[worker].discard(item)
+                    verdicts.append(Verdict(worker, *item, self._open[item].reserved, None, final=False))
+        if all(self._waiting.values()):
+            for item, disagreement in items.items():
+                if disagreement is not None:
+                    self._open[item].error = disagreement
+                    verdicts += self._fail(item, sorted(self._open[item].payloads))
         return verdicts
+
+    def _disagreement(self, item: Item) -> Disagreement | None:
+        """What those who have come so far disagree about."""
+        payloads = self._open[item].payloads
+        come = sorted(payloads)
+        try:
+            self._rules[item[0]](item[1], [payloads[worker] for worker in come], [self._labels[i] for i in come])
+        except Disagreement as disagreement:
+            return disagreement
+        return None

