@@ -9,10 +9,7 @@ gradients up over the workers and moves the weights. What is learned does not de
 
 import numpy as np
 
-from mpikv import kv
-from mpikv.data import SplitSampler
-from mpikv.parameter import Parameter
-from mpikv.trainer import Trainer
+from mpikv import Parameter, SplitSampler, Trainer, kv
 
 TRUE_SLOPES, TRUE_OFFSET = np.array([2.0, -3.4]), 4.2
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.parameter import Parameter
+from mpikv import Parameter
 
 Array = Any  # of NumPy or of CuPy
 
@@ -208,7 +208,7 @@ class Network:
         """The scores of the classes, (classes, images); x: uint8, (images, 1, rows, columns) on its device."""
         xp = array_module(x)
         activations = xp.ascontiguousarray(x.transpose(1, 2, 3, 0)).astype(self.dtype)
-        # 73 is the mean grey of Fashion-MNIST: inputs around 0 bear larger rates (Y. LeCun et al., Efficient BackProp, 1998).
+        # 73 is the mean grey of Fashion-MNIST; inputs around 0 bear larger rates (LeCun et al., Efficient BackProp).
         activations -= 73
         activations /= 128
         for layer in self.replicas[replica].values():

@@ -59,7 +59,7 @@ def main() -> None:
         store.init("weight", np.full(SHAPE, 10.0))
         gradient = np.ones(SHAPE)
         store.pushpull("weight", gradient)
-        show("a weight of 10 after a gradient of 1 and a rate of 0.1", gradient)
+        show("a weight of 10 after a gradient of 1 from every worker and a rate of 0.1", gradient)
 
         store.barrier()
         print(f"worker {rank} of {num_workers} is done", flush=True)

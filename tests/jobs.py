@@ -10,7 +10,7 @@
 
 A job has a session and a TMPDIR of its own, and an environment variable with an id of its own in every process, by
 which its processes are found in /proc wherever they hang. What still lives when `mpirun` has ended is listed in
-`ranks_left` and then killed.
+`ranks_left` and then killed. Both MPIs leave their segments in /dev/shm when a rank dies: those are removed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, s
 FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "OPAL_", "MPIR_", "SLURM_", "MPIKV_")
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
+
+SHM = Path("/dev/shm")
+SEGMENTS = re.compile(r"sm_segment\..*|mpich_shm_.*")  # Open MPI's and MPICH's names
 
 Programs = Sequence[tuple[int, Sequence[str]]]
 
@@ -90,6 +93,7 @@ class Running:
         self.result: Job
         self._id = env[MARK]
         self._folder = folder
+        self._segments = segments()
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._text = {"stdout": "", "stderr": ""}
@@ -162,9 +166,38 @@ class Running:
             if stream is not None:
                 stream.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+        for segment in orphans(segments() - self._segments):
+            segment.unlink(missing_ok=True)
         with self._changed:
             self.result = Job(status, self._text["stdout"], self._text["stderr"], seconds, timed_out, left)
         return self.result
+
+
+def segments() -> set[Path]:
+    """This user's shared memory segments of MPI libraries."""
+    found = set()
+    for path in SHM.iterdir() if SHM.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            if SEGMENTS.fullmatch(path.name) and path.stat().st_uid == os.getuid():
+                found.add(path)
+    return found
+
+
+def orphans(candidates: set[Path]) -> set[Path]:
+    """Those that no process has mapped, twice in a row: a segment has no user for a moment after it was made, too."""
+    for _ in range(2):
+        if candidates:
+            time.sleep(0.05)
+            mapped = "".join(_text(path) for path in Path("/proc").glob("[0-9]*/maps"))
+            candidates = {path for path in candidates if str(path) not in mapped}
+    return candidates
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended, or belongs to another user
+        return ""
 
 
 def command(mpi: Mpi, programs: Programs, options: Sequence[str] = (), program: str = "mpirun") -> list[str]:
@@ -188,7 +221,6 @@ def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str
         **kept,
         "PATH": os.pathsep.join([str(mpi.prefix / "bin"), kept.get("PATH", "")]),
         "PYTHONPATH": path,
-        "PYTHONUNBUFFERED": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

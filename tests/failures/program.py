@@ -1,0 +1,145 @@
+"""A worker of the jobs that fail: `program.py CASE TYPE`. Trains a little, then does what the case says on worker 1.
+
+Prints `ready RANK PID` before the fault, for tests that kill a rank from outside, and `survived` where a worker gets to
+the end, which none may.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+from mpikv import StatesFileError, kv, optimizers
+
+case, kind = sys.argv[1:3]
+world = MPI.COMM_WORLD
+ONES = np.ones((2, 3), np.float32)
+
+
+def failing(weight, grad, state):
+    """An optimizer of the user's that raises in its third round."""
+    weight -= grad
+    if weight.min() < -6:
+        raise ZeroDivisionError("in the user's optimizer")
+    return state
+
+
+def before_create() -> None:
+    """Faults in what ranks bring to `kv.create`."""
+    if world.rank == 1:
+        if case == "other number of servers":
+            os.environ["MPIKV_NUM_SERVERS"] = "2"
+        elif case == "variable is no number":
+            os.environ["MPIKV_TIMEOUT_S"] = "ten"
+        elif case == "never creates":
+            time.sleep(60)
+
+
+def type_of_store() -> str:
+    if world.rank == 1 and case == "unknown type":
+        return "dist_asink"
+    if world.rank == 1 and case == "other type":
+        return "dist_async" if kind == "dist_sync" else "dist_sync"
+    return kind
+
+
+def fault(store: kv.KVStore, folder: Path) -> None:
+    """What worker 1 does (or what all do, where they must differ)."""
+    mine = store.rank == 1
+    if case == "shape differs":
+        store.init("x", np.ones(2 + store.rank, np.float32))
+    elif case == "dtype differs":
+        store.init("x", np.ones(2, np.float64 if mine else np.float32))
+    elif case == "keys differ":
+        name = "only one" if mine else "the others"
+        store.init(name, ONES)
+        store.push(name, ONES)
+        store.pull(name)
+    elif case == "optimizers differ":
+        store.set_optimizer(optimizers.create("sgd", learning_rate=0.1 + store.rank))
+    elif case == "other call":
+        store.init("x", ONES) if mine else store.barrier()
+    elif case in ("damaged states", "truncated states", "foreign states"):
+        broken_states(store, folder)
+    elif mine:
+        fault_of_one(store)
+
+
+def fault_of_one(store: kv.KVStore) -> None:
+    if case == "raises":
+        raise RuntimeError("boom on one worker")
+    if case == "exits with a status":
+        sys.exit(3)
+    if case == "returns early":
+        sys.exit(0)
+    if case == "leaves by os._exit":
+        os._exit(5)
+    if case == "closes early":
+        store.close()
+        time.sleep(60)
+    if case == "never pushes":
+        time.sleep(60)
+    if case == "init twice":
+        store.init("w", ONES)
+    if case == "unknown key":
+        store.pull("nobody knows this")
+    if case == "wrong shape":
+        store.push("w", np.ones(5, np.float32))
+    if case == "use after close":
+        store.close()
+        store.push("w", ONES)
+
+
+def broken_states(store: kv.KVStore, folder: Path) -> None:
+    """Loading a broken file raises everywhere and changes nothing: the next update is as if nobody had tried."""
+    path = folder / "states"
+    store.save_optimizer_states(path)
+    before = store.pull("w")
+    if store.rank == 0:
+        data = path.read_bytes()
+        half = len(data) // 2
+        broken = {
+            "truncated states": data[:half],
+            "damaged states": data[:half] + bytes([data[half] ^ 0xFF]) + data[half + 1 :],
+            "foreign states": b"these are no states",
+        }
+        path.write_bytes(broken[case])
+    store.barrier()
+    try:
+        store.load_optimizer_states(path)
+    except StatesFileError:
+        store.push("w", ONES)
+        # Momentum 0.5 and a rate of 1 after two equal rounds of W ones: the third step is 1.75 W.
+        step = float((before - store.pull("w")).max())
+        print(f"the next step was {step / store.num_workers}", flush=True)
+        raise
+
+
+def main() -> None:
+    before_create()
+    store = kv.create(type_of_store())
+    store.init("w", ONES)
+    if case == "optimizer raises":
+        store.set_optimizer(failing)
+    elif "async" in kind or "states" in case:
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
+    for _ in range(2):
+        store.push("w", ONES)
+        store.pull("w")
+    print(f"ready {world.rank} {os.getpid()}", flush=True)
+    fault(store, Path(os.environ["FOLDER"]))
+    for _ in range(2000 if case == "killed" else 3):
+        store.push("w", ONES)
+        store.pull("w")
+        time.sleep(0.01)
+    store.close()
+    print("survived", flush=True)
+
+
+if __name__ == "__main__":
+    main()

