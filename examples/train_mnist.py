@@ -51,6 +51,9 @@ def arguments() -> argparse.Namespace:
     add("--batch-size", type=int, default=64, help="examples of one worker in a step, shared by its devices (64)")
     add("--optimizer", default="sgd", help=f"one of {', '.join(optimizers.names())} (sgd)")
     add("--lr", type=float, help="learning rate (0.05, asynchronous 0.2; optimizers without momentum 0.001)")
+    add(
+        "--warmup-epochs", type=float, default=0.5, help="the rate grows to --lr over so much of the first epochs (0.5)"
+    )
     add("--lr-factor", type=float, default=0.1, help="what --lr-step-epochs multiply the learning rate by (0.1)")
     add("--lr-step-epochs", default="2", help="finished epochs after which that happens, as in 10,15 (2)")
     add("--mom", type=float, help=f"momentum, for {', '.join(sorted(WITH_MOMENTUM))} (0.9, asynchronous 0)")
@@ -94,18 +97,29 @@ def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def learning_rate(options: argparse.Namespace, epochs: float) -> float:
+    """The learning rate of the step that ends after so many epochs, whole and part.
+
+    It begins small: the first gradients are large and much alike, and momentum, or asynchronous workers, add them up.
+    """
+    warmup = min(1.0, epochs / options.warmup_epochs) if options.warmup_epochs > 0 else 1.0
+    rate: float = optimizer_params(options)["learning_rate"]
+    return rate * warmup * options.lr_factor ** sum(end < epochs for end in options.lr_step_epochs)
+
+
 def batches(
     num_examples: int, options: argparse.Namespace, store: KVStore, epoch: int
-) -> Iterator[tuple[np.ndarray, int]]:
-    """This worker's indices of each step, and the examples of all workers in it; equally many steps on all workers."""
+) -> Iterator[tuple[np.ndarray, int, float]]:
+    """The steps of an epoch, equally many on all workers.
+
+    Of each: this worker's indices, the number of examples of all workers, and how many epochs are done after it.
+    """
     sampler = SplitSampler.for_store(num_examples, store, seed=options.seed)
     sampler.set_epoch(epoch)
-    mine, together = sampler.indices(), options.batch_size * store.num_workers
-    for step in range(-(-num_examples // together)):
-        yield (
-            mine[step * options.batch_size : (step + 1) * options.batch_size],
-            min(together, num_examples - step * together),
-        )
+    mine, size, together = sampler.indices(), options.batch_size, options.batch_size * store.num_workers
+    for step, begin in enumerate(range(0, num_examples, together)):
+        end = min(begin + together, num_examples)
+        yield mine[step * size : (step + 1) * size], end - begin, epoch + end / num_examples
 
 
 def progress_bar(total: int, title: str, rank: int) -> Any:
@@ -149,8 +163,9 @@ class Run:
         options, rank = self.options, self.store.rank
         bar = progress_bar(len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}", rank)
         start_s, loss, steps, own, of_all = time.perf_counter(), 0.0, 0, 0, 0
-        for indices, together in batches(len(self.images.train_x), options, self.store, epoch):
+        for indices, together, epochs in batches(len(self.images.train_x), options, self.store, epoch):
             loss += self.gradients(indices)
+            self.trainer.set_learning_rate(learning_rate(options, epochs))
             self.trainer.step(together)
             steps, own, of_all = steps + 1, own + len(indices), of_all + together
             if bar is not None:
@@ -192,8 +207,6 @@ class Run:
         """All epochs; the last test accuracy, and after how much of training that is."""
         options, steps, result = self.options, 0, None
         for epoch in range(first_epoch, options.num_epochs):
-            factor = options.lr_factor ** sum(begin <= epoch for begin in options.lr_step_epochs)
-            self.trainer.set_learning_rate(optimizer_params(options)["learning_rate"] * factor)
             made, loss, speed = self.epoch(epoch, options.max_steps and options.max_steps - steps)
             steps += made
             if options.save and steps != options.max_steps:

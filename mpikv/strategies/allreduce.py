@@ -12,7 +12,7 @@ way, 1/W of the optimizer's state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -268,11 +268,11 @@ class AllreduceStrategy:
 
     # --- optimizers
 
-    def _drain(self, call: str) -> None:
-        """Wait until all rounds this worker has pushed are done."""
+    def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
+        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many."""
         for lane in tuple(self._lanes.values()):
-            waiting = Waiting(call, lane.info.key, lane.info.id, lane.pushed)
-            self._workers.wait(Pending(_Reached(lane, lane.pushed), waiting))
+            round_ = (common or {}).get(lane.info.id, lane.pushed)
+            self._workers.wait(Pending(_Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
@@ -335,8 +335,10 @@ class AllreduceStrategy:
 
     def close(self) -> None:
         """Wait until all workers close; what they pushed in common is done first."""
-        self._workers.leave(matched=True)
-        self._drain("close")
+        common, error = self._workers.leave(matched=True)
+        self._drain("close", common)
+        if error is not None:
+            raise error
         self._workers.stop()
         for running in self._comms.values():
             if running.result is not None:

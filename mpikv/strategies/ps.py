@@ -325,14 +325,14 @@ class PsStrategy:
     def close(self) -> None:
         """Wait until all workers close, then say goodbye to the servers."""
         self._flush("close")
-        try:
-            self._workers.leave(matched=self.synchronous)
-        finally:
-            for server in range(len(self._servers)):
-                self._send(server, wire.Header(wire.BYE))
+        _, error = self._workers.leave(matched=self.synchronous)
+        for server in range(len(self._servers)):
+            self._send(server, wire.Header(wire.BYE))
         self._workers.wait_for(Predicate(self._all_sent), "close")
         if self._service is not None:
             self._workers.wait_for(self._service, "close")
+        if error is not None:
+            raise error
         self._workers.stop()
         self._workers.transport.close()
 

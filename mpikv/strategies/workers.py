@@ -17,7 +17,7 @@ from mpikv.arrays import dtype_of
 from mpikv.config import Config
 from mpikv.control.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
 from mpikv.control.service import Control, Reply
-from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
+from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -231,7 +231,13 @@ class Workers:
 
     def agree(self, topic: str, payload: Any, call: str, *, patient: bool = False) -> Any:
         """One agreement of all workers under a topic that has no name but its count. Collective, blocks."""
-        return self.control.agree(topic, self._count(topic), payload, Waiting(call), patient=patient)
+        try:
+            return self.control.agree(topic, self._count(topic), payload, Waiting(call), patient=patient)
+        except MpikvError as error:
+            if not isinstance(error, (StallError, PeerError)):
+                # Refused on every worker that made this call, and others were never in it: the count stays in step.
+                self._counts[topic] -= 1
+            raise
 
     def outcome(self, call: str, attempt: Callable[[], Any] | None) -> Any:
         """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
@@ -285,23 +291,28 @@ class Workers:
 
     # --- the end
 
-    def leave(self, *, matched: bool) -> None:
-        """Agree that all workers close. Collective. matched: raise when some pushed a key more often than others."""
+    def leave(self, *, matched: bool) -> tuple[dict[int, int], PeerError | None]:
+        """Agree that all workers close. Collective.
+
+        matched: whether rounds need all workers. Returns for each key that workers have pushed unequally often the
+        rounds that all have in common, and the error to raise where this worker pushed more.
+        """
         pushes = self._placement.pushes()
         if matched:
             with self.engine.lock:
                 self.control.leave(pushes)
         # Workers may well have different amounts of work left, and a last evaluation takes its time.
         unmatched = self.agree("close", sorted(pushes.items()) if matched else [], "close", patient=True)
-        by_id = {info.id: info for info in self.infos.values()}
-        mine = [entry for entry in unmatched if pushes.get(entry[0], 0) > entry[2]]
         self.wait_for(Predicate(self.control.sent), "close")
-        if mine:
-            key_id, most, least, short = mine[0]
-            raise PeerError(
-                f"{self.control.me}, close: key {by_id[key_id].key!r} was pushed {pushes[key_id]} times here and "
-                f"{least} times by {short}; round {least + 1} of {most} was never complete"
-            )
+        error = None
+        names = {info.id: info.key for info in self.infos.values()}
+        for key_id, _, least, short in unmatched:
+            if error is None and pushes.get(key_id, 0) > least:
+                error = PeerError(
+                    f"{self.control.me}, close: key {names[key_id]!r} was pushed {pushes[key_id]} times here and "
+                    f"{least} times by {short}; round {least + 1} was never complete"
+                )
+        return {key_id: least for key_id, _, least, _ in unmatched}, error
 
     def doing(self) -> str | None:
         """What this worker waits for, None outside of waits."""

@@ -1,0 +1,104 @@
+"""The settings: what is read, what is refused, and that a refusal says what is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpikv import Config, ConfigError, config
+
+
+def test_defaults():
+    assert Config.from_environ({}) == Config()
+    assert Config() == Config(0, "spread", 1_000_000, "auto", 300.0, "thread", "auto")
+
+
+def test_every_variable():
+    environ = {
+        "MPIKV_NUM_SERVERS": "2",
+        "MPIKV_SERVER_PLACEMENT": "LAST",
+        "MPIKV_BIGARRAY_BOUND": " 10 ",
+        "MPIKV_ALGORITHM": "Ring",
+        "MPIKV_TIMEOUT_S": "2.5",
+        "MPIKV_PROGRESS": "calls",
+        "MPIKV_MPI": "system",
+    }
+    assert set(environ) == {variable.name for variable in config.VARIABLES}
+    assert Config.from_environ(environ) == Config(2, "last", 10, "ring", 2.5, "calls", "system")
+
+
+def test_every_field_has_a_variable_and_a_row_in_the_table():
+    assert {variable.field for variable in config.VARIABLES} == {field.name for field in dataclasses.fields(Config)}
+    for variable in config.VARIABLES:
+        default = next(field.default for field in dataclasses.fields(Config) if field.name == variable.field)
+        (row,) = (line for line in (config.__doc__ or "").splitlines() if f"`{variable.name}`" in line)
+        cell = row.split("|")[2].strip()
+        assert variable.parse(cell) == default
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t"])
+def test_empty_is_unset(text):
+    assert Config.from_environ({"MPIKV_NUM_SERVERS": text, "MPIKV_ALGORITHM": text}) == Config()
+
+
+WRONG = [
+    ("MPIKV_NUM_SERVERS", "two", "whole number"),
+    ("MPIKV_NUM_SERVERS", "1.5", "whole number"),
+    ("MPIKV_NUM_SERVERS", "-1", "at least 0"),
+    ("MPIKV_BIGARRAY_BOUND", "0", "at least 1"),
+    ("MPIKV_BIGARRAY_BOUND", "1e6", "whole number"),
+    ("MPIKV_TIMEOUT_S", "soon", "number of seconds"),
+    ("MPIKV_TIMEOUT_S", "0", "more than 0"),
+    ("MPIKV_TIMEOUT_S", "-3", "more than 0"),
+    ("MPIKV_TIMEOUT_S", "inf", "finite"),
+    ("MPIKV_TIMEOUT_S", "nan", "more than 0"),
+    ("MPIKV_ALGORITHM", "tree", "auto, naive, native, ring, halving_doubling"),
+    ("MPIKV_SERVER_PLACEMENT", "first", "spread, last"),
+    ("MPIKV_PROGRESS", "yes", "thread, calls"),
+    ("MPIKV_MPI", "openmpi", "auto, system"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "says"), WRONG)
+def test_wrong_values(name, text, says):
+    with pytest.raises(ConfigError) as caught:
+        Config.from_environ({name: text})
+    assert isinstance(caught.value, ValueError)
+    for part in (name, repr(text), says):
+        assert part in str(caught.value)
+    (field,) = (variable.field for variable in config.VARIABLES if variable.name == name)
+    with pytest.raises(ConfigError, match=says) as caught:
+        Config(**{field: text})
+    assert field in str(caught.value)
+    with pytest.raises(ConfigError, match=says):
+        Config().with_(**{field: text})
+
+
+@pytest.mark.parametrize("value", [None, True, 1.5, [2], object()])
+def test_values_of_other_types(value):
+    with pytest.raises(ConfigError, match="num_servers"):
+        Config(num_servers=value)
+
+
+def test_with():
+    assert Config(timeout_s=5).with_(num_servers=3) == Config(num_servers=3, timeout_s=5)
+    with pytest.raises(ConfigError, match=r"no such setting: servers, speed; known are .*num_servers"):
+        Config().with_(speed=1, servers=2)
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().num_servers = 3  # type: ignore[misc]
+
+
+def test_variables_in_force():
+    environ = {"MPIKV_TIMEOUT": "3", "MPIKV_ALGORITHM": "ring", "HOME": "/", "MPIKV_TEST_X": "1", "MPIKV_ZZZZZZZZZ": "1"}
+    assert list(config.variables_in_force(environ)) == ["MPIKV_ALGORITHM", "MPIKV_TIMEOUT", "MPIKV_ZZZZZZZZZ"]
+    assert config.unknown_variables(environ) == {"MPIKV_TIMEOUT": "MPIKV_TIMEOUT_S", "MPIKV_ZZZZZZZZZ": None}
+
+
+def test_the_environment_is_read_when_asked_for(monkeypatch):
+    monkeypatch.setenv("MPIKV_NUM_SERVERS", "4")
+    assert Config.from_environ().num_servers == 4
+    assert Config().num_servers == 0
