@@ -7,8 +7,9 @@
 
 Batches. All workers put the examples of an epoch into one order and take every W-th of it. So step s of W workers with
 batches of B is made from the same examples as step s of one process with a batch of W*B, and the weights agree but for
-rounding. Every example comes once per epoch. In the last step some workers may have fewer examples than others, or
-none: they take part all the same (their gradient is smaller, or 0), so that no worker waits for one that has finished.
+rounding (1e-5 with float32: where it decides which of two pixels is the larger one, the gradient jumps). Every example
+comes once per epoch. In the last step some workers may have fewer examples than others, or none: they take part all the
+same (their gradient is smaller, or 0), so that no worker waits for one that has finished.
 
 The gradient of a step is divided by the examples of all workers in it, with `dist_async` too, where each push
 then is 1/W of a step.
@@ -58,6 +59,7 @@ def arguments() -> argparse.Namespace:
     add("--lr-step-epochs", default="2", help="finished epochs after which that happens, as in 10,15 (2)")
     add("--mom", type=float, help=f"momentum, for {', '.join(sorted(WITH_MOMENTUM))} (0.9, asynchronous 0)")
     add("--wd", type=float, default=1e-4, help="weight decay (0.0001)")
+    add("--dtype", choices=("float32", "float64"), default="float32", help="of weights and gradients (float32)")
     add("--seed", type=int, default=0, help="of the first weights and the order of the examples (0)")
     add(
         "--num-devices", type=int, default=1, help="replicas per worker in host memory, each with its part of the batch"
@@ -239,7 +241,7 @@ def main() -> None:
             images = images.first(options.num_examples)
         if store.rank == 0:
             print(f"data: {images.source}", flush=True)
-        network = NETWORKS[options.network](devices=options.devices, seed=options.seed)
+        network = NETWORKS[options.network](options.devices, options.seed, getattr(np, options.dtype))
 
         first_epoch = np.zeros(1, dtype=np.int64)
         if options.resume and store.rank == 0:

@@ -89,10 +89,13 @@ class Job:
 class Running:
     """A job under way. `result` is there after `finish`, which the `with` block of `start` calls."""
 
-    def __init__(self, command: list[str], env: dict[str, str], folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self, command: list[str], env: dict[str, str], folder: Path, timeout_s: float, *, echo: bool = False
+    ) -> None:
         self.result: Job
         self._id = env[MARK]
         self._folder = folder
+        self._echo = echo
         self._segments = segments()
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
@@ -108,6 +111,8 @@ class Running:
 
     def _read(self, name: str, stream: IO[bytes]) -> None:
         while data := os.read(stream.fileno(), 65536):
+            if self._echo:
+                os.write(1, data)
             with self._changed:
                 self._text[name] += data.decode(errors="replace")
                 self._changed.notify_all()
@@ -129,11 +134,12 @@ class Running:
 
     def processes(self) -> list[int]:
         """The live processes of the job, mpirun among them."""
-        mark, found = f"{MARK}={self._id}".encode(), []
+        # The jobs that this job has started have an id that begins with its id.
+        mark, found = f"\0{MARK}={self._id}".encode(), []
         for name in os.listdir("/proc"):
             # Already ended: no such file, or an empty one (a zombie). Another user's: not ours.
             with contextlib.suppress(OSError):
-                if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                if name.isdigit() and mark in b"\0" + Path(f"/proc/{name}/environ").read_bytes():
                     found.append(int(name))
         return sorted(found)
 
@@ -141,6 +147,11 @@ class Running:
         """Send a signal to a process of this job, and to no other."""
         assert pid in self.processes(), f"{pid} is no live process of this job"
         os.kill(pid, signum)
+
+    def end(self) -> Job:
+        """End it now."""
+        self._deadline = 0.0
+        return self.finish()
 
     def finish(self) -> Job:
         """Wait for the end, until the time limit; then see to it that nothing is left."""
@@ -226,7 +237,7 @@ def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "TMPDIR": str(folder),
-        MARK: uuid.uuid4().hex,
+        MARK: f"{os.environ.get(MARK, '')}/{uuid.uuid4().hex}",
         **env,
     }
 
@@ -259,10 +270,9 @@ def start(
     try:
         yield running
     except BaseException:
-        running._deadline = 0.0  # the test has failed: its job is of no more use
+        running.end()  # the test has failed: its job is of no more use
         raise
-    finally:
-        running.finish()
+    running.finish()
 
 
 def mpirun(

@@ -19,11 +19,13 @@ STAGE_VARIABLE = "MPIKV_TEST_STAGE"
 WORSE = ("passed", "skipped", "failed")  # of the reports of set-up, call and tear-down the last of these counts
 
 
-def write(test: str, outcome: str) -> None:
+def write(test: str, outcome: str, reason: str = "") -> None:
     """Append one line. One write of a short line to a file opened for appending is whole, whoever else writes."""
     path = os.environ.get(FILE_VARIABLE)
     if path:
-        line = json.dumps({"stage": os.environ.get(STAGE_VARIABLE, ""), "test": test, "outcome": outcome})
+        line = json.dumps(
+            {"stage": os.environ.get(STAGE_VARIABLE, ""), "test": test, "outcome": outcome, "reason": reason}
+        )
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -32,22 +34,30 @@ class Report:
     """The pytest plugin."""
 
     def __init__(self) -> None:
-        self._outcome = "passed"
+        self._outcome, self._reason = "passed", ""
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._outcome = "passed"
+        self._outcome, self._reason = "passed", ""
         write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # An expected failure is reported as skipped; it has run and did what was expected.
         outcome = "passed" if hasattr(report, "wasxfail") and report.outcome == "skipped" else report.outcome
         self._outcome = max(self._outcome, outcome, key=WORSE.index)
+        if outcome == "skipped":
+            self._reason = _reason(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        write(nodeid, self._outcome)
+        write(nodeid, self._outcome, self._reason)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             write(report.nodeid or "collection", "failed")
         elif report.skipped:
-            write(report.nodeid, "skipped")
+            write(report.nodeid, "skipped", _reason(report))
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why it was skipped: the last of file, line and reason."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")

@@ -10,7 +10,10 @@ import argparse
 
 def main() -> None:
     """Parse the command line, then serve until every worker has closed its store."""
-    argparse.ArgumentParser(prog="python -m mpikv.server", description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(
+        prog="python -m mpikv.server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     from mpikv.kv import serve_only  # noqa: PLC0415 - after --help, which needs no MPI
 
     serve_only()

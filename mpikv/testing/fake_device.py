@@ -57,6 +57,11 @@ class FakeDeviceArray:
         return self.memory.ndim
 
     @property
+    def flags(self) -> Any:
+        """As NumPy's; CuPy has `c_contiguous`, `f_contiguous` and `owndata`."""
+        return self.memory.flags
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
@@ -93,8 +98,8 @@ class FakeDeviceArray:
         return FakeDeviceArray(self.fake, self.memory.astype(dtype))
 
     def copy(self) -> FakeDeviceArray:
-        """A contiguous copy on the device."""
-        return FakeDeviceArray(self.fake, self.memory.copy())
+        """A copy in C order on the device."""
+        return FakeDeviceArray(self.fake, self.memory.copy(order="C"))
 
     def __getitem__(self, index: Any) -> FakeDeviceArray:
         return FakeDeviceArray(self.fake, np.asarray(self.memory[index]))

@@ -1,0 +1,184 @@
+"""Run the stages of `scripts/test`, each a pytest session in one of two environments, and count.
+
+The counts come from the report that the tests themselves write (`tests/report.py`), so a stage that dies in the middle
+still counts: the test it died in has failed. A stage that executes no test fails, and so does each number of ranks. No
+stage can hang: each has a time limit, after which all its processes are ended, with those of the jobs it has started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import jobs  # noqa: E402 - lies beside the tests
+import report  # noqa: E402
+
+RUNNER = ("tests/unit/test_runner.py", "tests/unit/test_runner_jobs.py")
+OPENMPI_SIZES = (1, 2, 3, 4, 5)
+MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their time spinning
+QUICK_SIZES = (3,)
+NO_TESTS = 5  # pytest's status where it ran none
+
+
+@dataclass
+class Stage:
+    """One pytest session. ranks: under mpirun with so many, or 0."""
+
+    group: str
+    title: str
+    mpi: jobs.Mpi
+    paths: list[str]
+    limit_s: float
+    ranks: int = 0
+    options: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Count:
+    """The tests of a stage by outcome. reasons: why each of the skipped was."""
+
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool) -> list[Stage]:
+    """All stages in their order: quick ones first."""
+    others = [
+        f"tests/{path.name}"
+        for path in sorted((ROOT / "tests").iterdir())
+        if path.name not in ("unit", "property", "mpi", "examples") and any(path.glob("test_*.py"))
+    ]
+    without_runner = [f"--ignore={path}" for path in RUNNER]
+    found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], 400, options=without_runner)]
+    sizes = QUICK_SIZES if quick else OPENMPI_SIZES
+    found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], 240, ranks=n) for n in sizes]
+    if quick:
+        return found
+    found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], 240, ranks=n) for n in MPICH_SIZES]
+    found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 240))
+    found.append(Stage("jobs", "whole jobs", openmpi, others, 400))
+    found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], 400))
+    return found
+
+
+def run(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi]) -> tuple[jobs.Job, Count]:
+    """Run one stage to its end."""
+    arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *stage.options, *stage.paths]
+    if options.k:
+        arguments += ["-k", options.k]
+    if stage.ranks:
+        arguments.insert(2, "--with-mpi")
+        command = jobs.command(stage.mpi, [(stage.ranks, ["python", *arguments])])
+    else:
+        command = [stage.mpi.python, *arguments]
+    with tempfile.TemporaryDirectory(prefix="mpikv-stage-") as folder:
+        path = Path(folder) / "report"
+        (Path(folder) / "tmp").mkdir()
+        env = jobs.environment(
+            stage.mpi,
+            {
+                report.FILE_VARIABLE: str(path),
+                report.STAGE_VARIABLE: stage.title,
+                jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
+            },
+            Path(folder) / "tmp",
+        )
+        running = jobs.Running(command, env, Path(folder) / "tmp", stage.limit_s, echo=options.v)
+        try:
+            job = running.finish()
+        except BaseException:  # Ctrl-C: leave nothing behind
+            running.end()
+            raise
+        return job, count(path)
+
+
+def count(path: Path) -> Count:
+    """The tests by their last outcome in the report; one that has started and not ended has failed."""
+    last: dict[str, dict[str, str]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        last[entry["test"]] = entry
+    result = Count()
+    for test, entry in last.items():
+        if entry["outcome"] == "passed":
+            result.passed.append(test)
+        elif entry["outcome"] == "skipped":
+            result.reasons[test] = entry["reason"]
+        else:
+            result.failed.append(test)
+    return result
+
+
+def judge(stage: Stage, job: jobs.Job, counted: Count, *, selected: bool) -> None:
+    """Add what is wrong with the stage as a whole to its failed tests."""
+    if job.timed_out:
+        counted.failed.append(f"(the stage did not end within {stage.limit_s:g} s)")
+    elif not counted.failed:
+        if not counted.passed and not (selected and job.status in (0, NO_TESTS)):
+            counted.failed.append(f"(no test was executed; status {job.status})")
+        elif job.status not in ((0, NO_TESTS) if selected else (0,)):
+            counted.failed.append(f"(the stage ended with status {job.status})")
+    if job.ranks_left and not job.timed_out:
+        counted.failed.append(f"(the stage left {len(job.ranks_left)} processes behind)")
+
+
+def main() -> int:
+    """Run the stages that were asked for; 0 if all tests passed."""
+    parser = argparse.ArgumentParser(prog="scripts/test", add_help=False)
+    parser.add_argument("--openmpi", type=Path, required=True)
+    parser.add_argument("--mpich", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="")
+    parser.add_argument("-k")
+    parser.add_argument("-v", action="store_true")
+    options = parser.parse_args()
+    environments = [jobs.Mpi("openmpi", options.openmpi.absolute()), jobs.Mpi("mpich", options.mpich.absolute())]
+    chosen = stages(*environments, options.quick)
+    if options.only:
+        groups = options.only.split(",")
+        known = list(dict.fromkeys(stage.group for stage in chosen))
+        if not set(groups) <= set(known):
+            parser.error(f"--only knows {', '.join(known)}")
+        chosen = [stage for stage in chosen if stage.group in groups]
+    passed, failed, executed, skipped = 0, [], set(), {}
+    began = time.monotonic()
+    for stage in chosen:
+        job, counted = run(stage, options, environments)
+        judge(stage, job, counted, selected=bool(options.k))
+        if counted.failed and not options.v:
+            print(f"--- {stage.title}\n{job.stdout}{job.stderr}", flush=True)
+        print(
+            f"{stage.title}: {len(counted.passed)} passed, {len(counted.failed)} failed, "
+            f"{len(counted.reasons)} skipped in {job.seconds:.0f} s",
+            flush=True,
+        )
+        passed += len(counted.passed)
+        failed += [f"{stage.title}: {test}" for test in counted.failed]
+        executed.update(counted.passed, counted.failed)
+        skipped.update(counted.reasons)
+    # A test that needs more ranks than one stage has is skipped there and executed in another: not skipped.
+    skipped = {test: reason for test, reason in skipped.items() if test not in executed}
+    for reason, n in collections.Counter(skipped.values()).items():
+        print(f"skipped: {n} x {reason}")
+    for test in failed:
+        print(f"failed: {test}")
+    if not executed:
+        failed.append("no test")
+        print("no test was executed")
+    print(f"{time.monotonic() - began:.0f} s in all, on {len(os.sched_getaffinity(0))} cores")
+    print(f"{passed} passed, {len(failed)} failed" + (f", {len(skipped)} skipped" if skipped else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

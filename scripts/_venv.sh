@@ -1,0 +1,65 @@
+# Common parts of the scripts, for bash: finding Python, making a virtual environment, installing this package into it.
+# Sourced, not run. Sets ROOT, the directory of the clone.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+say() { printf '%s\n' "$*"; }
+fail() { printf '%s\n' "$*" >&2; exit 1; }
+
+# The first Python that is new enough: $PYTHON, else python3, else one with its version in its name.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "No Python 3.10 or newer was found${PYTHON:+ (PYTHON=$PYTHON is none)}. On Debian or Ubuntu: apt-get install -y python3 python3-venv. \
+Elsewhere set PYTHON to the path of one."
+}
+
+# Debian and Ubuntu ship Python without the part of it that makes virtual environments.
+provide_venv() {
+    local python=$1 package
+    "$python" -c 'import ensurepip, venv' 2>/dev/null && return
+    package=python$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
+    command -v apt-get >/dev/null ||
+        fail "$python cannot make virtual environments: its modules venv and ensurepip are missing. Install them."
+    [ "$(id -u)" = 0 ] || fail "$python cannot make virtual environments yet. Run this once, then start again:
+    sudo apt-get install -y $package"
+    say "Installing $package ..."
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; } >/dev/null ||
+        fail "apt-get could not install $package."
+}
+
+# provide DIR EXTRAS: the virtual environment DIR with this clone and its extras in it. Quick where that is so already.
+provide() {
+    local dir=$1 extras=$2 stamp python
+    # What is installed depends on these; a clone that was moved has a broken environment.
+    stamp=$dir/.installed-$extras
+    local wanted
+    wanted="$ROOT $(cksum <"$ROOT/pyproject.toml")"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$dir/bin/python" -c '' 2>/dev/null; then
+        return
+    fi
+    if ! "$dir/bin/python" -m pip --version >/dev/null 2>&1 || ! moved_here "$dir"; then
+        if [ -e "$dir" ]; then
+            [ -f "$dir/pyvenv.cfg" ] || fail "$dir exists, but is no virtual environment. Move it away."
+            rm -rf "$dir"
+        fi
+        python=$(find_python) || exit 1
+        provide_venv "$python"
+        say "Making $dir with $("$python" --version 2>&1) ..."
+        "$python" -m venv "$dir" || { rm -rf "$dir"; fail "$python -m venv $dir failed."; }
+        printf '%s' "$ROOT" >"$dir/.clone"
+    fi
+    say "Installing mpikv[$extras] into $dir ..."
+    "$dir/bin/python" -m pip install --quiet --editable "$ROOT[$extras]" ||
+        fail "pip could not install mpikv[$extras] into $dir; the reason stands above."
+    printf '%s' "$wanted" >"$stamp"
+}
+
+# Whether the environment was made for the clone at this place.
+moved_here() { [ "$(cat "$1/.clone" 2>/dev/null)" = "$ROOT" ]; }

