@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
     add("--max-steps", type=int, help="stop after so many steps")
     add("--batch-size", type=int, default=64, help="examples of one worker in a step, shared by its devices (64)")
     add("--optimizer", default="sgd", help=f"one of {', '.join(optimizers.names())} (sgd)")
-    add("--lr", type=float, help="learning rate (0.05, asynchronous 0.2; optimizers without momentum 0.001)")
+    add("--lr", type=float, help="learning rate (0.05, asynchronous 0.3; optimizers without momentum 0.001)")
     add(
         "--warmup-epochs", type=float, default=0.5, help="the rate grows to --lr over so much of the first epochs (0.5)"
     )
@@ -91,7 +91,7 @@ def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
     """
     if options.optimizer not in WITH_MOMENTUM:
         return {"learning_rate": 0.001 if options.lr is None else options.lr, "wd": options.wd}
-    lr, mom = (0.2, 0.0) if "async" in options.kv_store.lower() else (0.05, 0.9)
+    lr, mom = (0.3, 0.0) if "async" in options.kv_store.lower() else (0.05, 0.9)
     return {
         "learning_rate": lr if options.lr is None else options.lr,
         "momentum": mom if options.mom is None else options.mom,

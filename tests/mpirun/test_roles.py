@@ -1,4 +1,4 @@
-"""Who becomes a server, with a real `mpirun`: by number, by program, by host; and what a server rank does at the end."""
+"""Who becomes a server, with a real `mpirun`: by number, by program, by host; and how a server rank ends."""
 
 from __future__ import annotations
 

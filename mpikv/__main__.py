@@ -1,0 +1,46 @@
+"""The `mpikv` command, also `python -m mpikv`.
+
+Each subcommand is a function that takes the parsed options and returns the status to exit with. It imports what it
+needs itself, so that `mpikv --help` is quick and needs no MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mpikv._version import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand. arguments: default the command line's. Returns its status."""
+    options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mpikv", description="A key-value store for data-parallel training on MPI.", epilog="mpikv COMMAND --help"
+    )
+    parser.add_argument("--version", action="version", version=f"mpikv {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    info = commands.add_parser(
+        "info",
+        help="the MPI library, hosts and ranks, array libraries and settings; alone or under mpirun",
+        description="Print the MPI library and what it can do, hosts and ranks, the array libraries found and every "
+        "MPIKV_* variable in force. Under `mpirun -n N mpikv info` rank 0 prints for all.",
+    )
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _info(_options: argparse.Namespace) -> int:
+    from mpikv.info import show  # noqa: PLC0415
+
+    return show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

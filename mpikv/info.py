@@ -1,0 +1,181 @@
+"""`mpikv info`: what this installation is made of, for a reader and for a report of a problem.
+
+Alone it describes this process; under `mpirun` rank 0 describes the job, with the hosts and their ranks. It answers
+where things are wrong, too: without MPI it says how to get one, a wrong `MPIKV_*` variable stands beside what it should
+be, and a launcher of another MPI than the library is an error that names both.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from mpikv._version import __version__
+from mpikv.config import VARIABLES, Config, unknown_variables, variables_in_force
+from mpikv.errors import ConfigError
+from mpikv.server.roles import assign
+from mpikv.transports import launcher, library
+
+# What each array library's packages are called: CuPy's name says which CUDA it was built for.
+ARRAY_LIBRARIES = {
+    "numpy": ("numpy",),
+    "ml_dtypes": ("ml_dtypes",),
+    "cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x"),
+    "torch": ("torch",),
+    "jax": ("jax",),
+}
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
+
+
+class Row(NamedTuple):
+    """One line of the report; problem: what is wrong with it."""
+
+    label: str
+    text: str
+    problem: bool = False
+
+
+def show(environ: Mapping[str, str] | None = None) -> int:
+    """Print the report; the status to exit with. Collective over COMM_WORLD where there is one."""
+    environ = os.environ if environ is None else environ
+    rank, rows = _mpi_rows(environ)
+    rows = [*_own_rows(), *rows, *_variable_rows(environ)]
+    failed = any(row.problem for row in rows)
+    if rank == 0:
+        width = max(len(row.label) for row in rows)
+        for row in rows:
+            print(f"{row.label:{width}}  {'ERROR: ' if row.problem else ''}{row.text}".rstrip())
+        sys.stdout.flush()
+    elif failed:
+        time.sleep(SILENT_S)
+    return 1 if failed else 0
+
+
+def _own_rows() -> Iterator[Row]:
+    """What needs no MPI."""
+    cores = len(os.sched_getaffinity(0))
+    yield Row("mpikv", f"{__version__}, Python {platform.python_version()}, {cores} cores on {socket.gethostname()}")
+    found = []
+    for name, packages in ARRAY_LIBRARIES.items():
+        for package in packages:
+            version = _version(package)
+            if version:
+                found.append(f"{name} {version}" + (f" ({package})" if package != name else ""))
+    yield Row("array libraries", ", ".join(found))
+
+
+def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
+    """This process's rank, and what is known of MPI."""
+    said_rank = int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
+    try:
+        config = Config.from_environ(environ)
+    except ConfigError:
+        config = Config()  # the row of the wrong variable says so
+    started_by = launcher.find(environ)
+    try:
+        library.prepare(config.mpi)
+        from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
+
+        library.check_launcher(MPI.COMM_WORLD.Get_size())
+    except library.NoLibrary as error:
+        # Alone this is how things are; a launcher's ranks, though, would be jobs of one rank each.
+        return said_rank, [Row("MPI library", f"none: {error}", problem=started_by is not None)]
+    except ConfigError as error:
+        return said_rank, [Row("MPI library", str(error), problem=True)]
+    found = library.describe()
+    comm = MPI.COMM_WORLD
+    hosts = comm.allgather(socket.gethostname())
+    rows = [
+        Row("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
+        Row("", found.path or "its file cannot be told"),
+        Row("mpi4py", _version("mpi4py")),
+        Row("started by", str(started_by) if started_by else "itself, without mpirun"),
+        Row("thread level", found.thread_level),
+        Row("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
+        Row("CUDA support", {True: "yes", False: "no", None: "unknown, taken as no"}[found.cuda]),
+        _progress_row(config, found.thread_level),
+        *_host_rows(hosts),
+        *_role_rows(hosts, config),
+    ]
+    return comm.Get_rank(), rows
+
+
+_FAULT_TOLERANCE = {
+    "no": "no",
+    "built in, off": "built in, off (mpirun --with-ft ulfm switches it on)",
+    "on": "on",
+}
+
+
+def _progress_row(config: Config, thread_level: str) -> Row:
+    if config.progress == "thread" and thread_level != "MULTIPLE":
+        return Row("progress", f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}")
+    meaning = {"thread": "transfers move on while Python computes", "calls": "transfers move on in calls of the store"}
+    return Row("progress", f"{config.progress}: {meaning[config.progress]}")
+
+
+def _host_rows(hosts: list[str]) -> Iterator[Row]:
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    yield Row("ranks", f"{len(hosts)} on {len(by_host)} host{'s' * (len(by_host) > 1)}")
+    for host, ranks in by_host.items():
+        yield Row("", f"{host}: {ranges(ranks)}")
+
+
+def _role_rows(hosts: list[str], config: Config) -> Iterator[Row]:
+    try:
+        roles = assign(hosts, config.num_servers, config.server_placement)
+    except ConfigError as error:
+        # One process that asks for servers is a program looked at without its mpirun: no mistake yet.
+        yield Row("roles", str(error), problem=len(hosts) > 1)
+        return
+    text = f"workers: ranks {ranges(roles.workers)}"
+    yield Row("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
+
+
+def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
+    """Every `MPIKV_*` variable in force, what is wrong with it, and names that nothing reads."""
+    known = {variable.name: variable for variable in VARIABLES}
+    unknown = unknown_variables(environ)
+    in_force = variables_in_force(environ)
+    for name, text in in_force.items():
+        if name in unknown:
+            nearest = unknown[name]
+            hint = f"; {nearest} exists" if nearest else f"; there are {', '.join(known)}"
+            yield Row(name, f"{text}  (nothing reads this variable{hint})")
+            continue
+        try:
+            if text.strip():
+                known[name].parse(text.strip())
+        except ValueError as error:
+            yield Row(name, f"{text!r} {error}", problem=True)
+        else:
+            yield Row(name, text)
+    if not in_force:
+        yield Row("MPIKV_* variables", "none in force")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def ranges(numbers: list[int] | tuple[int, ...]) -> str:
+    """Ascending numbers in short: `0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

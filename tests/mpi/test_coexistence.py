@@ -1,0 +1,178 @@
+"""Several stores at once, on sub-communicators too, and a user's own MPI traffic on the same ranks with the same tags."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi_stores import full, on_workers, uniform
+
+from mpikv import Config, kv, optimizers, wire
+
+SETTINGS = Config(timeout_s=30)
+TAGS = [wire.TAG_CONTROL, wire.TAG_REQUEST, wire.TAG_STATES, wire.TAG_REPLY, wire.TAG_REPLY + 1]
+TAGS += [wire.key_tag(key, use) for key in range(2) for use in range(wire.TAGS_PER_KEY)]
+
+
+@pytest.mark.mpi
+def test_two_stores_at_once(comm):
+    """The same keys with other values, pushed in an order that differs from rank to rank."""
+    W, rank = comm.Get_size(), comm.Get_rank()
+    first = kv.create("dist_sync", comm=comm, config=SETTINGS)
+    second = kv.create("dist_async", comm=comm, config=SETTINGS)
+    second.set_optimizer(optimizers.create("test"))
+    for store in (first, second):
+        store.init(["a", "b"], [full(0, 100), full(0, 3000)])
+    for round_ in range(1, 4):
+        for store in (first, second) if (rank + round_) % 2 else (second, first):
+            store.push(["a", "b"], [full(round_, 100), full(10 * round_, 3000)])
+    requests = [store.pull_async(key) for store in (first, second) for key in "ab"]
+    assert [uniform(request.wait()) for request in requests[:2]] == [3.0 * W, 30.0 * W]
+    second.barrier()
+    assert [uniform(second.pull(key)) for key in "ab"] == [6.0 * W, 60.0 * W]
+    first.close()
+    second.push("a", full(1, 100))
+    second.barrier()
+    assert uniform(second.pull("a")) == 7.0 * W
+    second.close()
+
+
+@pytest.mark.mpi
+def test_stores_on_sub_communicators_and_across(comm):
+    rank, size = comm.Get_rank(), comm.Get_size()
+    half = comm.Split(rank % 2, -rank)  # numbered backwards
+    across = kv.create("dist_sync", comm=comm, config=SETTINGS)
+    inner = kv.create("dist_sync", comm=half, config=SETTINGS)
+    members = len(range(rank % 2, size, 2))
+    assert (inner.num_workers, inner.rank) == (members, half.Get_rank())
+    # A key of the same name, of another shape in each half, initialised at different times.
+    inner.init("w", full(0, 5 + rank % 2))
+    across.init("w", full(0, 7))
+    for i in range(3):
+        inner.push("w", full(1 + rank % 2, 5 + rank % 2))
+        across.push("w", full(i, 7))
+    assert uniform(across.pull("w")) == 2.0 * size
+    assert uniform(inner.pull("w")) == (1 + rank % 2) * members
+    if rank % 2:
+        inner.close()
+        across.close()
+    else:
+        across.close()
+        inner.close()
+    half.Free()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_servers_on_sub_communicators(comm):
+    """Two jobs side by side, each with a server of its own; one synchronous, one asynchronous."""
+    color = comm.Get_rank() % 2
+    half = comm.Split(color)
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init("w", full(color, 1000))
+        for _ in range(3):
+            store.push("w", full(1 + color, 1000))
+        store.barrier()
+        return uniform(store.pull("w"))
+
+    workers = half.Get_size() - 1
+    found = on_workers(half, ("dist_sync", "dist_async")[color], body, num_servers=1, bigarray_bound_elems=10)
+    assert found == [color + 3.0 * workers * (1 + color)] * workers
+    half.Free()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_the_users_own_traffic(comm, name):
+    """Messages under way on the user's communicator with the tags of the store, wildcards, collectives in between."""
+    from mpi4py import MPI
+
+    W, rank = comm.Get_size(), comm.Get_rank()
+    after, before = (rank + 1) % W, (rank - 1) % W
+    user = comm.Dup()
+    with kv.create(name, comm=user, config=SETTINGS) as store:
+        if name == "dist_async":
+            store.set_optimizer(optimizers.create("test"))
+        received = {tag: np.zeros(40, np.int64) for tag in TAGS}
+        sent = {tag: np.full(40, 1000 * rank + tag, np.int64) for tag in TAGS}
+        requests = [user.Irecv(received[tag], before, tag) for tag in TAGS[::2]]
+        store.init([0, 1], [full(0, 50), full(0, 5000)])
+        requests += [user.Isend(sent[tag], after, tag) for tag in TAGS]
+        store.push([0, 1], [full(1, 50), full(2, 5000)])
+        reduced = user.allreduce(rank)
+        pulls = [store.pull_async(key) for key in (0, 1)]
+        gathering = user.Iallgather(np.array([rank], np.int64), gathered := np.empty(W, np.int64))
+        requests += [user.Irecv(received[tag], before, tag) for tag in TAGS[1::2]]
+        values = [uniform(pull.wait()) for pull in pulls]
+        gathering.Wait()
+        MPI.Request.Waitall(requests)
+        store.barrier()
+        # Nothing of the store's is to be seen here, though it may be talking at the moment.
+        store.push([0, 1], [full(1, 50), full(2, 5000)])
+        assert not user.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        user.Barrier()
+        assert not user.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        store.barrier()
+        if name == "dist_sync":
+            assert values == [1.0 * W, 2.0 * W]
+        else:
+            assert [uniform(store.pull(key)) for key in (0, 1)] == [2.0 * W, 4.0 * W]
+    assert reduced == W * (W - 1) // 2
+    assert gathered.tolist() == list(range(W))
+    for tag in TAGS:
+        assert received[tag].tolist() == [1000 * before + tag] * 40
+    user.Free()
+
+
+@pytest.mark.mpi
+def test_the_users_communicator_may_go_first(comm):
+    """The store talks on a duplicate."""
+    user = comm.Dup()
+    store = kv.create("dist_sync", comm=user, config=SETTINGS)
+    user.Free()
+    store.init("w", full(0, 3))
+    store.push("w", full(1, 3))
+    assert uniform(store.pull("w")) == comm.Get_size()
+    store.close()
+
+
+@pytest.mark.mpi
+def test_two_native_stores(comm):
+    """Each key has a communicator; keys of two stores are initialised and pushed in orders that differ by rank."""
+    W, rank = comm.Get_size(), comm.Get_rank()
+    native = Config(timeout_s=30, algorithm="native")
+    stores = [kv.create("dist_sync", comm=comm, config=native) for _ in range(2)]
+    for store in stores:
+        for key in ("abc", "cab", "bca")[rank % 3]:
+            store.init(key, full(0, 500))
+    order = [(i, key) for i in range(2) for key in "abc"]
+    for round_ in range(3):
+        for at in np.random.default_rng([rank, round_]).permutation(len(order)):
+            i, key = order[at]
+            stores[i].push(key, full((i + 1) * ord(key) + round_, 500))
+    for i, key in reversed(order):
+        assert uniform(stores[i].pull(key)) == W * ((i + 1) * ord(key) + 2)
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["auto", "native"])
+def test_many_stores_one_after_another(comm, algorithm):
+    """Communicators are given back: more stores times keys than MPICH has communicators for native."""
+    keys = list(range(60))
+    for turn in range(40):
+        with kv.create("dist_sync", comm=comm, config=Config(timeout_s=30, algorithm=algorithm)) as store:
+            store.init(keys, [full(turn, 2)] * len(keys))
+            store.pushpull(59, value := full(1, 2))
+            assert uniform(value) == comm.Get_size()
+
+
+@pytest.mark.mpi
+def test_local_stores_beside(comm):
+    local = kv.create("local")
+    with kv.create("dist_sync", comm=comm, config=SETTINGS) as store:
+        for one in (local, store):
+            one.init("w", full(0, 3))
+            one.push("w", full(1, 3))
+        assert (uniform(local.pull("w")), uniform(store.pull("w"))) == (1.0, comm.Get_size())

@@ -1,0 +1,165 @@
+"""Laws of plans, bounds, roles and messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpikv import wire
+from mpikv.collectives import halving_doubling, naive, ring
+from mpikv.keys import add_load, even_bounds, plan_of_bounds, server_plan, whole_bounds
+from mpikv.server.roles import assign
+
+sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
+parts = st.integers(1, 40)
+
+
+def check_plan(plan, n, owners):
+    """Covers [0, n) exactly, in order, without empty shards, by owners that exist."""
+    position = 0
+    for shard in plan:
+        assert shard.begin == position
+        assert shard.end > shard.begin
+        assert 0 <= shard.owner < owners
+        position = shard.end
+    assert position == n
+
+
+@given(sizes, parts)
+def test_even_bounds(n, count):
+    bounds = even_bounds(n, count)
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert (bounds[0], bounds[-1], len(lengths)) == (0, n, count)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+    assert lengths[-1] >= 0
+    check_plan(plan_of_bounds(bounds), n, count)
+
+
+@given(sizes, parts, st.data())
+def test_whole_bounds(n, count, data):
+    owner = data.draw(st.integers(0, count - 1))
+    plan = plan_of_bounds(whole_bounds(n, count, owner))
+    check_plan(plan, n, count)
+    assert {shard.owner for shard in plan} == ({owner} if n else set())
+
+
+@given(st.integers(0, 300), parts)
+def test_bounds_of_the_algorithms(n, size):
+    for module in (naive, ring, halving_doubling):
+        bounds = module.bounds(n, size)
+        assert len(bounds) == size + 1
+        plan = plan_of_bounds(bounds)
+        check_plan(plan, n, size)
+        assert all(shard.owner < module.owners(size) for shard in plan)
+        assert 1 <= module.owners(size) <= size
+        lengths = [shard.end - shard.begin for shard in plan]
+        assert not lengths or max(lengths) - min(lengths) <= 1
+
+
+@given(sizes, st.lists(st.integers(0, 10**9), min_size=1, max_size=12), st.integers(1, 10**6), st.booleans())
+def test_server_plan(n, load, bound, whole):
+    plan = server_plan(n, load, bound, whole=whole)
+    check_plan(plan, n, len(load))
+    if whole or n < bound:
+        assert len(plan) == (n > 0)
+        assert all(load[shard.owner] == min(load) for shard in plan)
+    else:
+        assert len(plan) == min(n, len(load))
+        lengths = [shard.end - shard.begin for shard in plan]
+        assert max(lengths) - min(lengths) <= 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8])), max_size=60),
+    st.integers(1, 6),
+    st.integers(1, 2000),
+)
+def test_servers_are_balanced_by_bytes(keys, servers, bound):
+    """No server holds more than the lightest one by more than one whole key and a rounding error per cut one."""
+    load = [0] * servers
+    rounding = largest = 0
+    for n, itemsize in keys:
+        plan = server_plan(n, load, bound, whole=False)
+        add_load(load, plan, itemsize)
+        if len(plan) == 1:
+            largest = max(largest, n * itemsize)
+        rounding += itemsize
+    assert sum(load) == sum(n * itemsize for n, itemsize in keys)
+    assert max(load) - min(load) <= largest + rounding
+
+
+hosts = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24)
+
+
+@given(hosts, st.data(), st.sampled_from(["spread", "last"]))
+def test_roles(hosts, data, placement):
+    n = data.draw(st.integers(0, len(hosts) - 1))
+    roles = assign(hosts, n, placement)
+    assert sorted(roles.workers + roles.servers) == list(range(len(hosts)))
+    assert list(roles.workers) == sorted(roles.workers)
+    assert list(roles.servers) == sorted(roles.servers)
+    assert len(roles.servers) == n
+    assert 0 in roles.workers
+    assert assign(hosts, n, placement) == roles
+
+
+@given(hosts, st.data())
+def test_spread_gives_every_host_its_share(hosts, data):
+    """A host has two servers more than another only where that one has no rank left to give."""
+    n = data.draw(st.integers(0, len(hosts) - 1))
+    roles = assign(hosts, n)
+    size = Counter(hosts)
+    given_up = Counter(hosts[rank] for rank in roles.servers)
+    for one in size:
+        for other in size:
+            left = size[other] - given_up[other] - (other == hosts[0])
+            assert given_up[one] <= given_up[other] + 1 or left == 0
+
+
+@given(
+    st.integers(1, 255),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**64 - 1),
+    st.binary(max_size=100),
+)
+def test_requests_come_back(kind, key_id, reply_tag, attributes_id, round_, payload):
+    header = wire.Header(kind, key_id, reply_tag, attributes_id, round_)
+    for data in (payload, np.frombuffer(payload, np.uint8)):
+        found, rest = wire.parse_request(wire.request(header, data))
+        assert found == header
+        assert rest.tobytes() == payload
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text().filter(lambda name: name != "version"), json_values, max_size=5))
+def test_control_messages_come_back(message):
+    assert wire.parse_control(wire.control(message)) == message
+
+
+@given(json_values, st.binary(max_size=60))
+def test_texts_with_data_come_back(value, data):
+    import json
+
+    text, rest = wire.split_text(np.frombuffer(wire.with_text(json.dumps(value).encode(), data), np.uint8))
+    assert text == value
+    assert rest.tobytes() == data
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_tags_stay_below_the_largest(max_tag):
+    keys = wire.max_keys(max_tag)
+    if keys > 0:
+        assert wire.key_tag(keys - 1, wire.TAGS_PER_KEY - 1) <= max_tag
+    assert wire.key_tag(max(keys, 0), wire.TAGS_PER_KEY - 1) > max_tag
