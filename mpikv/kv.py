@@ -92,10 +92,10 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     library.check_launcher(world.Get_size())
     if comm is None:
         comm = world
-    elif not isinstance(comm, MPI.Intracomm):
-        raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
     elif comm == MPI.COMM_NULL:
         raise ValueError("comm is COMM_NULL: this rank belongs to no group of the split, and makes no store")
+    elif not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
     me = f"rank {comm.Get_rank()} of {comm.Get_size()}"
 
     def nobody() -> BaseException:

@@ -38,12 +38,13 @@ class LocalUpdates:
         """One update with `grad`, the sum over devices and workers; every array of `weights` gets the new value."""
         info, held = self._info(key), self._held[key]
         view = host_view(weights[0], f"the weight of {key!r}")
-        if not np.shares_memory(held, view, max_work=1):
+        # `held` is either a weight's own contiguous memory or memory of its own, so comparing bounds is exact.
+        if not np.may_share_memory(held, view):
             np.copyto(held, view.reshape(-1))  # the model may have changed it, or moved it to other memory
         total = host_view(grad, f"the gradient of {key!r}").reshape(-1)
         self._strategy.push(info, total.astype(sum_dtype(info.dtype), copy=False), 0)
         for weight in weights:
-            if is_device(weight) or not np.shares_memory(held, host_view(weight, "a weight"), max_work=1):
+            if is_device(weight) or not np.may_share_memory(held, host_view(weight, "a weight")):
                 write(weight, held, f"the weight of {key!r}")
 
     def _info(self, key: Key) -> KeyInfo:
@@ -53,7 +54,7 @@ class LocalUpdates:
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""
-        self._strategy.save_states(path, dump_optimizer=True)
+        self._strategy.save_states(path, None, dump_optimizer=True)
 
     def load_states(self, path: str) -> None:
         """Read such a file, or one of a store with the same keys. StatesFileError changes nothing."""

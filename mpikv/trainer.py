@@ -236,19 +236,21 @@ class Trainer:
     # --- states
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Write the optimizer's states into one file, whole or not at all.
+        """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
 
-        Where the store makes the updates: collective, worker 0 writes, and the states of all trainers on the store
-        are in it. Otherwise local, and all workers would write the same: let one of them do it.
+        Where the store makes the updates: collective, worker 0 writes. Otherwise local, and all workers would write the
+        same: let one of them do it.
         """
         if self._on_store and self._store is not None:
-            self._store.save_optimizer_states(fname, dump_optimizer=True)
+            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
+            self._store._save_optimizer_states_for(trained, fname, dump_optimizer=True)
         else:
             self._local.save_states(os.fspath(fname))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
 
+        The trainer that reads is the one that wrote: the first, second, ... of its store, with the same names.
         Raises StatesFileError or OSError, on every worker, and has changed nothing then.
         """
         if self._on_store and self._store is not None:

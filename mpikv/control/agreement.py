@@ -5,10 +5,9 @@ every worker has proposed the same thing, the topic's rule makes a result of wha
 everybody gets that verdict. A worker that proposed waits for its verdict, so two mistakes show at once instead of
 hanging:
 
-- All workers wait, none of them for the same thing. If each is in an `init`, they initialise keys in different orders,
-which
-  is allowed: every one is released with a provisional verdict and goes on; the final one follows. Anything else is
-  an error that says where each worker is.
+- All workers wait, and nothing can become complete. If it is for an `init` that the others have made or can still come
+  to, they initialise keys in different orders, which is allowed: they are released with a provisional verdict and go
+  on; the final one follows. Anything else is an error that says where each worker is.
 - A worker has closed its store. Whatever else is proposed can never be complete.
 
 Cost: two messages per worker and proposal. No clock, no MPI.
@@ -184,8 +183,7 @@ class Agreement:
     def _release(self, waiting: Mapping[int, Sequence[Item]]) -> list[Verdict]:
         """Workers are in an `init` of different keys: let them go on with what those before them have brought.
 
-        Who waits for a key that differs already stays, so that its error can name all workers, unless nobody could go
-        on.
+        Who waits for a key that differs already stays, so that its error names all workers, unless nobody could go on.
         """
         items = {item: self._disagreement(item) for item in {item for items in waiting.values() for item in items}}
         verdicts = []

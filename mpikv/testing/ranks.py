@@ -52,8 +52,7 @@ def spawn(
     failed = False
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         if errors and not failed:
-            # The others may be about to fail too, or wait for this one until their own limit, which nobody wants to
-            # see.
+            # The others may be about to fail too, or wait for this one until their own limit.
             failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
         time.sleep(0.001)
     if not failed:

@@ -5,8 +5,7 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
 `python -m mpi4py` does, and more:
 
 - an uncaught exception prints its traceback, each line with this rank and host, and aborts the job with status 1;
-- `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job is aborted with
-it;
+- `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job ends with it;
 - SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
 """
 

@@ -66,7 +66,10 @@ class Running(Generic[T]):
         self._waiting_for: Request | None = None
 
     def advance(self) -> bool:
-        """Resume while the yielded requests are done, but not for ever; whether anything moved. Raises nothing but Ctrl-C."""
+        """Resume while the yielded requests are done, but not for ever. Raises nothing but Ctrl-C.
+
+        Returns whether anything moved.
+        """
         moved = False
         for _ in range(RESUMES):
             if self.done:

@@ -426,6 +426,37 @@ def test_states_continue_a_run(store: Any, on_store: bool | None, devices: int, 
         assert np.array_equal(parameter.data, through[name].data)
 
 
+def test_states_of_two_trainers_on_one_store(tmp_path: Path) -> None:
+    """Each has its own file and its own optimizer, and loading one leaves the other alone."""
+
+    def make() -> tuple[list[Parameter], list[Trainer]]:
+        store = kv.create("local")
+        params = [Parameter(np.zeros(1), "w") for _ in range(2)]
+        kinds = [("sgd", {"learning_rate": 1.0, "momentum": 0.5}), ("nag", {"learning_rate": 1.0, "momentum": 0.5})]
+        return params, [Trainer([p], *kind, kvstore=store) for p, kind in zip(params, kinds, strict=True)]
+
+    def step(params: list[Parameter], trainers: list[Trainer]) -> list[float]:
+        before = [float(p.data[0]) for p in params]
+        for parameter, trainer in zip(params, trainers, strict=True):
+            parameter.grad[:] = 1
+            trainer.step(1)
+        return [float(p.data[0]) - b for p, b in zip(params, before, strict=True)]
+
+    params, trainers = make()
+    first = step(params, trainers)
+    for i, trainer in enumerate(trainers):
+        trainer.save_states(tmp_path / f"states{i}")
+    second = step(params, trainers)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+    for i in (0, 1):
+        params, trainers = make()
+        trainers[i].load_states(tmp_path / f"states{i}")
+        moved = step(params, trainers)
+        assert moved[i] == second[i]
+        assert moved[1 - i] == first[1 - i]
+
+
 def test_states_go_from_a_store_to_none(tmp_path: Path) -> None:
     """The file does not tell where the updates were made."""
     for stores in (("device", None), (None, "device")):
