@@ -84,7 +84,7 @@ def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
         from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
         library.check_launcher(MPI.COMM_WORLD.Get_size())
-    except library.NoLibrary as error:
+    except library.NoLibraryError as error:
         # Alone this is how things are; a launcher's ranks, though, would be jobs of one rank each.
         return said_rank, [Row("MPI library", f"none: {error}", problem=started_by is not None)]
     except ConfigError as error:

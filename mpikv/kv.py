@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -215,7 +216,11 @@ def _fatal(error: BaseException) -> None:
 def _registered(store: KVStore, strategy: Strategy) -> KVStore:
     """Close the store at the interpreter's exit, and end the job instead when the program failed."""
 
+    pid = os.getpid()
+
     def at_exit() -> None:
+        if os.getpid() != pid:
+            return  # a child that was forked; the store is its parent's
         guard = abort.guard()
         if guard is not None and guard.exit_status:
             guard.fail(f"sys.exit({guard.exit_status}) while {store!r} was open: the job ends", guard.exit_status)

@@ -31,6 +31,7 @@ class Guard:
     def __init__(self, rank: int, size: int) -> None:
         self.label = f"rank {rank} of {size} on {socket.gethostname()}"
         self.exit_status = 0
+        self._pid = os.getpid()
         self._before = sys.excepthook
         self._exit = sys.exit
         self._doing: list[Callable[[], str | None]] = []
@@ -51,8 +52,15 @@ class Guard:
         if doing in self._doing:
             self._doing.remove(doing)
 
+    def is_child(self) -> bool:
+        """Whether this process was forked from the rank, as the workers of a data loader are: its end is its own."""
+        return os.getpid() != self._pid
+
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the traceback with this rank in front of every line, and end the job."""
+        if self.is_child():
+            self._before(kind, error, trace)
+            return
         self.fail("".join(traceback.format_exception(kind, error, trace)), 130 if kind is KeyboardInterrupt else 1)
 
     def fail(self, text: str, status: int = 1) -> None:
@@ -71,7 +79,7 @@ class Guard:
         self._exit(status)
 
     def _terminated(self, signum: int, _frame: FrameType | None) -> None:
-        for doing in self._doing:
+        for doing in () if self.is_child() else self._doing:
             text = doing()
             if text is not None:
                 # os.write: a handler may run inside another write to stderr, which forbids a second one.

