@@ -8,12 +8,13 @@ per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Para
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import numpy as np
 
 from mpikv import arrays
-from mpikv.devices import Device, put
+from mpikv.devices import Device, put, use
 
 GradReq = Literal["write", "add", "null"]
 _GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
@@ -61,7 +62,10 @@ class Parameter:
             raise ValueError("devices is empty: name at least one, such as 'cpu', or leave it out")
         else:
             # A copy each: two replicas on the host, or a replica and the caller's array, must not be the same memory.
-            self._data = [put(first, device).copy() for device in devices]
+            self._data = []
+            for device in devices:
+                with use(device):  # CuPy copies to the current device
+                    self._data.append(put(first, device).copy())
         for replica in self._data:
             arrays.check_writable(replica, f"parameter {name or ''}".strip())
         self._grad = [_zeros_like(replica) for replica in self._data]
@@ -140,8 +144,9 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
 
 
 def _zeros_like(array: Any) -> Any:
-    zeros = array.copy()  # NumPy's and CuPy's alike, on the array's own device
-    zeros[...] = 0
+    with array.device if arrays.is_device(array) and hasattr(array, "device") else nullcontext():
+        zeros = array.copy()  # NumPy's and CuPy's alike
+        zeros[...] = 0
     return zeros
 
 

@@ -6,8 +6,9 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import jobs
 import numpy as np
@@ -45,7 +46,7 @@ def run(example: str, *arguments: object, n: int | None = None, timeout_s: float
         return job.stdout
     mpi = jobs.find_mpi()
     assert mpi is not None
-    env = jobs.environment(mpi, {}, Path("/tmp"))
+    env = jobs.environment(mpi, {}, Path(tempfile.gettempdir()))
     done = subprocess.run(
         [sys.executable, *line[1:]], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -142,17 +143,20 @@ def test_twenty_steps_are_the_same_in_every_mode(
 
 
 @pytest.mark.parametrize(
-    ("n", "more"), [(None, ["--kv-store", "local"]), (2, []), (3, ["--num-servers", 1])], ids=["local", "2", "2+1"]
+    ("begun", "finished"),
+    [((None, ["--kv-store", "local"]), (None, ["--kv-store", "device"])), ((2, []), (3, ["--num-servers", 1]))],
+    ids=["alone", "two workers, then with a server"],
 )
-def test_resumed_run_is_the_same_run(n: int | None, more: Sequence[object], digits: Path, tmp_path: Path) -> None:
-    common = ["--data-dir", digits, "--network", "mlp", "--num-examples", 500, *more]
+def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tmp_path: Path) -> None:
+    """Bit for bit, and in another mode too, as long as the number of workers is the same."""
+    (n, more), (n_after, more_after) = begun, finished
+    common = ["--data-dir", digits, "--network", "mlp", "--num-examples", 500]
     saved = tmp_path / "run"
-    through = run("train_mnist.py", *common, "--dump-weights", tmp_path / "through", n=n)
-    run("train_mnist.py", *common, "--num-epochs", 2, "--save", saved, n=n)
+    through = run("train_mnist.py", *common, *more, "--dump-weights", tmp_path / "through", n=n)
+    run("train_mnist.py", *common, *more, "--num-epochs", 2, "--save", saved, n=n)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run", "run.states-2", "through"]
-    again = run(
-        "train_mnist.py", *common, "--resume", saved, "--save", saved, "--dump-weights", tmp_path / "again", n=n
-    )
+    rest = ["--resume", saved, "--save", saved, "--dump-weights", tmp_path / "again"]
+    again = run("train_mnist.py", *common, *more_after, *rest, n=n_after)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again", "run", "run.states-3", "through"]
     assert result(again, "3 epochs") == result(through, "3 epochs")
     assert "epoch 3/3" in again
@@ -160,7 +164,8 @@ def test_resumed_run_is_the_same_run(n: int | None, more: Sequence[object], digi
     first, second = weights(tmp_path / "through"), weights(tmp_path / "again")
     for name in first:
         assert np.array_equal(first[name], second[name])
-    assert result(run("train_mnist.py", *common, "--resume", saved, n=n), "3 epochs") == result(through, "3 epochs")
+    if n is None:  # there is nothing left to train
+        assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
 
 
 def test_workers_without_examples_take_part(digits: Path) -> None:
@@ -195,7 +200,7 @@ def test_mistakes_are_named(arguments: list[str], words: str, digits: Path) -> N
     line = [sys.executable, str(EXAMPLES / "train_mnist.py"), "--kv-store", "local", "--data-dir", str(digits)]
     mpi = jobs.find_mpi()
     assert mpi is not None
-    env = jobs.environment(mpi, {}, Path("/tmp"))
+    env = jobs.environment(mpi, {}, Path(tempfile.gettempdir()))
     done = subprocess.run([*line, *arguments], env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert words in done.stderr.splitlines()[-1]

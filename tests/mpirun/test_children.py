@@ -7,7 +7,7 @@ from pathlib import Path
 from jobs import mpirun
 
 PROGRAM = """
-import multiprocessing, sys
+import multiprocessing, sys, time
 import numpy as np
 from mpikv import kv
 
@@ -25,8 +25,14 @@ for body in (leave, fail):
     child.start()
     child.join()
     assert child.exitcode in (1, 3), child.exitcode
-waiting = fork.Process(target=__import__("time").sleep, args=(60,))
+def wait(running):
+    running.set()  # Python drops a signal that comes before the child has begun
+    time.sleep(60)
+
+running = fork.Event()
+waiting = fork.Process(target=wait, args=(running,))
 waiting.start()
+assert running.wait(30)
 waiting.terminate()
 waiting.join()
 store.pushpull("w", value := np.ones(3))
