@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 import jobs  # noqa: E402 - lies beside the tests
 import report  # noqa: E402
 
-RUNNER = ("tests/unit/test_runner.py", "tests/unit/test_runner_jobs.py")
+RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_jobs", "_scripts"))
 OPENMPI_SIZES = (1, 2, 3, 4, 5)
 MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their time spinning
 QUICK_SIZES = (3,)

@@ -35,7 +35,20 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPIKV_TEST_JOB"
 ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, separated by ":"; scripts/test sets it
 # What a launcher, a shell or a developer's own settings may have left in our environment and ranks must not see.
-FOREIGN = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "OPAL_", "MPIR_", "SLURM_", "MPIKV_")
+# PYTHONUNBUFFERED would tear the lines of different ranks apart.
+FOREIGN = (
+    "OMPI_",
+    "PMIX_",
+    "PRTE_",
+    "PMI_",
+    "HYDI_",
+    "HYDRA_",
+    "OPAL_",
+    "MPIR_",
+    "SLURM_",
+    "MPIKV_",
+    "PYTHONUNBUFFERED",
+)
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 

@@ -75,8 +75,12 @@ class Running(Generic[T]):
             if self.done:
                 break
             try:
-                if self._waiting_for is not None and not self._waiting_for.test():
-                    break
+                try:
+                    if self._waiting_for is not None and not self._waiting_for.test():
+                        break
+                except Exception as error:  # noqa: BLE001 - the generator may know what to make of it
+                    moved, self._waiting_for = True, self._steps.throw(error)
+                    continue
                 moved = True
                 self._waiting_for = next(self._steps)
             except StopIteration as stop:

@@ -13,7 +13,7 @@ import pytest
 from jobs import Job, Mpi, find_mpi, mpirun
 
 OPEN_MPI, MPICH = find_mpi("openmpi"), find_mpi("mpich")
-STORE = ["python", "-c", "from mpikv import kv; store = kv.create('dist_sync'); print('made', store.num_workers)"]
+STORE = ["python", "-c", "from mpikv import kv; store = kv.create('dist_sync'); print(f'made {store.num_workers}')"]
 INFO = ["python", "-m", "mpikv", "info"]
 
 

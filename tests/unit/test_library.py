@@ -179,7 +179,7 @@ def test_who_started_us(environ: dict[str, str], expected: tuple[str, int] | Non
 @pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA, SRUN])
 def test_several_ranks_started_but_one_in_the_world(environ: dict[str, str]) -> None:
     launcher.check_after_init(4, "Open MPI at /x", environ)
-    launcher.check_after_init(1, "Open MPI at /x", {name: "1" for name in environ})
+    launcher.check_after_init(1, "Open MPI at /x", dict.fromkeys(environ, "1"))
     with pytest.raises(ConfigError, match=r"4 ranks were started by .*=4\).*the library Open MPI at /x"):
         launcher.check_after_init(1, "Open MPI at /x", environ)
 

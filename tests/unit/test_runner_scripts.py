@@ -1,0 +1,151 @@
+"""The scripts: what they count, and that a stage without tests, a crash and a hang are failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import ROOT, Job, find_mpi
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import _stages
+
+BASH = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+
+
+def judged(lines: list[tuple[str, str]], status: int, tmp_path: Path, *, selected: bool = False, **job: object):
+    """What a stage counts whose tests wrote these lines and that ended with this status."""
+    report = tmp_path / "report"
+    report.write_text("".join(json.dumps({"test": t, "outcome": o, "reason": "why"}) + "\n" for t, o in lines))
+    counted = _stages.count(report)
+    stage = _stages.Stage("unit", "title", None, [], 60)
+    ended = Job(status, "", "", 1.0, **{"timed_out": False, **job})
+    _stages.judge(stage, ended, counted, selected=selected)
+    return counted
+
+
+def test_outcomes(tmp_path: Path) -> None:
+    lines = [("a", "started"), ("a", "passed"), ("b", "started"), ("b", "skipped"), ("c", "started"), ("c", "failed")]
+    counted = judged(lines, 1, tmp_path)
+    assert (counted.passed, counted.failed, counted.reasons) == (["a"], ["c"], {"b": "why"})
+
+
+def test_a_test_that_never_ended_has_failed(tmp_path: Path) -> None:
+    counted = judged([("a", "started"), ("a", "passed"), ("b", "started")], 86, tmp_path)
+    assert (counted.passed, counted.failed) == (["a"], ["b"])
+
+
+@pytest.mark.parametrize("status", [0, 5])
+def test_a_stage_without_an_executed_test_has_failed(status: int, tmp_path: Path) -> None:
+    assert len(judged([("a", "skipped")], status, tmp_path).failed) == 1
+    assert len(judged([], status, tmp_path).failed) == 1
+    assert judged([], status, tmp_path, selected=True).failed == []  # -k selected others
+
+
+def test_a_status_that_no_test_explains_is_a_failure(tmp_path: Path) -> None:
+    for selected in (False, True):
+        assert len(judged([("a", "passed")], 3, tmp_path, selected=selected).failed) == 1
+    assert judged([("a", "passed")], 0, tmp_path).failed == []
+
+
+def test_a_hang_and_a_leftover_process_are_failures(tmp_path: Path) -> None:
+    assert len(judged([("a", "passed")], -15, tmp_path, timed_out=True).failed) == 1
+    assert len(judged([("a", "passed")], 0, tmp_path, ranks_left=[1234]).failed) == 1
+
+
+def test_no_report_at_all(tmp_path: Path) -> None:
+    counted = _stages.count(tmp_path / "absent")
+    assert (counted.passed, counted.failed, counted.reasons) == ([], [], {})
+
+
+def test_stages() -> None:
+    mpi = find_mpi()
+    found = _stages.stages(mpi, mpi, quick=False)
+    assert [stage.ranks for stage in found if stage.group == "mpi"] == [1, 2, 3, 4, 5]
+    assert {"unit", "mpi", "mpich", "runner", "jobs", "examples"} == {stage.group for stage in found}
+    # Every file of tests belongs to exactly one stage, but those under mpirun to several.
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        name = str(path.relative_to(ROOT))
+        own = [
+            stage
+            for stage in found
+            if not stage.ranks
+            and any(name.startswith(one) for one in stage.paths)
+            and f"--ignore={name}" not in stage.options
+        ]
+        assert len(own) == (0 if name.startswith("tests/mpi/") else 1), name
+    quick = _stages.stages(mpi, mpi, quick=True)
+    assert {stage.group for stage in quick} == {"unit", "mpi"}
+
+
+@pytest.mark.parametrize("script", ["demo", "test", "lint"])
+def test_help(script: str) -> None:
+    path = ROOT / "scripts" / script
+    assert os.access(path, os.X_OK)
+    done = subprocess.run([path, "--help"], env=BASH, cwd="/", capture_output=True, text=True, timeout=20, check=True)
+    assert f"scripts/{script}" in done.stdout
+    assert "set -euo" not in done.stdout  # the comment at the top, and no more
+
+
+@pytest.mark.parametrize("path", ["scripts/demo", "scripts/test", "scripts/lint", "scripts/_venv.sh", ".ci/run"])
+def test_shell_syntax(path: str) -> None:
+    subprocess.run(["bash", "-n", ROOT / path], check=True, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("scripts/lint --nonsense", "unknown option --nonsense"),
+        ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
+    ],
+)
+def test_wrong_options(line: str, said: str) -> None:
+    done = subprocess.run(line.split(), env=BASH, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_an_old_python_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for tool in ("bash", "dirname", "sed", "cat", "cksum", "id"):
+        for folder in ("/usr/bin", "/bin"):
+            if Path(folder, tool).exists() and not (tmp_path / "bin" / tool).exists():
+                (tmp_path / "bin" / tool).symlink_to(Path(folder, tool))
+    code = f". {ROOT}/scripts/_venv.sh; find_python"
+    done = subprocess.run(
+        ["bash", "-c", code],
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "No Python 3.10 or newer was found" in done.stderr
+    python = tmp_path / "bin" / "python3"
+    python.write_text("#!/bin/sh\nexit 1\n")  # what an old one answers
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", code],
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 1
+
+
+def test_a_users_own_environment_is_kept(tmp_path: Path) -> None:
+    """Nothing that these scripts did not make is removed."""
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "mine").touch()
+    code = f". {ROOT}/scripts/_venv.sh; provide {tmp_path}/venv test"
+    done = subprocess.run(["bash", "-c", code], env=BASH, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert "is no virtual environment" in done.stderr
+    assert (tmp_path / "venv" / "mine").exists()
