@@ -5,9 +5,9 @@ every worker has proposed the same thing, the topic's rule makes a result of wha
 everybody gets that verdict. A worker that proposed waits for its verdict, so two mistakes show at once instead of
 hanging:
 
-- All workers wait, and nothing can become complete. If it is for an `init` that the others have made or can still come
-  to, they initialise keys in different orders, which is allowed: they are released with a provisional verdict and go
-  on; the final one follows. Anything else is an error that says where each worker is.
+- Some workers wait for each other and for nobody else. If it is for an `init` that the others have made or can still
+  come to, they initialise keys in different orders, which is allowed: they are released with a provisional verdict and
+  go on; the final one follows. Anything else is an error that says where each worker is.
 - A worker has closed its store. Whatever else is proposed can never be complete.
 
 Cost: two messages per worker and proposal. No clock, no MPI.
@@ -116,9 +116,29 @@ class Agreement:
                 verdicts += self._decide(item)
         if self._closed:
             verdicts += self._fail_what_cannot_complete()
-        if all(self._waiting.values()):
-            verdicts += self._untangle()
+        stuck = self._stuck()
+        if stuck:
+            verdicts += self._untangle(stuck)
         return verdicts
+
+    def _stuck(self) -> set[int]:
+        """The workers that wait for each other and for nobody else, so that none of them can move by itself.
+
+        Starts from all who wait, and takes out who waits for somebody outside, until nothing changes.
+        """
+        stuck = {worker for worker, items in self._waiting.items() if items}
+        everybody = len(self._labels)
+        while stuck:
+            lacks_outsider = {
+                item
+                for item, proposal in self._open.items()
+                if len(proposal.payloads) + len(stuck) < everybody or len(proposal.payloads.keys() | stuck) < everybody
+            }
+            movable = {worker for worker in stuck if not self._waiting[worker].isdisjoint(lacks_outsider)}
+            if not movable:
+                break
+            stuck -= movable
+        return stuck
 
     def _decide(self, item: Item) -> list[Verdict]:
         """Every worker has come."""
@@ -151,7 +171,9 @@ class Agreement:
     def _fail_what_cannot_complete(self) -> list[Verdict]:
         gone = ", ".join(self._labels[worker] for worker in sorted(self._closed))
         verdicts = []
-        for item in [item for item in self._open if item[0] != "close"]:
+        for item, proposal in list(self._open.items()):
+            if item[0] == "close" or self._closed <= proposal.payloads.keys():
+                continue
             text = (
                 f"{call_text(*item)} needs every worker, and {gone} closed the store already (its program ended early?)"
             )
@@ -159,9 +181,9 @@ class Agreement:
                 verdicts.append(self._error(worker, item, PeerError, text))
         return verdicts
 
-    def _untangle(self) -> list[Verdict]:
-        """Every worker waits and nothing can become complete."""
-        waiting = {worker: sorted(items, key=str) for worker, items in self._waiting.items()}
+    def _untangle(self, stuck: set[int]) -> list[Verdict]:
+        """These workers wait for each other in different calls."""
+        waiting = {worker: sorted(self._waiting[worker], key=str) for worker in sorted(stuck)}
         inits = {worker: [item for item in items if item[0] == "init"] for worker, items in waiting.items()}
         elsewhere = {worker for worker, items in inits.items() if not items}
         wanted = {item for items in inits.values() for item in items}
@@ -192,7 +214,7 @@ class Agreement:
                 if items[item] is None:
                     self._waiting[worker].discard(item)
                     verdicts.append(Verdict(worker, *item, self._open[item].reserved, None, final=False))
-        if all(self._waiting.values()):
+        if all(self._waiting[worker] for worker in waiting):
             for item, disagreement in items.items():
                 if disagreement is not None:
                     self._open[item].error = disagreement

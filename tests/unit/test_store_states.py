@@ -131,6 +131,25 @@ def test_dump_optimizer_brings_its_attributes_back(mode, tmp_path):
 
 
 @EVERY_KIND
+def test_dump_optimizer_saves_what_is_set_now(mode, tmp_path):
+    """A rate that no push has been made under yet."""
+
+    def body(store):
+        store.init("w", np.zeros(3, np.float32))
+        optimizer = optimizers.create("sgd", learning_rate=1.0)
+        store.set_optimizer(optimizer)
+        store.push("w", np.ones(3, np.float32))
+        store.barrier()
+        optimizer.learning_rate = 2.0
+        store.save_optimizer_states(tmp_path / "states", dump_optimizer=True)
+        optimizer.learning_rate = 64.0
+        store.load_optimizer_states(tmp_path / "states")
+        return optimizer.learning_rate
+
+    assert mode.run(body) == [2.0] * mode.workers
+
+
+@EVERY_KIND
 def test_keys_without_a_state_in_the_file_have_none_afterwards(mode, tmp_path):
     def body(store):
         store.init(["a", "b"], [np.zeros(2 * BOUND, np.float32)] * 2)
