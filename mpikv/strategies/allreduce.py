@@ -20,7 +20,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.collectives import blobs, native
+from mpikv.collectives import blobs
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.select import ALGORITHMS, choose
 from mpikv.config import Config
@@ -106,6 +106,12 @@ class AllreduceStrategy:
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._config = config
+        self._native: Any = None
+        if config.algorithm == "native":
+            # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
+            from mpikv.collectives import native  # noqa: PLC0415
+
+            self._native = native
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
         self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
@@ -130,7 +136,7 @@ class AllreduceStrategy:
 
     def agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
-        if self._config.algorithm == "native":
+        if self._native is not None:
             self._last_comm = self._comms[info.id] = self._workers.engine.start(
                 self._duplicate_after(self._last_comm), f"communicator of key {info.key!r}"
             )
@@ -147,7 +153,7 @@ class AllreduceStrategy:
         comm = getattr(self._workers.transport, "comm", None)
         if comm is None:
             raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
-        return (yield from native.duplicate(comm))
+        return (yield from self._native.duplicate(comm))
 
     def pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
@@ -158,7 +164,7 @@ class AllreduceStrategy:
         info, p = lane.info, self.num_workers
         wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
         lane.algorithm = choose(wire_bytes, p, self._config.algorithm)
-        module = native if lane.algorithm == "native" else ALGORITHMS[lane.algorithm]
+        module = self._native or ALGORITHMS[lane.algorithm]
         optimizer = self._owner.optimizer_of(info.id)
         if optimizer is not None and not optimizer.elementwise:
             lane.bounds = whole_bounds(info.n_elems, p, info.id % module.owners(p))
@@ -195,7 +201,7 @@ class AllreduceStrategy:
         """Do what is in the lane; ends when it is empty."""
         if not lane.has_value:
             yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
-            if self._config.algorithm == "native":
+            if self._native is not None:
                 # There once all workers agreed on the key, which may be after `init` has returned.
                 yield Predicate(lambda: lane.info.id in self._comms)
                 yield self._comms[lane.info.id]
@@ -211,16 +217,16 @@ class AllreduceStrategy:
 
     def _round(self, lane: _Lane, buf: HostArray, number: int) -> Steps[None]:
         info, bounds = lane.info, lane.bounds
-        if lane.algorithm == "native":
-            yield from native.reduce_scatter(lane.comm, buf, bounds)
+        if self._native is not None:
+            yield from self._native.reduce_scatter(lane.comm, buf, bounds)
         else:
             reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
             yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
         begin, end = bounds[self.rank], bounds[self.rank + 1]
         if begin < end:
             self._owner.apply(info, lane.stored[begin:end], buf[begin:end], (0, number))
-        if lane.algorithm == "native":
-            yield from native.allgather(lane.comm, lane.stored, bounds)
+        if self._native is not None:
+            yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
             allgather = ALGORITHMS[lane.algorithm].allgather
             yield from allgather(self._group, lane.stored, bounds, wire.key_tag(info.id, 2))

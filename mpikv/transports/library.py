@@ -97,6 +97,9 @@ def prepare(mode: str | None = None) -> None:
             rc.initialize, rc.finalize = initialize, finalize
     if postponed and not MPI.Is_initialized():
         launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
+        if launcher.find() is None:
+            # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
+            os.environ.setdefault("OMPI_MCA_btl", "^sm")
         if rc.threads:
             MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
         else:

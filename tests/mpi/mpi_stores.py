@@ -16,14 +16,16 @@ def on_workers(comm: Any, name: str, body: Callable[[Any], Any], *, num_servers:
     """Run `body(store)` on the workers of a store over `comm`; every rank gets the results in worker order."""
     settings = Config(**{"timeout_s": TIMEOUT_S, **config})
     mine: tuple[int, Any] | None = None
+    status: object = None
     try:
         store = kv.create(name, comm=comm, num_servers=num_servers, config=settings)
     except SystemExit as end:
-        assert end.code == 0
+        status = end.code
     else:
         with store:
             assert store.num_workers == comm.Get_size() - num_servers
             mine = (store.rank, body(store))
+    assert not status
     told = sorted((entry for entry in comm.allgather(mine) if entry is not None), key=lambda entry: entry[0])
     assert [rank for rank, _ in told] == list(range(comm.Get_size() - num_servers))
     return [result for _, result in told]

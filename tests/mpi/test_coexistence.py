@@ -1,4 +1,4 @@
-"""Several stores at once, on sub-communicators too, and a user's own MPI traffic on the same ranks with the same tags."""
+"""Several stores at once, on sub-communicators too, beside a user's own MPI traffic with the same ranks and tags."""
 
 from __future__ import annotations
 

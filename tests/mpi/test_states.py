@@ -54,8 +54,8 @@ def test_goes_on_with_other_numbers(comm, name, tmp_path):
     for servers in range(size):
         middle, expected = on_workers(comm, "dist_sync", whole, num_servers=servers, bigarray_bound_elems=BOUND)[0]
 
-        def second_half(store):
-            start(store, middle)
+        def second_half(store, values=middle):
+            start(store, values)
             store.load_optimizer_states(path)
             return {key: value.tobytes() for key, value in rounds(store, 2, 4).items()}
 
@@ -77,10 +77,10 @@ def test_a_damaged_file_is_an_error_on_every_worker_and_changes_nothing(comm, tm
     path = os.path.join(directory, "states")
     for name, servers in modes(comm):
 
-        def body(store):
+        def body(store, synchronous=name == "dist_sync"):
             store.init("w", full(0, 30))
             store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-            if store.rank == 0 or name == "dist_sync":
+            if store.rank == 0 or synchronous:
                 store.push("w", full(store.rank == 0, 30))
             store.save_optimizer_states(path)
             if store.rank == 0:
@@ -92,9 +92,9 @@ def test_a_damaged_file_is_an_error_on_every_worker_and_changes_nothing(comm, tm
                 with pytest.raises(kind) as caught:
                     store.load_optimizer_states(wrong)
                 assert wrong in str(caught.value)
-            with pytest.raises(OSError):
+            with pytest.raises(FileNotFoundError):
                 store.save_optimizer_states(os.path.join(directory, "none", "states"))
-            if store.rank == 0 or name == "dist_sync":
+            if store.rank == 0 or synchronous:
                 store.push("w", full(store.rank == 0, 30))
             store.barrier()
             return np.unique(store.pull("w")).tolist()

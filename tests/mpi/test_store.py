@@ -61,17 +61,17 @@ def test_arithmetic_of_mxnets_tests(comm, dtype):
     for name, servers in modes(comm)[:: 2 if comm.Get_size() > 2 else 1]:
         W = comm.Get_size() - servers
 
-        def body(store):
+        def body(store, settle=name == "dist_async"):
             store.set_optimizer(optimizers.create("test", rescale_grad=rate))
             store.init(list(range(3)), [np.ones(shape, dtype) for shape in shapes])
             found = []
             for _ in range(rounds):
                 for key, shape in enumerate(shapes):
                     store.push(key, np.full(shape, store.rank + 1, dtype))
-                if name == "dist_async":
+                if settle:
                     store.barrier()
                 found.append([uniform(store.pull(key)) for key in range(3)])
-                if name == "dist_async":
+                if settle:
                     store.barrier()
             return found
 
@@ -213,10 +213,10 @@ def test_callables_reach_the_owners(comm):
     for name, servers in modes(comm):
         for function, expected in ((own_rule, -3.0), (lambda w, g, s: np.subtract(w, factor * g, out=w) is None, -6.0)):
 
-            def body(store):
+            def body(store, function=function, synchronous=name == "dist_sync"):
                 store.init("w", full(0, 100))
                 store.set_optimizer(function)
-                if store.rank == 0 or name == "dist_sync":
+                if store.rank == 0 or synchronous:
                     for _ in range(2):
                         store.push("w", full(store.rank == 0, 100))
                 store.barrier()
@@ -277,7 +277,9 @@ def test_what_create_refuses(comm):
     if size > 1:
         with pytest.raises(ConfigError, match=r"number of servers differs.*rank 0 on"):
             kv.create("dist_sync", comm=comm, num_servers=1 if rank == size - 1 else 0)
-        with pytest.raises(ConfigError, match=r"type of the store differs.*dist_async.*dist_sync|dist_sync.*dist_async"):
+        with pytest.raises(
+            ConfigError, match=r"type of the store differs.*dist_async.*dist_sync|dist_sync.*dist_async"
+        ):
             kv.create("dist_async" if rank else "dist_sync", comm=comm)
         with pytest.raises(ConfigError, match=r"MPIKV_ALGORITHM differs.*ring"):
             kv.create("dist_sync", comm=comm, config=Config(algorithm="ring" if rank else "naive"))

@@ -22,7 +22,7 @@ def equal(name, payloads, labels):
 
 
 class Job:
-    """Workers that each make their calls one after another; a call is a list of proposals and waits for all of them.
+    """Workers that make their calls one after another; a call is a list of proposals and waits for all of them.
 
     The call ROUND stands for a blocking pushpull: it ends when all workers are in it, and the agreement knows nothing of
     it.
@@ -132,7 +132,9 @@ def test_a_worker_that_closes_early_hangs_nobody(calls, data):
 
 
 @settings(max_examples=100)
-@given(st.lists(st.lists(st.sampled_from(["init a", "init b", "barrier"]), max_size=4), min_size=2, max_size=3), st.data())
+@given(
+    st.lists(st.lists(st.sampled_from(["init a", "init b", "barrier"]), max_size=4), min_size=2, max_size=3), st.data()
+)
 def test_programs_that_do_not_fit_never_hang(programs, data):
     """Whatever mixture of calls: all workers come to their close, with errors or without."""
     calls = []

@@ -65,7 +65,9 @@ KINDS = pytest.mark.parametrize("kind", ["numpy", "device", "dlpack"])
 
 def test_kinds():
     array = np.zeros(2)
-    assert [is_array(value) for value in (array, np.float32(1), Tensor(array), FakeDevice().asarray(array))] == [True] * 4
+    assert [is_array(value) for value in (array, np.float32(1), Tensor(array), FakeDevice().asarray(array))] == [
+        True
+    ] * 4
     assert [is_array(value) for value in (1.0, [array], None, "x", (array,), {"a": array})] == [False] * 6
     assert is_device(FakeDevice().asarray(array))
     assert not is_device(array)
@@ -120,7 +122,9 @@ def test_shape_and_dtype_of_a_device_array_move_nothing():
     assert device.gets == device.sets == 0
 
 
-@pytest.mark.parametrize("dtype", [bool, np.int16, np.uint32, complex, object, "S2", ">f4", ">i8", "M8[s]", np.longdouble])
+@pytest.mark.parametrize(
+    "dtype", [bool, np.int16, np.uint32, complex, object, "S2", ">f4", ">i8", "M8[s]", np.longdouble]
+)
 def test_other_dtypes(dtype):
     if np.dtype(dtype) in SUPPORTED_DTYPES:
         pytest.skip("long double is double here")

@@ -93,7 +93,13 @@ def test_frozen():
 
 
 def test_variables_in_force():
-    environ = {"MPIKV_TIMEOUT": "3", "MPIKV_ALGORITHM": "ring", "HOME": "/", "MPIKV_TEST_X": "1", "MPIKV_ZZZZZZZZZ": "1"}
+    environ = {
+        "MPIKV_TIMEOUT": "3",
+        "MPIKV_ALGORITHM": "ring",
+        "HOME": "/",
+        "MPIKV_TEST_X": "1",
+        "MPIKV_ZZZZZZZZZ": "1",
+    }
     assert list(config.variables_in_force(environ)) == ["MPIKV_ALGORITHM", "MPIKV_TIMEOUT", "MPIKV_ZZZZZZZZZ"]
     assert config.unknown_variables(environ) == {"MPIKV_TIMEOUT": "MPIKV_TIMEOUT_S", "MPIKV_ZZZZZZZZZ": None}
 

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from store_modes import BOUND, FEW, FEW_DIST_SYNC, Mode, mode_id
+from store_modes import BOUND, FEW, FEW_DIST_SYNC, mode_id
 
 from mpikv import keys, optimizers
 from mpikv.optimizers.owner import Owner

@@ -30,12 +30,10 @@ def test_stall_says_who_waits_for_what_and_who_is_missing(mode, call):
         store.init(["w", "other"], [full(0), full(0)])
         if store.rank == 0:
             assert pushed.wait(20)
+            if call == "pull":
+                store.push("w", full(1))
             with pytest.raises(StallError) as caught:
-                if call == "pushpull":
-                    store.pushpull("w", full(1))
-                else:
-                    store.push("w", full(1))
-                    store.pull("w")
+                store.pull("w") if call == "pull" else store.pushpull("w", full(1))
             told.set()
             return str(caught.value)
         if store.rank == 2:

@@ -160,7 +160,7 @@ def test_lengths_and_kinds_of_values(mode):
             with pytest.raises(TypeError, match="needs a list of values"):
                 call(["a", "b"], ones(2, 2))
             for wrong in (1.0, "text", {"x": 1}, [1.0, 2.0], [ones(2), None]):
-                with pytest.raises(TypeError, match="not an array|array to write"):
+                with pytest.raises(TypeError, match=r"not an array|array to write"):
                     call("a", wrong)
         with pytest.raises(ValueError, match="initialised with one"):
             store.init("c", [ones(2), ones(2)])

@@ -205,7 +205,7 @@ def test_updater_of_a_local_store():
         store = kv.create(name)
         seen = []
 
-        def updater(key, pushed, stored):
+        def updater(key, pushed, stored, seen=seen):
             seen.append((key, pushed.shape, stored.dtype))
             stored += 2 * pushed
 

@@ -71,8 +71,8 @@ def test_goes_on_in_another_mode_as_if_never_stopped(name, tmp_path):
 
         middle, expected = saver.run(whole)[0]
 
-        def second_half(store):
-            start(store, name, middle)
+        def second_half(store, values=middle):
+            start(store, name, values)
             store.load_optimizer_states(path)
             return bits(rounds(store, name, 3, 6))
 
@@ -87,8 +87,8 @@ def test_asynchronous_store(saver, tmp_path):
     def save(store):
         start(store, "sgd")
         if store.rank == 0:
-            for key in SHAPES:
-                store.push(key, np.ones(SHAPES[key], np.float32))
+            for key, shape in SHAPES.items():
+                store.push(key, np.ones(shape, np.float32))
         store.save_optimizer_states(path)
 
     saver.run(save)
@@ -274,9 +274,10 @@ def test_a_file_that_cannot_be_written(mode, tmp_path):
         store.init("w", np.zeros(4, np.float32))
         store.set_optimizer(optimizers.create("test"))
         store.push("w", np.ones(4, np.float32))
-        for path in (tmp_path / "nowhere" / "states", target):
-            with pytest.raises(OSError):
+        for path, error in ((tmp_path / "nowhere" / "states", FileNotFoundError), (target, IsADirectoryError)):
+            with pytest.raises(OSError, match=path.name) as caught:
                 store.save_optimizer_states(path)
+            assert store.rank > 0 or isinstance(caught.value, error)
         store.barrier()
         return np.unique(store.pull("w")).tolist()
 

@@ -53,7 +53,7 @@ def test_damaged_requests():
         with pytest.raises(MpikvError, match="shorter than its header"):
             wire.parse_request(good[:size].copy())
     for message in (good[:-1], np.concatenate([good, good[:1]])):
-        with pytest.raises(MpikvError, match="announces 12 bytes and brought 1[13]"):
+        with pytest.raises(MpikvError, match=r"announces 12 bytes and brought 1[13]"):
             wire.parse_request(message.copy())
     other = good.copy()
     other[0] = wire.VERSION + 1
