@@ -11,6 +11,7 @@ import argparse
 import collections
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -66,7 +67,7 @@ def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool) -> list[Stage]:
         return found
     found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], 240, ranks=n) for n in MPICH_SIZES]
     found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 240))
-    found.append(Stage("jobs", "whole jobs", openmpi, others, 400))
+    found.append(Stage("jobs", "whole jobs", openmpi, others, 500))
     found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], 400))
     return found
 
@@ -150,6 +151,7 @@ def main() -> int:
         if not set(groups) <= set(known):
             parser.error(f"--only knows {', '.join(known)}")
         chosen = [stage for stage in chosen if stage.group in groups]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
     passed, failed, executed, skipped = 0, [], set(), {}
     began = time.monotonic()
     for stage in chosen:
