@@ -306,7 +306,9 @@ class AllreduceStrategy:
 
         def write() -> None:
             parts = [parts_from_bytes(blob) for blob in gathering.result or []]
-            write_file(path, parts, chosen(self.infos(), keys), self._owner, dump_optimizer=dump_optimizer)
+            write_file(
+                path, parts, chosen(self.infos(), keys), self._workers.optimizers(), dump_optimizer=dump_optimizer
+            )
 
         self._workers.outcome("save_optimizer_states", write)
 
@@ -316,7 +318,7 @@ class AllreduceStrategy:
         parts: list[bytes] = []
 
         def read() -> Any:
-            file = read_file(path, self._workers.infos, self._owner)
+            file = read_file(path, self._workers.infos, self._workers.optimizers())
             for rank in range(self.num_workers):
                 parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
             return restored(file)

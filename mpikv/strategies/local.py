@@ -84,11 +84,15 @@ class LocalStrategy:
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """One file, whole or not at all."""
         parts = collect(self._owner, [(info, 0, info.n_elems) for info in self._infos.values()])
-        write_file(path, [parts], chosen(self.infos(), keys), self._owner, dump_optimizer=dump_optimizer)
+        write_file(path, [parts], chosen(self.infos(), keys), self._optimizers(), dump_optimizer=dump_optimizer)
+
+    def _optimizers(self) -> dict[Key, Optimizer]:
+        found = {key: self._owner.optimizer_of(info.id) for key, info in self._infos.items()}
+        return {key: optimizer for key, optimizer in found.items() if optimizer is not None}
 
     def load_states(self, path: str) -> None:
         """Read and check first, then change."""
-        file = read_file(path, self._infos, self._owner)
+        file = read_file(path, self._infos, self._optimizers())
         keys, configs = restored(file)
         for key in keys:
             self._owner.states.pop(self._infos[key].id, None)

@@ -25,7 +25,7 @@ from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.keys import Key, KeyInfo, Shard, ShardPlan, add_load, server_plan
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import DEFAULT_SLOT, Owner
+from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.strategies.base import Pending, Sink, Updater
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
@@ -68,7 +68,6 @@ class PsStrategy:
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
-        self._owner = Owner()  # only for what it knows of optimizers; the values are elsewhere
         self._free_tags = deque(range(wire.TAG_REPLY, wire.TAG_REPLY + wire.REPLY_TAGS))
         self._sends: deque[Request] = deque()
         self._workers = Workers(transport, workers, config, self, threaded=threaded, on_fatal=on_fatal)
@@ -243,7 +242,6 @@ class PsStrategy:
         """Worker 0 sends it to the servers; keys that it needs whole are moved together first."""
         self._flush("set_optimizer")
         slot, key_ids, pickled = self._workers.agree_on_optimizer(optimizer, keys)
-        self._owner.set_optimizer(slot, optimizer, key_ids)
         if slot == DEFAULT_SLOT:
             self._whole = not optimizer.elementwise
         if not optimizer.elementwise:
@@ -288,7 +286,9 @@ class PsStrategy:
         def write() -> None:
             answers = self._ask(wire.SAVE, [None] * len(self._servers), "save_optimizer_states")
             parts = [parts_from_bytes(answer) for answer in answers]
-            write_file(path, parts, chosen(self.infos(), keys), self._owner, dump_optimizer=dump_optimizer)
+            write_file(
+                path, parts, chosen(self.infos(), keys), self._workers.optimizers(), dump_optimizer=dump_optimizer
+            )
 
         self._workers.outcome("save_optimizer_states", write)
 
@@ -297,7 +297,7 @@ class PsStrategy:
         self._settle("load_optimizer_states")
 
         def read() -> Any:
-            file = read_file(path, self._workers.infos, self._owner)
+            file = read_file(path, self._workers.infos, self._workers.optimizers())
             forget = json.dumps([self._workers.infos[key].id for key in restored(file)[0]]).encode()
             owned = [self._owned(server) for server in range(len(self._servers))]
             blobs = [wire.with_text(forget, parts_to_bytes(distribute(file, shards))) for shards in owned]

@@ -15,6 +15,7 @@ import numpy as np
 from mpikv.errors import MpikvError, StatesFileError
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import states
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part
 
@@ -36,10 +37,18 @@ def collect(owner: Owner, owned: Owned) -> list[Part]:
 
 
 def write_file(
-    path: str, parts: Sequence[Sequence[Part]], infos: Sequence[KeyInfo], owner: Owner, *, dump_optimizer: bool
+    path: str,
+    parts: Sequence[Sequence[Part]],
+    infos: Sequence[KeyInfo],
+    optimizers: Mapping[Key, Optimizer],
+    *,
+    dump_optimizer: bool,
 ) -> None:
-    """Join the parts of all owners and write those of `infos`, whole or not at all. MpikvError without an optimizer."""
-    optimizers = {info.key: optimizer for info in infos if (optimizer := owner.optimizer_of(info.id)) is not None}
+    """Join the parts of all owners and write those of `infos`, whole or not at all. MpikvError without an optimizer.
+
+    optimizers: the user's, with the attributes as they are now.
+    """
+    optimizers = {info.key: optimizers[info.key] for info in infos if info.key in optimizers}
     if not optimizers:
         raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
     by_key: dict[Key, list[Part]] = {}
@@ -56,10 +65,9 @@ def write_file(
     states.save_states(path, entries, meta={"optimizers": kinds, "configs": configs})
 
 
-def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.StatesFile:
-    """Read a file and hold it against this store: its optimizer, its keys, their shapes and dtypes. Changes nothing."""
-    present = {key: owner.optimizer_of(info.id) for key, info in infos.items()}
-    if not any(present.values()):
+def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer]) -> states.StatesFile:
+    """Read a file and hold it against this store: its optimizers, its keys, their shapes and dtypes. Changes nothing."""
+    if not optimizers:
         raise MpikvError("load_optimizer_states: set the optimizer first")
     file = states.load_states(path)
     try:
@@ -73,7 +81,7 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], owner: Owner) -> states.S
         info = infos.get(key)
         if info is None:
             raise StatesFileError(f"{path}: has states of key {key!r}, which this store does not hold")
-        optimizer = present[key]
+        optimizer = optimizers.get(key)
         if optimizer is None or optimizer.name != kind:
             here = "no optimizer" if optimizer is None else optimizer.name
             raise StatesFileError(f"{path}: key {key!r} has a state of {kind!r} there and {here} here")

@@ -285,6 +285,11 @@ class Workers:
             if optimizer is not None:
                 optimizer.set_attributes(config["attributes"])
 
+    def optimizers(self) -> dict[Key, Optimizer]:
+        """The user's optimizer of each key that has one."""
+        found = {key: self.attributes.optimizer(self.slot_of(info)) for key, info in self.infos.items()}
+        return {key: optimizer for key, optimizer in found.items() if optimizer is not None}
+
     def slot_of(self, info: KeyInfo) -> int:
         """The slot whose optimizer serves this key."""
         return self.slots.get(info.id, DEFAULT_SLOT)
