@@ -239,7 +239,7 @@ def command(mpi: Mpi, programs: Programs, options: Sequence[str] = (), program: 
 
 def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str]:
     """What the job sees: our environment without foreign settings, and what a test run on few cores needs."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in VERBOSE}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     return {
         **kept,

@@ -66,7 +66,7 @@ def write_file(
 
 
 def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer]) -> states.StatesFile:
-    """Read a file and hold it against this store: its optimizers, its keys, their shapes and dtypes. Changes nothing."""
+    """Read a file and hold it against this store: optimizers, keys, shapes and dtypes. Changes nothing."""
     if not optimizers:
         raise MpikvError("load_optimizer_states: set the optimizer first")
     file = states.load_states(path)
