@@ -49,6 +49,7 @@ FOREIGN = (
     "MPIKV_",
     "PYTHONUNBUFFERED",
 )
+VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, in its summary
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 

@@ -7,7 +7,7 @@ import pytest
 from store_modes import FEW, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
-from mpikv.testing.fake_device import FakeDevice
+from mpikv.testing.fake_device import FakeDevice, FakeDeviceArray
 
 EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
 SYNC_KINDS = pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
@@ -196,6 +196,43 @@ def test_arrays_of_other_libraries(mode):
 
     W = mode.workers
     assert mode.run(body) == [(4 * W, 4 * W, 4 * W)] * W
+
+
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+@SYNC_KINDS
+def test_subclasses_of_ndarray(mode):
+    def body(store):
+        store.init("a", np.zeros((3, 4), np.float32))
+        matrix, masked = np.matrix(np.zeros((3, 4), np.float32)), np.ma.masked_array(np.zeros((3, 4), np.float32))
+        store.push("a", np.matrix(np.ones((3, 4), np.float32)))
+        store.pull("a", matrix)
+        store.pull("a", [masked, matrix])
+        return np.unique(matrix).tolist(), np.unique(masked.data).tolist(), type(store.pull("a"))
+
+    W = float(mode.workers)
+    assert mode.run(body) == [([W], [W], np.ndarray)] * mode.workers
+
+
+@EVERY_KIND
+def test_an_array_that_cannot_be_written_harms_only_its_pull(mode):
+    class Broken(FakeDeviceArray):
+        def set(self, arr):
+            raise RuntimeError("no memory left")
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init("a", full := np.zeros(20, np.float32))
+        out = Broken(FakeDevice(), np.zeros(20, np.float32))
+        store.push("a", full + 1)
+        if store.rank == 0:
+            for call in (lambda: store.pull("a", out), lambda: store.pull_async("a", out).wait()):
+                with pytest.raises(RuntimeError, match="no memory left"):
+                    call()
+        store.push("a", full + 1)
+        store.barrier()
+        return np.unique(store.pull("a")).tolist()
+
+    assert mode.run(body) == [[2.0 * mode.workers]] * mode.workers
 
 
 def test_sum_on_the_device_crosses_once():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from store_modes import FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
-from mpikv import KeyExists, KeyNotInitialized, ShapeMismatch, optimizers
+from mpikv import KeyExists, KeyNotInitialized, PeerError, ShapeMismatch, optimizers
 from mpikv.testing.ranks import RankError
 
 SYNC_KINDS = pytest.mark.parametrize(
@@ -119,6 +119,31 @@ def test_init_again_after_shapes_differed(mode):
         return [store.pull(key).tolist() for key in "abc"]
 
     assert mode.run(body) == [[[5.0] * 2, [1.0] * 3, [6.0] * 4]] * mode.workers
+
+
+@pytest.mark.parametrize("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1), Mode("dist_async", 2)], ids=mode_id)
+@pytest.mark.parametrize("why", ["closed", "differs"])
+def test_a_pull_under_way_of_a_key_that_breaks(mode, why):
+    """Worker 1's `init` has returned before worker 0 came to the key, and worker 0 never comes, or with another shape."""
+    error = PeerError if why == "closed" else ShapeMismatch
+
+    def body(store):
+        if store.rank == 0:
+            store.init("b", full(0))
+            if why == "differs":
+                with pytest.raises(ShapeMismatch, match="'a'"):
+                    store.init("a", full(0, 5))
+            return
+        store.init("a", full(0))
+        request = store.pull_async("a")
+        if why == "differs":
+            store.init("b", full(0))
+        with pytest.raises(error, match="'a'"):
+            request.wait()
+        with pytest.raises(error, match="'a'"):
+            store.pull("a")
+
+    mode.run(body, timeout_s=3)
 
 
 @SYNC_KINDS
