@@ -37,17 +37,35 @@ class MpiRequest:
         return self._request.Test()
 
 
+INT_LIMIT = 2**31  # counts from here on need MPI 4, which Open MPI 5 is not
+BLOCK_BYTES = 1 << 20
+
+
+def start(call: Callable[..., MPI.Request], buf: HostArray, *arguments: int) -> MpiRequest:
+    """Start a transfer of the bytes of a contiguous array; from 2 GiB on as one element of a datatype of that size."""
+    flat = buf.reshape(-1).view(np.uint8)
+    if flat.size < INT_LIMIT:
+        return MpiRequest(call([flat, MPI.BYTE], *arguments), buf)
+    blocks, rest = divmod(flat.size, BLOCK_BYTES)
+    block = MPI.BYTE.Create_contiguous(BLOCK_BYTES)
+    whole = MPI.Datatype.Create_struct([blocks, rest], [0, blocks * BLOCK_BYTES], [block, MPI.BYTE]).Commit()
+    block.Free()
+    request = MpiRequest(call([flat, 1, whole], *arguments), buf)
+    whole.Free()  # MPI keeps it as long as the transfer needs it
+    return request
+
+
 class MpiIncoming:
     """A matched message (MPI_Improbe)."""
 
     def __init__(self, message: MPI.Message, status: MPI.Status) -> None:
         self._message = message
         self.source = status.Get_source()
-        self.n_bytes = status.Get_count(MPI.BYTE)
+        self.n_bytes = status.Get_elements(MPI.BYTE)
 
     def receive(self, buf: HostArray) -> Request:
         """Receive it into `buf`."""
-        return MpiRequest(self._message.Irecv([buf, MPI.BYTE]), buf)
+        return start(self._message.Irecv, buf)
 
 
 class MpiTransport:
@@ -63,11 +81,11 @@ class MpiTransport:
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """MPI_Isend of the bytes of `buf`."""
-        return MpiRequest(self.comm.Isend([buf.view(np.uint8), MPI.BYTE], dest, tag), buf)
+        return start(self.comm.Isend, buf, dest, tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
         """MPI_Irecv into the bytes of `buf`."""
-        return MpiRequest(self.comm.Irecv([buf.view(np.uint8), MPI.BYTE], source, tag), buf)
+        return start(self.comm.Irecv, buf, source, tag)
 
     def probe(self, tag: int) -> MpiIncoming | None:
         """MPI_Improbe from any rank."""

@@ -24,8 +24,8 @@ def equal(name, payloads, labels):
 class Job:
     """Workers that make their calls one after another; a call is a list of proposals and waits for all of them.
 
-    The call ROUND stands for a blocking pushpull: it ends when all workers are in it, and the agreement knows nothing of
-    it.
+    The call ROUND stands for a blocking pushpull: it ends when all workers are in it, and the agreement knows
+    nothing of it.
     """
 
     def __init__(self, calls):

@@ -195,8 +195,7 @@ def test_a_generator_may_start_others(engine):
 
     def parent():
         children = [engine.start(child(i), "child") for i in range(5)]
-        for one in children:
-            yield one
+        yield from children
         return [one.result for one in children]
 
     running = engine.start(parent(), "parent")

@@ -109,7 +109,7 @@ def test_sum_is_that_of_the_reference(mode, form):
     _compare(mode, _expected(mode, None), mode.run(_body(mode, None, form)))
 
 
-@pytest.mark.parametrize("mode", (*SYNC[::5], *ASYNC), ids=mode_id)
+@pytest.mark.parametrize("mode", [*SYNC[::5], *ASYNC], ids=mode_id)
 def test_growing_sum_is_that_of_the_reference(mode):
     """With the optimizer 'test' all updates commute on integers, so that asynchronous stores have one result too."""
     expected = _expected(mode, lambda weight, total: weight + total)

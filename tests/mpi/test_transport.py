@@ -1,0 +1,66 @@
+"""The MPI transport itself: messages of every length, arrival in order, matched probes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.transports import mpi
+from mpikv.transports.base import Arrival
+from mpikv.transports.progress import wait_until
+
+
+def nobody() -> BaseException:
+    return AssertionError("a message did not arrive within 20 s")
+
+
+def wait(request) -> None:
+    wait_until(request.test, lambda: False, 20, nobody)
+
+
+@pytest.fixture
+def transport(comm):
+    transport = mpi.open_transport(comm, 20, nobody)
+    yield transport
+    transport.close()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("limit", [2**31, 100], ids=["plain", "as if beyond 2 GiB"])
+@pytest.mark.parametrize("n", [0, 1, 99, 100, 101, 128, 5000])
+def test_lengths(transport, monkeypatch, limit: int, n: int) -> None:
+    """From the limit on a message is one element of a datatype of its size; blocks and rests of all kinds."""
+    monkeypatch.setattr(mpi, "INT_LIMIT", limit)
+    monkeypatch.setattr(mpi, "BLOCK_BYTES", 64)
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    value = (np.arange(n) + transport.rank).astype(np.uint8)
+    sends = [transport.isend(value, after, 5), transport.isend(value, after, 6)]
+    received = np.full(n, 99, np.uint8)
+    wait(transport.irecv(received, before, 5))
+    np.testing.assert_array_equal(received, (np.arange(n) + before).astype(np.uint8))
+    arrival = Arrival(transport, 6)
+    wait(arrival)
+    assert (arrival.incoming.source, arrival.incoming.n_bytes) == (before, n)
+    probed = np.full(n, 99, np.uint8)
+    wait(arrival.incoming.receive(probed))
+    np.testing.assert_array_equal(probed, received)
+    for send in sends:
+        wait(send)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_one_tag_arrive_in_order(transport) -> None:
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    sends = [transport.isend(np.full(1 + 3000 * (i % 3), i, np.int32), after, 7) for i in range(12)]
+    for i in range(12):
+        received = np.empty(1 + 3000 * (i % 3), np.int32)
+        wait(transport.irecv(received, before, 7))
+        assert (received == i).all()
+    for send in sends:
+        wait(send)
+
+
+def test_hosts_and_bytes_of_all_ranks(transport) -> None:
+    assert len(transport.hosts) == transport.size
+    told = mpi.allgather_bytes(transport, bytes([transport.rank]) * transport.rank, 20, nobody)
+    assert told == [bytes([rank]) * rank for rank in range(transport.size)]
