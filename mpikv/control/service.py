@@ -20,6 +20,7 @@ import numpy as np
 from mpikv import wire
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
 from mpikv.errors import MpikvError, PeerError, StallError
+from mpikv.keys import Key
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.transports.base import Arrival, Group, Request, Steps, Transport
@@ -63,7 +64,7 @@ class Control:
 
     workers: the workers' ranks. agreement: at worker 0 the state machine, elsewhere None. pushes: key id -> how often
     this worker has pushed that key. on_verdict(item, reply): called for every verdict when it comes; final ones come in
-    the same order on every worker.
+    the same order on every worker. check_key(key): raises what became of a key that workers did not agree on after all.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Control:
         timeout_s: float,
         pushes: Callable[[], dict[int, int]],
         on_verdict: Callable[[Item, Reply], None],
+        check_key: Callable[[Key], None],
     ) -> None:
         self.activity = Activity()
         self.engine = engine
@@ -87,6 +89,7 @@ class Control:
         self._agreement = agreement
         self._pushes = pushes
         self._on_verdict = on_verdict
+        self._check_key = check_key
         self._proposals: list[Proposal] = []
         self._left: dict[int, dict[int, int]] = {}
         self._answers: dict[int, dict[str, Any]] = {}
@@ -214,7 +217,9 @@ class Control:
             )
 
     def check(self, waiting: Waiting) -> None:
-        """Raise PeerError when this wait can never end."""
+        """Raise PeerError, or what became of the key, when this wait can never end."""
+        if waiting.key is not None:
+            self._check_key(waiting.key)
         if waiting.round is None or waiting.key_id is None:
             return
         for worker, pushes in self._left.items():

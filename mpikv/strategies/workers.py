@@ -149,6 +149,7 @@ class Workers:
             timeout_s=config.timeout_s,
             pushes=placement.pushes,
             on_verdict=self._verdict,
+            check_key=self._check_key,
         )
         self.engine.serve(self.control.listen(), "control messages")
 
@@ -205,14 +206,17 @@ class Workers:
         errors = [reply.exception() for reply in replies.values() if reply.error is not None]
         return agreed, errors[0] if errors else None
 
+    def _check_key(self, key: Key) -> None:
+        if key in self._broken:
+            raise self._broken[key]
+
     def is_released(self, info: KeyInfo) -> bool:
         """Whether `init` of this key has to return before all workers have come to it."""
         return info.key in self._released or info.key in self._broken
 
     def lookup(self, key: Key) -> KeyInfo | None:
         """What was agreed on `key`. Raises what became of an `init` that returned before all workers had come."""
-        if key in self._broken:
-            raise self._broken[key]
+        self._check_key(key)
         return self.infos.get(key)
 
     # --- waiting

@@ -124,7 +124,7 @@ def test_init_again_after_shapes_differed(mode):
 @pytest.mark.parametrize("mode", [Mode("dist_sync", 2), Mode("dist_sync", 2, 1), Mode("dist_async", 2)], ids=mode_id)
 @pytest.mark.parametrize("why", ["closed", "differs"])
 def test_a_pull_under_way_of_a_key_that_breaks(mode, why):
-    """Worker 1's `init` has returned before worker 0 came to the key, and that one never comes, or with another shape."""
+    """Worker 1's `init` has returned before worker 0 came to the key, and it never comes, or with another shape."""
     error = PeerError if why == "closed" else ShapeMismatch
 
     def body(store):
