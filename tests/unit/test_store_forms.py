@@ -207,7 +207,7 @@ def test_subclasses_of_ndarray(mode):
         store.push("a", np.matrix(np.ones((3, 4), np.float32)))
         store.pull("a", matrix)
         store.pull("a", [masked, matrix])
-        return np.unique(matrix).tolist(), np.unique(masked.data).tolist(), type(store.pull("a"))
+        return np.unique(np.asarray(matrix)).tolist(), np.unique(masked.data).tolist(), type(store.pull("a"))
 
     W = float(mode.workers)
     assert mode.run(body) == [([W], [W], np.ndarray)] * mode.workers
