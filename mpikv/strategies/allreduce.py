@@ -300,6 +300,7 @@ class AllreduceStrategy:
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""
         self._drain("save_optimizer_states")
+        self._workers.agree("save_optimizer_states", None, "save_optimizer_states")  # all are here to send their parts
         mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
         gathering = self._workers.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
         self._workers.wait_for(gathering, "save_optimizer_states")

@@ -253,7 +253,7 @@ class PsStrategy:
                 if answer[1:]:
                     raise ConfigError(answer[1:].decode())
 
-        self._workers.outcome("set_optimizer", send)
+        self._workers.outcome("set_optimizer in place", send)
 
     def _gather_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
@@ -313,7 +313,8 @@ class PsStrategy:
                 header = wire.Header(wire.PULL, key.info.id)
                 self.wait(self._receive(key, call, header, None, Sink(key.info, [])))
         else:
-            self.barrier()
+            self._flush(call)
+            self._workers.agree(call, None, call)
 
     # --- barrier and end
 

@@ -136,7 +136,9 @@ class Workers:
                 "init": _init_rule,
                 "set_optimizer": _optimizer_rule,
                 "barrier": first,
-                "outcome": first,
+                "set_optimizer in place": first,
+                "save_optimizer_states": first,
+                "load_optimizer_states": first,
                 "close": _close_rule,
             }
             labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
@@ -246,7 +248,7 @@ class Workers:
     def outcome(self, call: str, attempt: Callable[[], Any] | None) -> Any:
         """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
 
-        attempt: at worker 0, returns JSON. Its MpikvError or OSError is raised on every worker.
+        call: the topic. attempt: at worker 0, returns JSON. Its MpikvError or OSError is raised on every worker.
         """
         payload: Any = None
         failure: Exception | None = None
@@ -256,7 +258,7 @@ class Workers:
             except (MpikvError, OSError) as error:
                 failure = error
                 payload = [type(error).__name__, str(error)]
-        kind, result = self.agree("outcome", payload, call)
+        kind, result = self.agree(call, payload, call)
         if kind == "ok":
             return result
         if failure is not None:

@@ -120,7 +120,7 @@ def test_a_worker_that_closes_early_is_told_at_once(mode):
                 wait()
             texts.append(str(caught.value))
         for call in (store.barrier, lambda: store.init("x", full(0)), lambda: store.set_optimizer("sgd")):
-            with pytest.raises(PeerError, match="worker 1 on localhost closed"):
+            with pytest.raises(PeerError, match=r"worker 1 on localhost.* closed"):
                 call()
         assert time.monotonic() - began_s < 15
         assert store.pull("v").tolist() == [float(mode.workers)] * 4  # round 1 was complete
@@ -133,6 +133,23 @@ def test_a_worker_that_closes_early_is_told_at_once(mode):
         for text in results[rank]:
             assert "'w'" in text
             assert "worker 1 on localhost" in text
+
+
+@DIST
+@pytest.mark.parametrize("call", ["save_optimizer_states", "load_optimizer_states"])
+def test_saving_after_a_worker_has_closed(mode, call, tmp_path):
+    def body(store):
+        store.init("w", full(0))
+        store.set_optimizer(optimizers.create("test"))
+        store.push("w", full(1))
+        store.barrier()
+        store.save_optimizer_states(tmp_path / "states")
+        if store.rank != 1:
+            with pytest.raises(PeerError, match=rf"{call}.*worker 1 on localhost.* closed"):
+                getattr(store, call)(tmp_path / "states")
+
+    mode.run(body, timeout_s=3)
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]
 
 
 @SYNC_KINDS

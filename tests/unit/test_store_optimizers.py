@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import threading
 import time
 
 import numpy as np
@@ -198,6 +201,30 @@ def test_asynchronous_push_needs_an_optimizer(mode):
         return store.pull("w").tolist()
 
     assert mode.run(body) == [[0.0] * 2] * mode.workers
+
+
+def test_keys_are_spread_over_the_servers_by_bytes():
+    """Seen by an optimizer: each owner is a thread of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def noting(weight, grad, state):
+            with open(os.path.join(directory, str(threading.get_ident())), "a") as file:
+                file.write(f"{weight.nbytes}\n")
+            return state
+
+        def body(store):
+            store.init(list("abcdef"), [np.zeros(n, np.float32) for n in (6, 1, 1, 4, 3, 3)])
+            store.set_optimizer(noting)
+            store.push(list("abcdef"), [np.zeros(n, np.float32) for n in (6, 1, 1, 4, 3, 3)])
+            store.barrier()
+            store.pull(list("abcdef"))
+
+        Mode("dist_sync", 2, 3).run(body)
+        sizes = []
+        for name in os.listdir(directory):
+            with open(os.path.join(directory, name)) as file:
+                sizes.append(sorted(int(line) for line in file))
+    assert sorted(sizes) == [[4, 12, 12], [4, 16], [24]]
 
 
 def test_updater_of_a_local_store():
