@@ -97,10 +97,6 @@ class Owner:
         """The optimizer that serves this key, None where the stored value becomes the sum."""
         return self._optimizers.get(self.slot_of(key_id))
 
-    def optimizer_in(self, slot: int) -> Optimizer | None:
-        """The optimizer in a slot."""
-        return self._optimizers.get(slot)
-
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
         self._optimizers[slot] = optimizer

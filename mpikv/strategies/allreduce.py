@@ -30,10 +30,11 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.strategies.base import Pending, Sink, Updater
+from mpikv.strategies.base import Pending, Sink
+from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
-from mpikv.transports.base import Steps, Transport
+from mpikv.transports.base import Done, Steps, Transport
 from mpikv.transports.progress import Running
 
 
@@ -94,7 +95,7 @@ class _Delivery:
         return self._done
 
 
-class AllreduceStrategy:
+class AllreduceStrategy(DistributedStrategy):
     """The strategy of `dist_sync` without servers."""
 
     synchronous = True
@@ -187,14 +188,6 @@ class AllreduceStrategy:
         if error is not None:
             raise error
 
-    def lookup(self, key: Key) -> KeyInfo | None:
-        """What was agreed on `key`."""
-        return self._workers.lookup(key)
-
-    def infos(self) -> Sequence[KeyInfo]:
-        """All keys, by number."""
-        return sorted(self._workers.infos.values(), key=lambda info: info.id)
-
     # --- the lane
 
     def _run(self, lane: _Lane) -> Steps[None]:
@@ -246,7 +239,7 @@ class AllreduceStrategy:
             lane.queue.append((buf, number))
             if lane.running is None or lane.running.done:
                 lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
-        return Pending(Predicate(lambda: True), Waiting("push", info.key, info.id))
+        return Pending(Done(), Waiting("push", info.key, info.id))
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """Copy the value out as soon as the lane has done this worker's last push."""
@@ -268,10 +261,6 @@ class AllreduceStrategy:
                 lane.deliveries.append(delivery)
         return Pending(delivery, waiting)
 
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
-        """Block until a transfer is done."""
-        self._workers.wait(pending, timeout_s)
-
     # --- optimizers
 
     def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
@@ -288,10 +277,6 @@ class AllreduceStrategy:
             self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
             for lane in self._lanes.values():
                 self._place(lane)
-
-    def set_updater(self, updater: Updater) -> None:
-        """Not here: the owner of a part is another process."""
-        raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         lanes = self._lanes.values()
@@ -353,18 +338,6 @@ class AllreduceStrategy:
             if running.result is not None:
                 running.result.Free()
         self._workers.transport.close()
-
-    def progress(self) -> None:
-        """Move transfers on."""
-        self._workers.engine.step()
-
-    def doing(self) -> str | None:
-        """What this worker waits for, None outside of waits."""
-        return self._workers.doing()
-
-    def abandon(self) -> None:
-        """Stop the engine."""
-        self._workers.stop()
 
 
 class _Reached:

@@ -21,16 +21,17 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.config import Config
-from mpikv.errors import ConfigError, MpikvError, UnsupportedError
+from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import Key, KeyInfo, Shard, ShardPlan, add_load, server_plan
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.strategies.base import Pending, Sink, Updater
+from mpikv.strategies.base import Pending, Sink
+from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
-from mpikv.transports.base import Arrival, Request, Steps, Transport
+from mpikv.transports.base import Arrival, Done, Request, Steps, Transport
 
 
 class _Key:
@@ -42,7 +43,7 @@ class _Key:
         self.pushed = 0
 
 
-class PsStrategy:
+class PsStrategy(DistributedStrategy):
     """A worker of a store whose values live with servers.
 
     workers, servers: ranks of the transport. service: a server's loop to run inside this worker, or None.
@@ -162,14 +163,6 @@ class PsStrategy:
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             self._send(shard.owner, wire.Header(wire.INIT, info.id), payload)
 
-    def lookup(self, key: Key) -> KeyInfo | None:
-        """What was agreed on `key`."""
-        return self._workers.lookup(key)
-
-    def infos(self) -> Sequence[KeyInfo]:
-        """All keys, by number."""
-        return sorted(self._workers.infos.values(), key=lambda info: info.id)
-
     # --- data
 
     def _start_push(self, info: KeyInfo) -> tuple[_Key, int]:
@@ -195,7 +188,7 @@ class PsStrategy:
         for shard in key.plan:
             header = wire.Header(wire.PUSH, info.id, 0, number, key.pushed)
             self._send(shard.owner, header, total[shard.begin : shard.end])
-        return Pending(Predicate(lambda: True), Waiting("push", info.key, info.id))
+        return Pending(Done(), Waiting("push", info.key, info.id))
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """One question and one answer per shard."""
@@ -227,10 +220,6 @@ class PsStrategy:
         owners = tuple(self._labels[shard.owner] for shard in key.plan)
         waiting = Waiting(call, info.key, info.id, key.pushed if self.synchronous else None, owners)
         return Pending(self._engine.start(steps(), str(waiting)), waiting)
-
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
-        """Block until a transfer is done."""
-        self._workers.wait(pending, timeout_s)
 
     # --- optimizers
 
@@ -270,10 +259,6 @@ class PsStrategy:
                 key.plan = plan
                 self._send_value(key, value)
             key.plan = plan
-
-    def set_updater(self, updater: Updater) -> None:
-        """Not here: the owner is another process."""
-        raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")
 
     def _owned(self, server: int) -> list[tuple[KeyInfo, int, int]]:
         shards = [(key.info, shard) for key in self._keys.values() for shard in key.plan]
@@ -336,15 +321,3 @@ class PsStrategy:
             raise error
         self._workers.stop()
         self._workers.transport.close()
-
-    def progress(self) -> None:
-        """Move transfers on."""
-        self._workers.engine.step()
-
-    def doing(self) -> str | None:
-        """What this worker waits for, None outside of waits."""
-        return self._workers.doing()
-
-    def abandon(self) -> None:
-        """Stop the engine."""
-        self._workers.stop()

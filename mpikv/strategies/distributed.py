@@ -1,0 +1,44 @@
+"""What allreduce and parameter servers answer in the same way: everything that only asks the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpikv.errors import UnsupportedError
+from mpikv.keys import Key, KeyInfo
+from mpikv.strategies.base import Pending, Updater
+from mpikv.strategies.workers import Workers
+
+
+class DistributedStrategy:
+    """Base of the strategies over several processes. A subclass sets `_workers`."""
+
+    _workers: Workers
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What was agreed on `key`."""
+        return self._workers.lookup(key)
+
+    def infos(self) -> Sequence[KeyInfo]:
+        """All keys, by number."""
+        return sorted(self._workers.infos.values(), key=lambda info: info.id)
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block until a transfer is done."""
+        self._workers.wait(pending, timeout_s)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Not here: the owner is another process."""
+        raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")
+
+    def progress(self) -> None:
+        """Move transfers on."""
+        self._workers.engine.step()
+
+    def doing(self) -> str | None:
+        """What this worker waits for, None outside of waits."""
+        return self._workers.doing()
+
+    def abandon(self) -> None:
+        """Stop the engine."""
+        self._workers.stop()
