@@ -51,6 +51,7 @@ FOREIGN = (
 )
 VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, in its summary
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
+KILL_S = 10.0  # a killed process ends when the kernel gets to it, on a busy machine not at once
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 
 SHM = Path("/dev/shm")
@@ -184,6 +185,7 @@ class Running:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        have_ended(left)
         status = self._process.wait()
         for reader in self._readers:
             reader.join(5)
@@ -196,6 +198,27 @@ class Running:
         with self._changed:
             self.result = Job(status, self._text["stdout"], self._text["stderr"], seconds, timed_out, left)
         return self.result
+
+
+def have_ended(pids: Sequence[int], timeout_s: float = KILL_S) -> bool:
+    """Whether these processes have all ended within the time limit.
+
+    An ended one may have an entry in /proc for as long as nobody asks for its status, and one that is just ending has
+    no environment any more, by which a job's processes are found.
+    """
+
+    def state(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return "X"
+
+    deadline = time.monotonic() + timeout_s
+    while not all(state(pid) in "ZX" for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def segments() -> set[Path]:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import Mpi, command, find_mpi, mpirun, orphans, segments, start
+from jobs import Mpi, command, find_mpi, have_ended, mpirun, orphans, segments, start
 
 MPI = find_mpi()
 pytestmark = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
@@ -57,7 +57,7 @@ def test_a_hanging_job_is_ended() -> None:
     assert time.monotonic() - started < 30  # not the 60 s of its ranks
     ranks = [int(pid) for pid in re.findall(r"rank \d is (\d+)", job.stdout)]
     assert len(ranks) == 2
-    assert all(has_ended(pid) for pid in ranks)
+    assert have_ended(ranks)
 
 
 def test_a_killed_rank_ends_the_job() -> None:
@@ -96,7 +96,7 @@ def test_a_process_that_outlives_mpirun_is_found_and_killed() -> None:
     job = mpirun(1, ["python", "-c", code])
     pid = int(job.stdout.split()[1])
     assert job.ranks_left in ([pid], [])  # Open MPI ends a rank's children, MPICH does not
-    assert has_ended(pid)
+    assert have_ended([pid])
 
 
 def test_only_own_processes_are_killed() -> None:
@@ -117,11 +117,3 @@ def test_command_line(kind: str, options: list[str]) -> None:
     mpi = Mpi(kind, Path("/x"))
     line = command(mpi, [(4, ["python", "a.py"]), (2, ["b"])])
     assert line == ["/x/bin/mpirun", *options, "-n", "4", "/x/bin/python", "a.py", ":", "-n", "2", "b"]
-
-
-def has_ended(pid: int) -> bool:
-    """Whether it has ended; it may still have an entry in /proc while nobody has asked for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
