@@ -31,6 +31,18 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
+def dtype_named(dtype: Any) -> np.dtype[Any]:
+    """A dtype that a store can hold, from a name or a type. Raises UnsupportedError."""
+    try:
+        found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in SUPPORTED_DTYPES:
+        names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
+        raise UnsupportedError(f"dtype {dtype!r}; a store holds {names}")
+    return found
+
+
 def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype that values of `dtype` are added in: float32 for float16 and bfloat16, else the same."""
     return np.dtype(np.float32) if dtype in (np.float16, BFLOAT16) else dtype

@@ -8,7 +8,10 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
 | `MPIKV_SERVER_PLACEMENT` | spread | `spread`: every host gets its share of the servers; `last`: the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_ALGORITHM` | auto | `auto` (by size and ranks), or `naive`, `native`, `ring`, `halving_doubling` |
+| `MPIKV_PARTITION_BYTES` | 1048576 | bytes of the pieces in which a big value travels to a server and back |
+| `MPIKV_ALGORITHM` | auto | `auto` (by size and ranks), or `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
+| `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
+| `MPIKV_SHARED_MEMORY` | auto | `auto`: workers of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError` |
 | `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
 | `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
@@ -26,7 +29,7 @@ from mpikv.errors import ConfigError
 
 PREFIX = "MPIKV_"
 TEST_PREFIX = "MPIKV_TEST_"  # belongs to the test runner, never read by the library
-ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling")
+ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical")
 
 
 def _integer(minimum: int) -> Callable[[str], int]:
@@ -73,7 +76,10 @@ VARIABLES = (
     Variable("MPIKV_NUM_SERVERS", "num_servers", _integer(0)),
     Variable("MPIKV_SERVER_PLACEMENT", "server_placement", _one_of("spread", "last")),
     Variable("MPIKV_BIGARRAY_BOUND", "bigarray_bound_elems", _integer(1)),
+    Variable("MPIKV_PARTITION_BYTES", "partition_bytes", _integer(1)),
     Variable("MPIKV_ALGORITHM", "algorithm", _one_of(*ALGORITHMS)),
+    Variable("MPIKV_FAKE_HOSTS", "fake_hosts", _integer(0)),
+    Variable("MPIKV_SHARED_MEMORY", "shared_memory", _one_of("auto", "off")),
     Variable("MPIKV_TIMEOUT_S", "timeout_s", _seconds),
     Variable("MPIKV_PROGRESS", "progress", _one_of("thread", "calls")),
     Variable("MPIKV_MPI", "mpi", _one_of("auto", "system")),
@@ -87,7 +93,10 @@ class Config:
     num_servers: int = 0
     server_placement: str = "spread"
     bigarray_bound_elems: int = 1_000_000
+    partition_bytes: int = 1 << 20
     algorithm: str = "auto"
+    fake_hosts: int = 0
+    shared_memory: str = "auto"
     timeout_s: float = 300.0
     progress: str = "thread"
     mpi: str = "auto"

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpikv import spec as store_spec
@@ -28,8 +28,9 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.transports import abort, library
+from mpikv.transports import abort, library, shm
 from mpikv.transports.base import Transport
+from mpikv.transports.topology import pretended
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -109,14 +110,22 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     mine = json.dumps(_introduction(spec, config)).encode()
     told = [json.loads(text) for text in allgather_bytes(transport, mine, config.timeout_s, nobody)]
     try:
+        _compare_settings(told, transport.hosts)
+        transport.hosts = pretended(transport.hosts, config.fake_hosts)
         spec, roles = _settle(told, transport.hosts, config)
     except MpikvError:
         transport.close()
         raise
     if transport.rank in roles.servers:
         _be_server(transport, roles, spec, config)
+    memory = None
+    if wants_memory(roles, spec, config, transport.hosts):
+        # What is missing is no error: messages do the same, `mpikv info` says why.
+        memory, _ = shm.open_host_memory(
+            transport.rank, transport.size, lambda data: allgather_bytes(transport, data, config.timeout_s, nobody)
+        )
     threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    strategy = worker_strategy(transport, roles, spec, config, threaded=threaded, on_fatal=_fatal)
+    strategy = worker_strategy(transport, roles, spec, config, threaded=threaded, on_fatal=_fatal, memory=memory)
     return _registered(KVStore(name, strategy, on_device=spec.on_device, on_close=None), strategy)
 
 
@@ -126,18 +135,28 @@ def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
         "MPIKV_SERVER_PLACEMENT": config.server_placement,
         "MPIKV_BIGARRAY_BOUND": config.bigarray_bound_elems,
         "MPIKV_ALGORITHM": config.algorithm,
+        "MPIKV_FAKE_HOSTS": config.fake_hosts,
+        "MPIKV_SHARED_MEMORY": config.shared_memory,
     }
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
     return {"type": type_, "num_servers": config.num_servers, "settings": settings}
 
 
-def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
-    """The roles that follow from what all ranks told. The same on every rank, and so is a ConfigError."""
-    labels = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+def _labels(hosts: Sequence[str]) -> list[str]:
+    return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+
+
+def _compare_settings(told: list[dict[str, Any]], hosts: Sequence[str]) -> None:
+    """ConfigError, the same on every rank, where a setting differs between ranks."""
     for setting in told[0]["settings"]:
         values = [entry["settings"][setting] for entry in told]
         if len(set(values)) > 1:
-            raise ConfigError(f"kv.create: {setting} differs between ranks: {grouped(values, labels)}")
+            raise ConfigError(f"kv.create: {setting} differs between ranks: {grouped(values, _labels(hosts))}")
+
+
+def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
+    """The roles that follow from what all ranks told. The same on every rank, and so is a ConfigError."""
+    labels = _labels(hosts)
     by_program = tuple(rank for rank, entry in enumerate(told) if entry["type"] is None)
     others = [rank for rank in range(len(told)) if rank not in by_program]
     if not others:
@@ -172,6 +191,12 @@ def server_core(hosts: tuple[str, ...], roles: Roles, spec: StoreSpec) -> Server
     return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous)
 
 
+def wants_memory(roles: Roles, spec: StoreSpec, config: Config, hosts: Sequence[str]) -> bool:
+    """Whether the workers use memory that they share: several of them, on one host, who own the keys themselves."""
+    automatic = config.shared_memory == "auto" and config.algorithm == "auto"
+    return automatic and spec.synchronous and not roles.servers and len(hosts) > 1 and len(set(hosts)) == 1
+
+
 def worker_strategy(
     transport: Transport,
     roles: Roles,
@@ -180,10 +205,11 @@ def worker_strategy(
     *,
     threaded: bool,
     on_fatal: Callable[[BaseException], None],
+    memory: shm.HostMemory | None = None,
 ) -> Strategy:
     """The strategy of a worker: who owns the keys follows from the type and the number of servers."""
     if spec.synchronous and not roles.servers:
-        return AllreduceStrategy(transport, config, threaded=threaded, on_fatal=on_fatal)
+        return AllreduceStrategy(transport, config, threaded=threaded, on_fatal=on_fatal, memory=memory)
     service = None
     if not roles.servers:
         service = serve(transport, roles.workers, server_core(transport.hosts, roles, spec))

@@ -15,14 +15,34 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpikv import optimizers
-from mpikv.arrays import check_writable, flat_copy, host_view, is_array, shape_and_dtype, sum_devices
+from mpikv.arrays import check_writable, dtype_named, flat_copy, host_view, is_array, shape_and_dtype, sum_devices
 from mpikv.errors import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
+from mpikv.prepared import PreparedCalls
 from mpikv.strategies.base import Pending, Sink, Strategy, Updater
+from mpikv.transports.shm import aligned
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]
 Values = Any  # an array, a list of arrays (one per device), or a list of either (one per key)
+
+
+def _is_list_of_shapes(shape: Any) -> bool:
+    return isinstance(shape, list) and all(isinstance(one, (tuple, list)) for one in shape)
+
+
+def _shapes(shape: Any) -> list[tuple[int, ...]]:
+    """The shapes asked for, as tuples of ints."""
+    found = []
+    for one in shape if _is_list_of_shapes(shape) else [shape]:
+        numbers = one if isinstance(one, (tuple, list)) else (one,)
+        for number in numbers:
+            if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
+                raise TypeError(f"a shape is an int or a tuple of ints (or a list of such tuples), not {shape!r}")
+            if number < 0:
+                raise ValueError(f"a shape has no negative length, got {one!r}")
+        found.append(tuple(int(number) for number in numbers))
+    return found
 
 
 class _Item(NamedTuple):
@@ -73,6 +93,7 @@ class KVStore:
         self._namespaces = 0
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
+        self._prepared = PreparedCalls()
 
     # --- what it is
 
@@ -196,6 +217,45 @@ class KVStore:
         self.init(key, value)
         self.pull(key, out, priority)
 
+    # --- arrays in shared memory
+
+    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+        """New NumPy arrays in memory that the workers of a host share, so that `pushpull` adds them where they are.
+
+        shape: an int or a tuple, or a list of them for a list of arrays that lie side by side. Their values are
+        undefined (`zeros` sets them). Such an array is this worker's own, like any other; only a `pushpull` of it in
+        place, without an optimizer, is done without a copy. The array then *is* the store's value of the key until the
+        next push: what is written into it, a later `pull` of the key returns. The memory is given back at the end of
+        the process. Where workers cannot share memory the arrays are ordinary ones. Collective over the workers, same
+        arguments on each (else ShapeMismatch on all); blocks.
+        """
+        self._check_open("empty")
+        shapes, found = _shapes(shape), dtype_named(dtype)
+        offsets, n_bytes = [], 0
+        for one in shapes:
+            offsets.append(n_bytes)
+            n_bytes += aligned(int(np.prod(one, dtype=np.int64)) * found.itemsize)
+        memory = self._strategy.allocate(f"{found} {shapes}", n_bytes)
+        if memory is None:
+            memory = np.zeros(n_bytes, np.uint8)
+        arrays = []
+        for one, begin in zip(shapes, offsets, strict=True):
+            end = begin + int(np.prod(one, dtype=np.int64)) * found.itemsize
+            arrays.append(memory[begin:end].view(found).reshape(one))
+        return arrays if _is_list_of_shapes(shape) else arrays[0]
+
+    def zeros(self, shape: Any, dtype: Any = "float32") -> Any:
+        """`empty`, filled with zeros."""
+        return self.empty(shape, dtype)  # shared memory is zero until it is written to, and is never given out twice
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the store was made: messages and bytes sent by this worker, and what went through shared memory.
+
+        direct_calls: calls that went through shared memory; declined_calls: those that could have, but workers were in
+        different calls. Local.
+        """
+        return self._strategy.stats()
+
     # --- push and pull
 
     def _start_push(self, call: str, items: list[_Item]) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
@@ -262,10 +322,37 @@ class KVStore:
 
         out=None writes back into `value`. Blocks until filled. Raises what `push` and `pull` raise.
         """
-        self._pushpull(key, value, out, priority).wait()
+        self._check_open("pushpull")
+        call = self._prepared.find(key, value, out)
+        if call is not None:
+            if not call.run():
+                self._pushpull(key, value, out, priority).wait()
+            return
+        items, targets = self._pushpull_arguments(key, value, out)
+        found = None
+        if items and all(len(item.arrays) == 1 for item in items):
+            outs = {info.id: arrays for info, arrays in targets}
+            infos = [self._info("pushpull", item.key) for item in items]
+            found = self._strategy.prepare(
+                infos, [item.arrays[0] for item in items], [outs.get(info.id, ()) for info in infos]
+            )
+        if found is None:
+            self._start_pushpull(items, targets, priority).wait()
+            return
+        for info, item in zip(infos, items, strict=True):
+            self._check_value("pushpull", info, item.arrays[0], dtype=True)
+        if not found.run():
+            self._start_pushpull(items, targets, priority).wait()
+        self._prepared.add(key, value, out, found)
 
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
         self._check_open("pushpull")
+        return self._start_pushpull(*self._pushpull_arguments(key, value, out), priority)
+
+    def _pushpull_arguments(
+        self, key: Keys, value: Values, out: Values
+    ) -> tuple[list[_Item], list[tuple[KeyInfo, list[Array]]]]:
+        """What to push, and where to write the results."""
         items = self._items("pushpull", key, value)
         if out is None:
             targets = [(self._info("pushpull", item.key), item.arrays) for item in items]
@@ -274,10 +361,15 @@ class KVStore:
                     check_writable(array, f"pushpull: the value of key {info.key!r}, with out=None")
         else:
             targets = self._outs("pushpull", key, out)[0]
+        if {item.key for item in items} != {info.key for info, _ in targets}:
+            raise ValueError("pushpull: `out` is for other keys than `value`")
+        return items, targets
+
+    def _start_pushpull(
+        self, items: list[_Item], targets: list[tuple[KeyInfo, list[Array]]], priority: int
+    ) -> Request:
         sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
         totals = self._start_push("pushpull", items)
-        if set(sinks) != {info.id for info, _ in totals}:
-            raise ValueError("pushpull: `out` is for other keys than `value`")
         pending = [self._strategy.pushpull(info, total, sinks[info.id], priority) for info, total in totals]
         return Request(self._strategy, pending)
 
@@ -394,6 +486,7 @@ class KVStore:
         if self._closed:
             return
         self._closed = True
+        self._prepared.clear()
         try:
             self._strategy.close()
         except BaseException:

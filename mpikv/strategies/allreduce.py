@@ -22,28 +22,32 @@ from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives import blobs
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.select import ALGORITHMS, choose
+from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
-from mpikv.errors import UnsupportedError
+from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.keys import Key, KeyInfo, whole_bounds
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.strategies.base import Pending, Sink
+from mpikv.strategies.direct import Direct, DirectCall
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.base import Done, Steps, Transport
 from mpikv.transports.progress import Running
+from mpikv.transports.shm import HostMemory, aligned
 
 
 class _Lane:
     """One key: its value, and the rounds this worker has pushed, done one after another."""
 
-    def __init__(self, info: KeyInfo) -> None:
+    def __init__(self, info: KeyInfo, direct: Direct | None) -> None:
         self.info = info
-        self.stored: HostArray = np.empty(info.n_elems, info.dtype)
+        self.offset_bytes = -1  # in shared memory, where there is some
+        self._direct = direct
+        self._own: HostArray | None = np.empty(info.n_elems, info.dtype)
         self.bounds: tuple[int, ...] = ()
         self.algorithm = ""
         self.queue: deque[tuple[HostArray, int]] = deque()
@@ -53,6 +57,40 @@ class _Lane:
         self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
         self.deliveries: list[_Delivery] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has a value and nothing is under way."""
+        return self.has_value and not self.queue and (self.running is None or (self.running.done and self.running.error is None))
+
+    @property
+    def stored(self) -> HostArray:
+        """The value, as the lane's own copy."""
+        elsewhere = None if self._direct is None else self._direct.value_of(self)
+        if elsewhere is not None:
+            self.take(elsewhere)
+        return self.own_value()
+
+    def value(self) -> HostArray:
+        """The value, wherever it is; to be read only."""
+        elsewhere = None if self._direct is None else self._direct.value_of(self)
+        return self.own_value() if elsewhere is None else elsewhere
+
+    def own_value(self) -> HostArray:
+        """The lane's own copy, as it is."""
+        if self._own is None:
+            self._own = np.empty(self.info.n_elems, self.info.dtype)
+        return self._own
+
+    def take(self, value: HostArray) -> None:
+        """Make `value` the lane's own."""
+        self.own_value()[...] = value
+        if self._direct is not None:
+            self._direct.in_lane(self.info.id)
+
+    def forget(self) -> None:
+        """Give back the lane's own copy: the newest value is elsewhere."""
+        self._own = None
 
     def reached(self, round_: int) -> bool:
         """Whether that round is done; raises what went wrong in the lane."""
@@ -65,7 +103,7 @@ class _Lane:
         ready = [delivery for delivery in self.deliveries if delivery.round <= self.done]
         self.deliveries = [delivery for delivery in self.deliveries if delivery.round > self.done]
         for delivery in ready:
-            delivery.take(self.stored)
+            delivery.take(self.value())
 
 
 class _Delivery:
@@ -101,7 +139,13 @@ class AllreduceStrategy(DistributedStrategy):
     synchronous = True
 
     def __init__(
-        self, transport: Transport, config: Config, *, threaded: bool, on_fatal: Callable[[BaseException], None]
+        self,
+        transport: Transport,
+        config: Config,
+        *,
+        threaded: bool,
+        on_fatal: Callable[[BaseException], None],
+        memory: HostMemory | None = None,
     ) -> None:
         self._lanes: dict[int, _Lane] = {}
         self._owner = Owner()
@@ -115,22 +159,29 @@ class AllreduceStrategy(DistributedStrategy):
             self._native = native
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
+        # Workers that are ahead may ask worker 0 for a key's place as soon as its engine runs.
+        self._direct = None if memory is None else Direct(memory, self._lanes, self._owner)
         self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
         self.rank = self._group.rank
         self.num_workers = self._group.size
+        if self._direct is not None:
+            self._direct.start(self._workers)
 
     # --- placement
 
     def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
-        """Nothing beyond the number: bounds follow from it."""
-        return None
+        """The key's place in shared memory; its bounds follow from its number."""
+        return None if self._direct is None else self._direct.reserve(n_elems * itemsize_bytes)
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
-        lane = _Lane(info)
+        lane = _Lane(info, self._direct)
+        if self._direct is not None:
+            lane.offset_bytes = -1 if reserved is None else reserved
+            self._direct.add_key(info.id)
         if self.rank == 0:
-            lane.stored[...] = self._first_values.pop(info.key)
+            lane.own_value()[...] = self._first_values.pop(info.key)
         self._place(lane)
         self._lanes[info.id] = lane
         lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
@@ -158,19 +209,25 @@ class AllreduceStrategy(DistributedStrategy):
 
     def pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
-        return {key_id: lane.pushed for key_id, lane in self._lanes.items()}
+        return {key_id: self._pushed(lane) for key_id, lane in self._lanes.items()}
+
+    def _pushed(self, lane: _Lane) -> int:
+        return lane.pushed + (0 if self._direct is None else self._direct.rounds(lane.info.id))
 
     def _place(self, lane: _Lane) -> None:
         """Choose algorithm and owners of a key from what all workers know."""
         info, p = lane.info, self.num_workers
         wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
-        lane.algorithm = choose(wire_bytes, p, self._config.algorithm)
+        # With the direct way the ordinary one must add in the same order: it is then a matter of time which one goes.
+        lane.algorithm = "naive" if self._direct is not None else choose(
+            wire_bytes, p, self._config.algorithm, self._group.hosts
+        )
         module = self._native or ALGORITHMS[lane.algorithm]
         optimizer = self._owner.optimizer_of(info.id)
         if optimizer is not None and not optimizer.elementwise:
             lane.bounds = whole_bounds(info.n_elems, p, info.id % module.owners(p))
         else:
-            lane.bounds = module.bounds(info.n_elems, p)
+            lane.bounds = chunk_bounds(lane.algorithm, info.n_elems, self._group.hosts)
 
     # --- keys
 
@@ -235,6 +292,8 @@ class AllreduceStrategy(DistributedStrategy):
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
             lane.pushed += 1
+            if self._direct is not None:
+                self._direct.pushed(info.id)
             self._workers.control.activity.note(f"push of key {info.key!r}")
             lane.queue.append((buf, number))
             if lane.running is None or lane.running.done:
@@ -244,19 +303,41 @@ class AllreduceStrategy(DistributedStrategy):
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """Copy the value out as soon as the lane has done this worker's last push."""
         lane = self._lanes[info.id]
-        return self._deliver(lane, sink, Waiting("pull", info.key, info.id, lane.pushed))
+        return self._deliver(lane, sink, Waiting("pull", info.key, info.id, self._pushed(lane)))
 
     def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
         """Both."""
         self.push(info, total, priority)
         lane = self._lanes[info.id]
-        return self._deliver(lane, sink, Waiting("pushpull", info.key, info.id, lane.pushed))
+        return self._deliver(lane, sink, Waiting("pushpull", info.key, info.id, self._pushed(lane)))
+
+    def prepare(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> DirectCall | None:
+        """The direct way, where all workers are on this host."""
+        return None if self._direct is None else self._direct.prepare(infos, values, outs)
+
+    def allocate(self, text: str, n_bytes: int) -> HostArray | None:
+        """Memory in the part of the host's that belongs to this worker."""
+        if self._direct is None:
+            return super().allocate(text, n_bytes)
+        stride = aligned(n_bytes)
+        begin = self._direct.reserve(stride * self.num_workers) if self.rank == 0 else None
+        begin = self._workers.agree("empty", [text, begin], "empty")
+        if begin is None:
+            raise MpikvError(f"empty or zeros: no room for {n_bytes} bytes per worker in this host's memory")
+        return self._direct.memory.array(self._direct.add_block(begin, stride), n_bytes, np.dtype(np.uint8))
+
+    def stats(self) -> dict[str, int]:
+        """Also what went the direct way."""
+        direct = {} if self._direct is None else self._direct.stats()
+        return {**super().stats(), **direct}
 
     def _deliver(self, lane: _Lane, sink: Sink, waiting: Waiting) -> Pending:
         delivery = _Delivery(lane, lane.pushed, sink)
         with self._workers.engine.lock:
             if lane.reached(lane.pushed):
-                delivery.take(lane.stored)
+                delivery.take(lane.value())
             else:
                 lane.deliveries.append(delivery)
         return Pending(delivery, waiting)
@@ -275,6 +356,8 @@ class AllreduceStrategy(DistributedStrategy):
         slot, key_ids, pickled = self._workers.agree_on_optimizer(optimizer, keys)
         with self._workers.engine.lock:
             self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+            if self._direct is not None:
+                self._direct.reset()
             for lane in self._lanes.values():
                 self._place(lane)
 

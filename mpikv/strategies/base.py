@@ -54,6 +54,23 @@ class Sink:
                 write(out, value, "out")
 
 
+class PreparedCall(Protocol):
+    """A blocking `pushpull` that is ready to be made, as often as its arrays come again."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether it may still be made."""
+        ...
+
+    def run(self) -> bool:
+        """Make it, blocking. False: nothing was done, push and pull in the ordinary way."""
+        ...
+
+    def release(self) -> None:
+        """Forget the arrays."""
+        ...
+
+
 class Strategy(Protocol):
     """One mode of a store. Collective calls are collective over the workers."""
 
@@ -83,6 +100,23 @@ class Strategy(Protocol):
 
     def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
         """Both, in one exchange."""
+        ...
+
+    def prepare(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> PreparedCall | None:
+        """A shorter way for a blocking `pushpull` of one array per key; None where there is none. Local."""
+        ...
+
+    def allocate(self, text: str, n_bytes: int) -> HostArray | None:
+        """Zeroed memory that the host's workers share, None where they do not. Collective, blocks.
+
+        text: what it is for; ShapeMismatch on every worker where it differs.
+        """
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """What has been counted so far, and the memory held. Local."""
         ...
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key, KeyInfo
-from mpikv.strategies.base import Pending, Updater
+from mpikv.strategies.base import Pending, PreparedCall, Updater
 from mpikv.strategies.workers import Workers
 
 
@@ -22,6 +24,22 @@ class DistributedStrategy:
     def infos(self) -> Sequence[KeyInfo]:
         """All keys, by number."""
         return sorted(self._workers.infos.values(), key=lambda info: info.id)
+
+    def prepare(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> PreparedCall | None:
+        """No shorter way."""
+        return None
+
+    def allocate(self, text: str, n_bytes: int) -> HostArray | None:
+        """Agree that all allocate the same; no shared memory."""
+        self._workers.agree("empty", [text, -1], "empty")
+        return None
+
+    def stats(self) -> dict[str, int]:
+        """What the transport has sent."""
+        transport = self._workers.transport
+        return {"messages_sent": transport.sent_messages, "bytes_sent": transport.sent_bytes}
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
         """Block until a transfer is done."""

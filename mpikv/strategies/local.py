@@ -6,13 +6,14 @@ Also the reference that every other mode is compared with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, DEFAULT_SLOT, Owner
-from mpikv.strategies.base import Pending, Sink, Updater
+from mpikv.strategies.base import Pending, PreparedCall, Sink, Updater
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.transports.base import Done
 
@@ -45,6 +46,20 @@ class LocalStrategy:
     def infos(self) -> Sequence[KeyInfo]:
         """All keys."""
         return tuple(self._infos.values())
+
+    def prepare(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> PreparedCall | None:
+        """No shorter way: nothing is sent in any case."""
+        return None
+
+    def allocate(self, text: str, n_bytes: int) -> HostArray | None:
+        """Nobody to share memory with."""
+        return None
+
+    def stats(self) -> dict[str, int]:
+        """Nothing is sent."""
+        return {"messages_sent": 0, "bytes_sent": 0}
 
     def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
         """Update the stored value now."""

@@ -93,6 +93,16 @@ def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str])
     return None
 
 
+def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """All allocate the same, where worker 0 says."""
+    texts = [text for text, _ in payloads]
+    if len(set(texts)) > 1:
+        raise Disagreement(
+            ShapeMismatch, f"empty or zeros with different arguments on different workers: {grouped(texts, labels)}"
+        )
+    return payloads[0][1]
+
+
 def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     """Every worker has pushed every key equally often, where rounds need all of them."""
     counts = [dict(payload) for payload in payloads]
@@ -136,6 +146,7 @@ class Workers:
                 "init": _init_rule,
                 "set_optimizer": _optimizer_rule,
                 "barrier": first,
+                "empty": _empty_rule,
                 "set_optimizer in place": first,
                 "save_optimizer_states": first,
                 "load_optimizer_states": first,

@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.config import Config
-from mpikv.kv import server_core, worker_strategy
+from mpikv.kv import server_core, wants_memory, worker_strategy
 from mpikv.kvstore import KVStore
 from mpikv.server.loop import run_server
 from mpikv.server.roles import assign
 from mpikv.testing.ranks import spawn
+from mpikv.transports.shm import private_memory
 from mpikv.transports.threads import ThreadTransport
 
 T = TypeVar("T")
@@ -37,13 +38,20 @@ def spawn_stores(
     size = num_workers + num_servers
     roles = assign(hosts or ["localhost"] * size, num_servers, config.server_placement)
 
+    memories = []
+    if wants_memory(roles, spec, config, hosts or ["localhost"] * size):
+        memories = private_memory(size)
+
     def rank_body(transport: ThreadTransport) -> T | None:
         if transport.rank in roles.servers:
             run_server(transport, roles.workers, server_core(transport.hosts, roles, spec), config.timeout_s)
             return None
         fatal: list[BaseException] = []
         threaded = config.progress == "thread"
-        strategy = worker_strategy(transport, roles, spec, config, threaded=threaded, on_fatal=fatal.append)
+        memory = memories[transport.rank] if memories else None
+        strategy = worker_strategy(
+            transport, roles, spec, config, threaded=threaded, on_fatal=fatal.append, memory=memory
+        )
         store = KVStore(name.lower(), strategy, on_device=spec.on_device)
         try:
             result = body(store)

@@ -42,6 +42,8 @@ class Transport(Protocol):
     size: int
     max_tag: int
     hosts: tuple[str, ...]  # the host of each rank
+    sent_messages: int  # counted since the start
+    sent_bytes: int
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """Start sending a contiguous array; not to be changed until the request is done."""

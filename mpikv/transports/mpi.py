@@ -77,10 +77,14 @@ class MpiTransport:
         self.size = comm.Get_size()
         self.max_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self.hosts = hosts
+        self.sent_messages = 0
+        self.sent_bytes = 0
         self._status = MPI.Status()
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """MPI_Isend of the bytes of `buf`."""
+        self.sent_messages += 1
+        self.sent_bytes += buf.nbytes
         return start(self.comm.Isend, buf, dest, tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:

@@ -8,7 +8,7 @@ that changes its array too early is found out.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +52,7 @@ class Fabric:
         self.posted: list[deque[_Receive]] = [deque() for _ in range(size)]
         self.sent_messages = 0
         self.sent_bytes = 0
+        self.bytes_between: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
 
     def rank(self, rank: int) -> ThreadTransport:
         """The transport of one rank."""
@@ -111,6 +112,8 @@ class ThreadTransport:
         self.size = fabric.size
         self.max_tag = 2**31 - 1
         self.hosts = fabric.hosts
+        self.sent_messages = 0
+        self.sent_bytes = 0
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """Put a message in the mailbox of `dest`; a short one is copied."""
@@ -120,8 +123,11 @@ class ThreadTransport:
         message = _Message(self.rank, tag, data)
         with self._fabric.lock:
             self._fabric.boxes[dest].append(message)
+            self.sent_messages += 1
+            self.sent_bytes += data.nbytes
             self._fabric.sent_messages += 1
             self._fabric.sent_bytes += data.nbytes
+            self._fabric.bytes_between[self.rank, dest] += data.nbytes
         return message
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:

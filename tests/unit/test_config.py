@@ -11,7 +11,7 @@ from mpikv import Config, ConfigError, config
 
 def test_defaults():
     assert Config.from_environ({}) == Config()
-    assert Config() == Config(0, "spread", 1_000_000, "auto", 300.0, "thread", "auto")
+    assert Config() == Config(0, "spread", 1_000_000, "auto", 0, "auto", 300.0, "thread", "auto")
 
 
 def test_every_variable():
@@ -20,12 +20,14 @@ def test_every_variable():
         "MPIKV_SERVER_PLACEMENT": "LAST",
         "MPIKV_BIGARRAY_BOUND": " 10 ",
         "MPIKV_ALGORITHM": "Ring",
+        "MPIKV_FAKE_HOSTS": "2",
+        "MPIKV_SHARED_MEMORY": "OFF",
         "MPIKV_TIMEOUT_S": "2.5",
         "MPIKV_PROGRESS": "calls",
         "MPIKV_MPI": "system",
     }
     assert set(environ) == {variable.name for variable in config.VARIABLES}
-    assert Config.from_environ(environ) == Config(2, "last", 10, "ring", 2.5, "calls", "system")
+    assert Config.from_environ(environ) == Config(2, "last", 10, "ring", 2, "off", 2.5, "calls", "system")
 
 
 def test_every_field_has_a_variable_and_a_row_in_the_table():
@@ -53,7 +55,10 @@ WRONG = [
     ("MPIKV_TIMEOUT_S", "-3", "more than 0"),
     ("MPIKV_TIMEOUT_S", "inf", "finite"),
     ("MPIKV_TIMEOUT_S", "nan", "more than 0"),
-    ("MPIKV_ALGORITHM", "tree", "auto, naive, native, ring, halving_doubling"),
+    ("MPIKV_ALGORITHM", "tree", "auto, naive, native, ring, halving_doubling, hierarchical"),
+    ("MPIKV_FAKE_HOSTS", "two", "whole number"),
+    ("MPIKV_FAKE_HOSTS", "-1", "at least 0"),
+    ("MPIKV_SHARED_MEMORY", "on", "auto, off"),
     ("MPIKV_SERVER_PLACEMENT", "first", "spread, last"),
     ("MPIKV_PROGRESS", "yes", "thread, calls"),
     ("MPIKV_MPI", "openmpi", "auto, system"),

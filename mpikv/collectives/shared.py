@@ -1,0 +1,396 @@
+"""Sums through memory that the ranks of a host share.
+
+All ranks are in the same call (see transports/meeting). A call is a *plan*: a list of chunks, each small enough for
+the cache. Three things happen to a chunk, one after another, and to three chunks at a time, so that ranks seldom wait:
+
+- fill: each rank copies its values into its slot of shared memory, where the others do not see them anyway;
+- sum: each rank adds its own part over all ranks, in the order of the ranks, so that the bits are those of `naive`;
+- drain: each rank copies the result out to its arrays.
+
+Arrays that lie in shared memory need neither fill nor drain: each rank adds its part in place, into the array of the
+first rank, and copies it to the others.
+
+Cost per rank, n elements, p ranks: n(p-1)/p copied in, n(p-1)/p added, n copied out; in place n(p-1)/p added and
+n(p-1)/p copied; two waits per chunk, one for values of up to `TINY_BYTES`, which every rank adds for itself. No message.
+Scratch: `SLOTS` chunks per rank. Restrictions: one host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.transports.meeting import FILLED, SUMMED, WORDS_PER_RANK, Meeting
+from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
+
+CHUNK_BYTES = 256 << 10  # three chunks of every rank stay in a second-level cache, or share a third-level one
+SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out
+TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
+
+Copy = tuple[HostArray, Any]  # destination, and the source or a list of sources that follow each other
+Wait = Callable[[Callable[[], bool]], None]
+
+
+class Sum(NamedTuple):
+    """`out` becomes the sum of `sources`, in this order; then it is copied to `copies`, then `after` is called."""
+
+    out: HostArray
+    sources: tuple[HostArray, ...]
+    copies: tuple[HostArray, ...]
+    after: Callable[[], None] | None
+    wide: bool  # float16 and bfloat16: added in float32
+
+
+def summed(
+    out: HostArray,
+    sources: Sequence[HostArray],
+    copies: Sequence[HostArray] = (),
+    after: Callable[[], None] | None = None,
+) -> Sum:
+    """A `Sum`."""
+    return Sum(out, tuple(sources), tuple(copies), after, sum_dtype(sources[0].dtype) != sources[0].dtype)
+
+
+@dataclass
+class Chunk:
+    """What one rank does for one chunk."""
+
+    fills: list[Copy] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    drains: list[Copy] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """What one rank does in one call, and what it costs."""
+
+    chunks: list[Chunk]
+    alone: bool = False  # every rank adds for itself: nobody waits for sums
+    copied_bytes: int = 0
+    added_bytes: int = 0
+
+
+class Slots:
+    """The scratch memory of every rank, behind the counters."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self._begin = aligned(memory.size * WORDS_PER_RANK * WORD_BYTES)
+        self.per_rank_bytes = SLOTS * CHUNK_BYTES + 2 * TINY_BYTES
+        self.end = self._begin + memory.size * self.per_rank_bytes
+
+    def view(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """Some elements of a rank's slot for chunks."""
+        return self.memory.array(self._offset(rank) + slot * CHUNK_BYTES + offset_bytes, n_elems, dtype)
+
+    def tiny(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """The same of its two slots for tiny calls."""
+        begin = self._offset(rank) + SLOTS * CHUNK_BYTES + slot * TINY_BYTES
+        return self.memory.array(begin + offset_bytes, n_elems, dtype)
+
+    def _offset(self, rank: int) -> int:
+        return self._begin + rank * self.per_rank_bytes
+
+
+# --- plans
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one rank's values: `value` (None: a gap between two keys), written to `outs` at last."""
+
+    n_elems: int
+    value: HostArray | None
+    outs: tuple[HostArray, ...]
+
+
+class Region(NamedTuple):
+    """Elements that lie one behind the other in `result`, which is shared; together the pieces are as long."""
+
+    result: HostArray
+    pieces: Sequence[Piece]
+
+
+def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
+    """Regions cut and put together again into groups of at most `limit_bytes`, each region at a cache line."""
+    groups: list[list[Region]] = [[]]
+    room = limit_bytes
+    for region in regions:
+        itemsize = region.result.itemsize
+        pieces, begin, left = list(region.pieces), 0, region.result.size
+        while left:
+            take = min(left, room // itemsize)
+            if take == 0 or (take < left and take * itemsize < limit_bytes and left * itemsize <= limit_bytes):
+                groups.append([])
+                room = limit_bytes
+                continue
+            head: list[Piece] = []
+            missing = take
+            while missing:
+                piece = pieces.pop(0)
+                if piece.n_elems > missing:
+                    rest = piece.n_elems - missing
+                    value = piece.value
+                    pieces.insert(
+                        0,
+                        Piece(
+                            rest, None if value is None else value[missing:], tuple(out[missing:] for out in piece.outs)
+                        ),
+                    )
+                    piece = Piece(
+                        missing, None if value is None else value[:missing], tuple(out[:missing] for out in piece.outs)
+                    )
+                head.append(piece)
+                missing -= piece.n_elems
+            groups[-1].append(Region(region.result[begin : begin + take], head))
+            begin, left = begin + take, left - take
+            room -= aligned(take * itemsize)
+    return [group for group in groups if group]
+
+
+def part_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int]:
+    """The elements that `rank` adds: even parts in whole cache lines."""
+    line = max(1, ALIGN_BYTES // itemsize)
+    lines = -(-n_elems // line)
+    base, extra = divmod(lines, size)
+    begin = rank * base + min(rank, extra)
+    return min(n_elems, begin * line), min(n_elems, (begin + base + (rank < extra)) * line)
+
+
+def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan]:
+    """Arrays of any kind: values go through the slots, sums into each region's result, and out from there.
+
+    Returns a function of the tiny slot to use, 0 or 1; all plans of one call are the same otherwise.
+    """
+    groups = cut(regions, CHUNK_BYTES)
+    sizes = [sum(aligned(region.result.nbytes) for region in group) for group in groups]
+    if len(groups) == 1 and sizes[0] <= TINY_BYTES:
+        plans = [_tiny(slots, groups[0], turn) for turn in range(2)]
+        return lambda turn: plans[turn]
+    chunks = [_staged(slots, group, i % SLOTS) for i, group in enumerate(groups)]
+    plan = _priced(Plan(chunks))
+    return lambda turn: plan
+
+
+def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:
+    chunk, offset = Chunk(), 0
+    ranks, me = range(slots.memory.size), slots.memory.rank
+    for region in group:
+        n, dtype = region.result.size, region.result.dtype
+        views = [slots.tiny(rank, turn, offset, n, dtype) for rank in ranks]
+        chunk.fills += _fills(views[me], region.pieces)
+        # All ranks write the same bits into the result, which must not hold anything in between.
+        if len(region.pieces) == 1 and region.pieces[0].outs:
+            first, *others = region.pieces[0].outs
+            chunk.sums.append(summed(first, views, [region.result, *others]))
+        else:
+            total = np.empty(n, dtype)
+            chunk.sums.append(summed(total, views, [region.result]))
+            chunk.drains += _drains(Region(total, region.pieces))
+        offset += aligned(region.result.nbytes)
+    return _priced(Plan([chunk], alone=True))
+
+
+def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
+    chunk, offset = Chunk(), 0
+    size, me = slots.memory.size, slots.memory.rank
+    for region in group:
+        n, dtype = region.result.size, region.result.dtype
+        begin, end = part_of(me, size, n, dtype.itemsize)
+        views = [slots.view(rank, slot, offset, n, dtype) for rank in range(size)]
+        value = region.pieces[0].value
+        if len(region.pieces) == 1 and value is not None:
+            # One array: this rank's own part need not go through the slot.
+            own = value[begin:end]
+            chunk.fills += [(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b]
+        else:
+            own = views[me][begin:end]
+            chunk.fills += _fills(views[me], region.pieces)
+        if begin < end:
+            sources = tuple(own if rank == me else views[rank][begin:end] for rank in range(size))
+            chunk.sums.append(summed(region.result[begin:end], sources))
+        chunk.drains += _drains(region)
+        offset += aligned(region.result.nbytes)
+    return chunk
+
+
+def _fills(view: HostArray, pieces: Sequence[Piece]) -> list[Copy]:
+    if len(pieces) == 1 and pieces[0].value is not None:
+        return [(view, pieces[0].value)]
+    gap = np.zeros(ALIGN_BYTES, np.uint8).view(view.dtype)
+    return [(view, [gap[: piece.n_elems] if piece.value is None else piece.value for piece in pieces])]
+
+
+def _drains(region: Region) -> list[Copy]:
+    copies, begin = [], 0
+    for piece in region.pieces:
+        copies += [(out, region.result[begin : begin + piece.n_elems]) for out in piece.outs]
+        begin += piece.n_elems
+    return copies
+
+
+def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]]) -> Plan:
+    """Arrays in shared memory: for each value those of all ranks, in rank order. Each becomes the sum."""
+    chunk = Chunk()
+    for replicas in arrays:
+        first = replicas[0]
+        begin, end = part_of(rank, len(replicas), first.size, first.itemsize)
+        step = CHUNK_BYTES // first.itemsize
+        for a in range(begin, end, step):
+            parts = tuple(replica[a : min(a + step, end)] for replica in replicas)
+            chunk.sums.append(summed(parts[0], parts, parts[1:]))
+    return _priced(Plan([chunk]))
+
+
+class Update(NamedTuple):
+    """A key with an optimizer. `bounds`: who owns what. `update(total)` applies the sum of the own part."""
+
+    values: Sequence[
+        HostArray | None
+    ]  # rank r's value where it lies in shared memory, else None; this rank's own: there
+    result: HostArray
+    outs: tuple[HostArray, ...]
+    bounds: Sequence[int]
+    update: Callable[[HostArray], None]
+
+
+def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np.dtype[Any]], HostArray]) -> Plan:
+    """Each owner adds its part into scratch memory and applies it to its part of the result.
+
+    scratch(n_elems, dtype): memory that one key uses after another.
+    """
+    size, me = slots.memory.size, slots.memory.rank
+    chunks = [Chunk()]
+    room = CHUNK_BYTES
+    for key in keys:
+        dtype = key.result.dtype
+        own_elems = key.bounds[me + 1] - key.bounds[me]
+        total = scratch(own_elems, sum_dtype(dtype))
+        longest = max(key.bounds[rank + 1] - key.bounds[rank] for rank in range(size))
+        staged = any(value is None for rank, value in enumerate(key.values) if rank != me) or size == 1
+        done = 0
+        while done < longest:
+            if staged:
+                # A chunk holds a piece of the same length of every owner's part, so that all have work.
+                fitting = (room // size - ALIGN_BYTES) // dtype.itemsize
+                whole = longest * size * dtype.itemsize <= CHUNK_BYTES // 2  # better in the next chunk than cut
+                if fitting <= 0 or (whole and fitting < longest and room < CHUNK_BYTES):
+                    chunks.append(Chunk())
+                    room = CHUNK_BYTES
+                    continue
+                take = min(longest - done, fitting)
+            else:
+                take = min(longest - done, CHUNK_BYTES // dtype.itemsize)
+            chunk = chunks[-1]
+            offset = CHUNK_BYTES - room
+            slot = (len(chunks) - 1) % SLOTS
+            for owner in range(size):
+                begin, end = key.bounds[owner] + done, min(key.bounds[owner] + done + take, key.bounds[owner + 1])
+                if begin >= end:
+                    continue
+                views = [
+                    value[begin:end] if value is not None else slots.view(rank, slot, offset, end - begin, dtype)
+                    for rank, value in enumerate(key.values)
+                ]
+                if owner == me:
+                    after = None
+                    if end == key.bounds[me + 1]:
+                        after = _bound(key.update, total)
+                    chunk.sums.append(summed(total[done : done + end - begin], tuple(views), (), after))
+                elif staged:
+                    mine = key.values[me]
+                    assert mine is not None
+                    chunk.fills.append((slots.view(me, slot, offset, end - begin, dtype), mine[begin:end]))
+                if staged:
+                    offset += aligned((end - begin) * dtype.itemsize)
+            if staged:
+                room = CHUNK_BYTES - offset
+            done += take
+        chunks[-1].drains += [(out, key.result) for out in key.outs]
+    return _priced(Plan(chunks))
+
+
+def _bound(update: Callable[[HostArray], None], total: HostArray) -> Callable[[], None]:
+    return lambda: update(total)
+
+
+def _priced(plan: Plan) -> Plan:
+    for chunk in plan.chunks:
+        plan.copied_bytes += sum(copy[0].nbytes for copy in (*chunk.fills, *chunk.drains))
+        for one in chunk.sums:
+            plan.added_bytes += one.out.nbytes * (len(one.sources) - 1)
+            plan.copied_bytes += sum(copy.nbytes for copy in one.copies)
+    return plan
+
+
+# --- execution
+
+
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Do copies one after another."""
+    for destination, source in copies:
+        if type(source) is list:
+            np.concatenate(source, out=destination)
+        else:
+            destination[...] = source
+
+
+def add_all(sums: Sequence[Sum]) -> None:
+    """Do sums one after another."""
+    for out, sources, copies, after, wide in sums:
+        if wide:
+            _add_widened(out, sources)
+        else:
+            np.add(sources[0], sources[1], out)
+            for source in sources[2:]:
+                np.add(out, source, out)
+        for copy in copies:
+            copy[...] = out
+        if after is not None:
+            after()
+
+
+def _add_widened(out: HostArray, sources: Sequence[HostArray]) -> None:
+    """float16 and bfloat16 are added in float32; rounded once, if `out` is one of them."""
+    total = np.add(sources[0], sources[1], dtype=np.float32)
+    for source in sources[2:]:
+        np.add(total, source, out=total)
+    np.copyto(out, total, casting="unsafe")
+
+
+class Executor:
+    """Does plans, one after another; all ranks the same ones."""
+
+    def __init__(self, meeting: Meeting, wait: Wait) -> None:
+        self._meeting = meeting
+        self._wait = wait
+        self._step = 0  # chunks done so far
+
+    def begin(self, plan: Plan) -> None:
+        """Fill the first chunk: what can be done before all ranks are there."""
+        copy_all(plan.chunks[0].fills)
+
+    def finish(self, plan: Plan) -> None:
+        """Do the rest, once all ranks are there. Blocks."""
+        chunks, first = plan.chunks, self._step
+        if plan.alone:
+            add_all(chunks[0].sums)
+            copy_all(chunks[0].drains)
+            return
+        meeting, wait, n = self._meeting, self._wait, len(chunks)
+        for i in range(1, n + 2):
+            if i < n:
+                copy_all(chunks[i].fills)
+                meeting.reach(FILLED, first + i + 1)
+            if i - 1 < n:
+                if i > 1:
+                    meeting.wait_all(FILLED, first + i, wait)
+                add_all(chunks[i - 1].sums)
+                meeting.reach(SUMMED, first + i)
+            if i > 1:
+                meeting.wait_all(SUMMED, first + i - 1, wait)
+                copy_all(chunks[i - 2].drains)
+        self._step = first + n

@@ -1,0 +1,461 @@
+"""The direct way of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
+
+Where a call can go this way it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
+The workers meet (transports/meeting): if all make the same call, they do it together, without a message; if not, the
+call goes the ordinary way, through the keys' lanes. Both ways add in the order of the ranks, so the bits do not tell
+which one it was.
+
+Every key has a place in the shared memory, the *arena*: its value is there once for all workers of the host, after a
+call that went the direct way. The newest value of a key is in its lane, in the arena, or in the array of a call that
+added in place: wherever the last push went. Calls and lanes note when that was, and who asks finds out.
+
+Memory: one value per host in the arena; scratch, see collectives/shared.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.collectives.shared import Executor, Piece, Plan, Region, Slots, Update, in_place_plan, staged_plan, update_plan
+from mpikv.keys import KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.owner import Owner
+from mpikv.strategies.base import Pending
+from mpikv.strategies.workers import Predicate, Workers
+from mpikv.transports.meeting import MASK, Meeting, digest
+from mpikv.transports.shm import ALIGN_BYTES, HostMemory, aligned
+
+
+class Lane(Protocol):
+    """What this module needs of a key's lane."""
+
+    info: KeyInfo
+    bounds: tuple[int, ...]
+    offset_bytes: int  # in the arena
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has a value and nothing is under way."""
+        ...
+
+    def forget(self) -> None:
+        """Give back the lane's own copy of the value."""
+        ...
+
+    def own_value(self) -> HostArray:
+        """The lane's own copy, as it is."""
+        ...
+
+    def take(self, value: HostArray) -> None:
+        """Make `value` the lane's own."""
+        ...
+
+
+class Block(NamedTuple):
+    """Memory that `store.empty` gave to all workers: worker r's part begins at `begin + r * stride`."""
+
+    begin: int
+    stride: int
+
+
+class _KeyRecord:
+    """When a key's value was last changed where, and by which calls it may be."""
+
+    __slots__ = ("calls", "digest", "in_arena", "in_lane", "rounds")
+
+    def __init__(self, digest_: int) -> None:
+        self.digest = digest_
+        self.rounds = 0  # of calls that are released
+        self.in_arena = 0
+        self.in_lane = 1  # ahead of a call that was never made
+        self.calls: list[DirectCall] = []
+
+
+class Direct:
+    """The direct way of one worker."""
+
+    def __init__(self, memory: HostMemory, lanes: Mapping[int, Any], owner: Owner) -> None:
+        self.memory = memory
+        self._lanes = lanes
+        self._owner = owner
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._meeting = Meeting(
+            memory,
+            step=lambda: self._workers.engine.step(),
+            crowded=memory.threads or memory.size > cores,
+            yield_=_let_threads_run if memory.threads else os.sched_yield,
+        )
+        self._slots = Slots(memory)
+        self._executor = Executor(self._meeting, self._wait)
+        self._free = self._slots.end  # worker 0: where the arena ends
+        self._blocks: list[Block] = []
+        self._lock = threading.Lock()
+        self._clock = 1  # counts calls and pushes, to tell which was the last
+        self._keys: dict[int, _KeyRecord] = {}
+        self._turn = 0
+        self._scratch: HostArray = np.empty(0, np.uint8)
+        self.pushes_elsewhere = 0  # changes whenever a lane has changed a value
+        self.epoch = 0  # changes with the optimizers: calls made before are of no use
+        self._numbers: dict[int, int] = {}  # slot -> number of its attributes in this call
+        self._current: DirectCall | None = None
+        self.calls = 0
+        self.declined = 0
+        self.copied_bytes = 0
+        self.added_bytes = 0
+
+    def start(self, workers: Workers) -> None:
+        """Say who the workers are. `reserve` may be needed before: other workers may be ahead of this one."""
+        self._workers = workers
+
+    # --- memory
+
+    def reserve(self, n_bytes: int) -> int | None:
+        """At worker 0: where the next `n_bytes` are. None when the memory is full."""
+        begin = self._free
+        if begin + n_bytes > self.memory.n_bytes:
+            return None
+        self._free = begin + aligned(n_bytes)
+        return begin
+
+    def add_block(self, begin: int, stride: int) -> int:
+        """Note what `store.empty` agreed on; returns where this worker's part begins."""
+        self._blocks.append(Block(begin, stride))
+        return begin + self.memory.rank * stride
+
+    def _shared(self, array: HostArray) -> list[HostArray] | None:
+        """The same place in every worker's memory, where `array` lies in this worker's part of a block."""
+        offset = self.memory.offset_of(array)
+        if offset is None:
+            return None
+        for block in self._blocks:
+            delta = offset - block.begin - self.memory.rank * block.stride
+            if 0 <= delta and delta + array.nbytes <= block.stride:
+                return [
+                    self.memory.array(block.begin + rank * block.stride + delta, array.size, array.dtype)
+                    for rank in range(self.memory.size)
+                ]
+        return None
+
+    def scratch(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """Memory of this worker's alone, for one key after another."""
+        n_bytes = n_elems * dtype.itemsize
+        if self._scratch.size < n_bytes:
+            self._scratch = np.empty(aligned(n_bytes), np.uint8)
+        return self._scratch[:n_bytes].view(dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """Scratch memory of this worker: its slots, and what an optimizer's sums need."""
+        return self._slots.per_rank_bytes + self._scratch.size
+
+    def stats(self) -> dict[str, int]:
+        """Counted since the start: calls made together, calls that did not meet; bytes copied and added by this worker.
+
+        held_bytes: scratch memory of this worker. shared_bytes: values and arrays in the memory of the host.
+        """
+        return {
+            "direct_calls": self.calls,
+            "declined_calls": self.declined,
+            "bytes_copied": self.copied_bytes,
+            "bytes_added": self.added_bytes,
+            "held_bytes": self.held_bytes,
+        }
+
+    # --- keys
+
+    def add_key(self, key_id: int) -> None:
+        """A new key: its value is in its lane."""
+        self._keys[key_id] = _KeyRecord(digest("key", key_id))
+
+    def pushed(self, key_id: int) -> None:
+        """A push that goes through the lane, as soon as it is made."""
+        self._meeting.pushed(self._keys[key_id].digest, 1)
+        self.pushes_elsewhere += 1
+
+    def rounds(self, key_id: int) -> int:
+        """How many rounds of the key went the direct way."""
+        record = self._keys[key_id]
+        return record.rounds + sum(call.rounds for call in record.calls)
+
+    def in_lane(self, key_id: int) -> None:
+        """The lane has the newest value."""
+        self._clock += 1
+        self._keys[key_id].in_lane = self._clock
+
+    def value_of(self, lane: Lane) -> HostArray | None:
+        """The key's newest value where it is not in the lane."""
+        record = self._keys[lane.info.id]
+        last = max(record.calls, key=lambda call: call.last, default=None)
+        if last is not None and last.last > max(record.in_lane, record.in_arena) and last.values:
+            return last.values[lane.info.id]
+        in_arena = max(record.in_arena, last.last if last is not None else 0)
+        if in_arena > record.in_lane:
+            return self.memory.array(lane.offset_bytes, lane.info.n_elems, lane.info.dtype)
+        return None
+
+    # --- calls
+
+    def prepare(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> DirectCall | None:
+        """A call with one array per key; None where it cannot go the direct way."""
+        lanes = [self._lanes[info.id] for info in infos]
+        flat = []
+        for info, lane, value, targets in zip(infos, lanes, values, outs, strict=True):
+            if lane.offset_bytes < 0 or not all(_plain(array, info) for array in (value, *targets)):
+                return None
+            flat.append((value.reshape(-1), tuple(target.reshape(-1) for target in targets)))
+        optimizers = [self._owner.optimizer_of(info.id) for info in infos]
+        if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
+            return None
+        replicas = [self._shared(value) for value, _ in flat]
+        in_place = all(
+            one is not None and len(targets) == 1 and targets[0].__array_interface__["data"] == value.__array_interface__["data"]
+            for one, (value, targets) in zip(replicas, flat, strict=True)
+        )
+        kind = "update" if optimizers and optimizers[0] is not None else "in place" if in_place else "staged"
+        if kind == "in place":
+            plan = self._in_place(replicas)
+        elif kind == "staged":
+            plan = staged_plan(self._slots, self._regions(lanes, flat))
+        else:
+            plan = self._update(lanes, flat, replicas)
+        places = [None if one is None or kind == "staged" else self.memory.offset_of(one[0]) for one in replicas]
+        call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places))
+        call.hash = sum(self._keys[info.id].digest for info in infos) & MASK
+        if kind == "in place":
+            call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
+        for info in infos:
+            self._keys[info.id].calls.append(call)
+        return call
+
+    def release(self, call: DirectCall) -> None:
+        """The call's arrays are forgotten: values that are only there go to their lanes."""
+        for lane in call.lanes:
+            record = self._keys[lane.info.id]
+            if call.values and call.last:
+                self._bring_home(lane)
+            elif not call.values:
+                record.in_arena = max(record.in_arena, call.last)
+            record.rounds += call.rounds
+            record.calls.remove(call)
+        call.rounds = 0
+
+    def _bring_home(self, lane: Lane) -> None:
+        value = self.value_of(lane)
+        if value is not None:
+            lane.take(value)
+            self.pushes_elsewhere += 1
+
+    def reset(self) -> None:
+        """Optimizers change: calls prepared so far are of no use, and every value goes to its lane."""
+        for lane in self._lanes.values():
+            self._bring_home(lane)
+        self.epoch += 1
+        self.pushes_elsewhere += 1
+
+    def _in_place(self, replicas: Sequence[list[HostArray] | None]) -> Callable[[int], Plan]:
+        found = sorted((one for one in replicas if one is not None), key=lambda one: self.memory.offset_of(one[0]) or 0)
+        joined: list[list[HostArray]] = []
+        for one in found:
+            # Arrays that lie side by side are added as one; up to the next cache line there is nothing else.
+            begin = self.memory.offset_of(one[0]) or 0
+            if joined and one[0].dtype == joined[-1][0].dtype:
+                last = self.memory.offset_of(joined[-1][0]) or 0
+                gap = begin - last - joined[-1][0].nbytes
+                if 0 <= gap < ALIGN_BYTES and self._same_block(last, begin):
+                    n_elems = (begin + one[0].nbytes - last) // one[0].itemsize
+                    joined[-1] = [
+                        self.memory.array(self.memory.offset_of(replica) or 0, n_elems, replica.dtype)
+                        for replica in joined[-1]
+                    ]
+                    continue
+            joined.append(one)
+        plan = in_place_plan(self.memory.rank, [one for one in joined if one[0].size])
+        return lambda turn: plan
+
+    def _same_block(self, first: int, second: int) -> bool:
+        return any(block.begin <= first and second < block.begin + block.stride for block in self._blocks)
+
+    def _regions(self, lanes: Sequence[Lane], flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]]) -> list[Region]:
+        """The keys in the order of the arena; those side by side are one region, with gaps up to the cache line."""
+        order = sorted(range(len(lanes)), key=lambda i: lanes[i].offset_bytes)
+        regions: list[tuple[int, np.dtype[Any], list[Piece]]] = []
+        end = -1
+        for i in order:
+            lane, (value, outs) = lanes[i], flat[i]
+            if value.size == 0:
+                continue
+            gap = lane.offset_bytes - end
+            if regions and regions[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
+                if gap:
+                    regions[-1][2].append(Piece(gap // value.itemsize, None, ()))
+            else:
+                regions.append((lane.offset_bytes, value.dtype, []))
+            regions[-1][2].append(Piece(value.size, value, outs))
+            end = lane.offset_bytes + value.nbytes
+        return [
+            Region(self.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
+            for begin, dtype, pieces in regions
+        ]
+
+    def _update(
+        self,
+        lanes: Sequence[Lane],
+        flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]],
+        replicas: Sequence[list[HostArray] | None],
+    ) -> Callable[[int], Plan]:
+        me, keys = self.memory.rank, []
+        longest = max((lane.bounds[me + 1] - lane.bounds[me]) * sum_dtype(lane.info.dtype).itemsize for lane in lanes)
+        self.scratch(longest, np.dtype(np.uint8))  # before views of it are taken
+        for lane, (value, outs), shared in zip(lanes, flat, replicas, strict=True):
+            if not value.size:
+                continue
+            result = self.memory.array(lane.offset_bytes, value.size, value.dtype)
+            values = shared or [value if rank == me else None for rank in range(self.memory.size)]
+            keys.append(Update(values, result, outs, lane.bounds, self._applier(lane, result)))
+        plan = update_plan(self._slots, keys, self.scratch)
+        return lambda turn: plan
+
+    def _applier(self, lane: Lane, result: HostArray) -> Callable[[HostArray], None]:
+        me = self.memory.rank
+        own = result[lane.bounds[me] : lane.bounds[me + 1]]
+        slot = self._workers.slot_of(lane.info)
+
+        def apply(total: HostArray) -> None:
+            self._owner.apply(lane.info, own, total, (0, self._numbers[slot]))
+
+        return apply
+
+    def run(self, call: DirectCall) -> bool:
+        """Make the call together with the others; False: nothing was done, it must go the ordinary way."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread of this worker is in one
+        try:
+            if self._workers.engine.failure is not None or not call.ready():
+                return False
+            plan = call.plan(self._turn)
+            self._executor.begin(plan)
+            if not self._meeting.meet(call.digest):
+                self.declined += 1
+                return False
+            self._turn ^= 1
+            self._current = call
+            if call.kind == "update":
+                self._before_update(call)
+            try:
+                self._executor.finish(plan)
+            finally:
+                with self._workers.engine.lock:
+                    self._clock += 1
+                    call.last = self._clock
+                    call.rounds += 1
+                    self._meeting.part(call.hash, call.n_keys)
+            call.settle()
+            self.calls += 1
+            self.copied_bytes += plan.copied_bytes
+            self.added_bytes += plan.added_bytes
+            return True
+        finally:
+            self._lock.release()
+
+    def _before_update(self, call: DirectCall) -> None:
+        """Number changed attributes; bring values that lanes have changed since into the arena."""
+        self._numbers = {}
+        for slot in {self._workers.slot_of(lane.info) for lane in call.lanes}:
+            number, attributes = self._workers.attributes.number(slot)
+            if attributes is not None:
+                self._owner.add_attributes(slot, 0, number, attributes)
+            self._numbers[slot] = number
+        if call.refreshed != self.pushes_elsewhere:
+            me = self.memory.rank
+            for lane in call.lanes:
+                if self.value_of(lane) is None:
+                    begin, end = lane.bounds[me], lane.bounds[me + 1]
+                    result = self.memory.array(lane.offset_bytes, lane.info.n_elems, lane.info.dtype)
+                    result[begin:end] = lane.own_value()[begin:end]
+            call.refreshed = self.pushes_elsewhere
+
+    def _wait(self, test: Callable[[], bool]) -> None:
+        assert self._current is not None
+        lane = self._current.lanes[0]
+        waiting = Waiting("pushpull", lane.info.key, lane.info.id)
+        self._workers.wait(Pending(Predicate(test), waiting))
+
+
+class DirectCall:
+    """One call, ready to be made: which keys, which arrays, what this worker does."""
+
+    def __init__(
+        self,
+        direct: Direct,
+        kind: str,
+        lanes: Sequence[Any],
+        plan: Callable[[int], Plan],
+        digest_: int,
+    ) -> None:
+        self._direct = direct
+        self.kind = kind
+        self.lanes = lanes
+        self.plan = plan
+        self.digest = digest_
+        self.hash = 0
+        self.values: dict[int, HostArray] = {}  # of a call that adds in place: where the values are
+        self.n_keys = len(lanes)
+        self.rounds = 0
+        self.last = 0  # when it was made last
+        self.refreshed = -1
+        self._settled = -1
+        self._checked = -1
+        self._epoch = direct.epoch
+
+    @property
+    def valid(self) -> bool:
+        """Whether the optimizers are still those it was made for."""
+        return self._epoch == self._direct.epoch
+
+    def ready(self) -> bool:
+        """Whether nothing is under way in the lanes of its keys."""
+        if self._checked == self._direct.pushes_elsewhere:
+            return True
+        if not all(lane.idle for lane in self.lanes):
+            return False
+        self._checked = self._direct.pushes_elsewhere
+        return True
+
+    def settle(self) -> None:
+        """The lanes' own copies are of no use any more."""
+        if self._settled != self._direct.pushes_elsewhere:
+            for lane in self.lanes:
+                lane.forget()
+            self._settled = self._direct.pushes_elsewhere
+
+    def run(self) -> bool:
+        """See `Direct.run`."""
+        return self._direct.run(self)
+
+    def release(self) -> None:
+        """See `Direct.release`."""
+        self._direct.release(self)
+
+
+def _plain(array: Any, info: KeyInfo) -> bool:
+    """Whether the values can be read and written where they are."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == info.dtype
+        and array.flags.c_contiguous
+        and array.flags.aligned
+        and array.shape == info.shape
+    )
+
+
+def _let_threads_run() -> None:
+    time.sleep(0)

@@ -1,0 +1,147 @@
+"""Memory that the ranks of one host share.
+
+One file without a name (memfd), made by the first rank and opened by the others through `/proc/PID/fd`, so that nothing
+can be left behind in any directory, whoever is killed when (docs/adr/0007-unnamed-shared-memory.md). It is as large as
+the machine's memory, but takes only what has been written to. It begins with a page of words, the ranks' counters;
+the rest belongs to whoever uses it.
+
+Words are 8 bytes, aligned, each written by one rank. On x86-64 stores become visible in program order, so a rank
+that has seen a counter also sees the data written before it; elsewhere `fence` orders them.
+
+Restrictions: Linux; ranks that can open each other's files (same user, same process namespace). Otherwise there is no
+shared memory, and messages do the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+
+ALIGN_BYTES = 64  # a cache line: two ranks that write side by side must not take it from each other
+WORD_BYTES = 8
+TOKEN_BYTES = 16
+MAP_NORESERVE = 0x4000  # Linux, all architectures; the constant came with Python 3.13
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Order every earlier load and store before every later one: a lock is a full memory barrier."""
+    _lock.acquire()
+    _lock.release()
+
+
+ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in program order, and loads made in it
+
+
+class HostMemory:
+    """The same bytes, seen by every rank of a host. `rank` of `size` counts the ranks of this host."""
+
+    def __init__(self, rank: int, size: int, data: HostArray, *, threads: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self.threads = threads  # the ranks are threads of one process
+        self.n_bytes = data.size
+        self._data = data
+        self.address = data.__array_interface__["data"][0]
+
+    def words(self, offset_bytes: int, count: int) -> memoryview:
+        """`count` counters, as integers."""
+        return memoryview(self._data[offset_bytes : offset_bytes + count * WORD_BYTES]).cast("Q")
+
+    def array(self, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """A flat array over this memory; it keeps the memory alive."""
+        return self._data[offset_bytes : offset_bytes + n_elems * dtype.itemsize].view(dtype)
+
+    def offset_of(self, array: HostArray) -> int | None:
+        """Where in this memory a contiguous array lies, None if it does not."""
+        offset: int = array.__array_interface__["data"][0] - self.address
+        return offset if 0 <= offset and offset + array.nbytes <= self.n_bytes else None
+
+
+def aligned(n_bytes: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _map(fd: int, n_bytes: int) -> HostArray:
+    mapping = mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | MAP_NORESERVE)
+    with contextlib.suppress(OSError, AttributeError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, where the system allows it
+    return np.frombuffer(mapping, np.uint8)
+
+
+def memory_size_bytes() -> int:
+    """How large the shared file is: all of the machine's memory, which it never takes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def private_memory(size: int) -> list[HostMemory]:
+    """The same memory for `size` ranks that are threads of this process."""
+    fd = os.memfd_create("mpikv")
+    try:
+        os.ftruncate(fd, memory_size_bytes())
+        data = _map(fd, memory_size_bytes())
+    finally:
+        os.close(fd)
+    return [HostMemory(rank, size, data, threads=True) for rank in range(size)]
+
+
+def open_host_memory(
+    rank: int, size: int, allgather: Callable[[bytes], list[bytes]]
+) -> tuple[HostMemory | None, str]:
+    """Memory shared by ranks that are all on this host, and why there is none. Collective over them.
+
+    allgather: brings every rank's bytes to every rank.
+    """
+    fd, data, told, problem = -1, None, b"", ""
+    if rank == 0:
+        try:
+            fd = os.memfd_create("mpikv")
+            os.ftruncate(fd, memory_size_bytes())
+            data = _map(fd, memory_size_bytes())
+            token = secrets.token_bytes(TOKEN_BYTES)
+            data[:TOKEN_BYTES] = np.frombuffer(token, np.uint8)
+            told = json.dumps([os.getpid(), fd, data.size, token.hex()]).encode()
+        except (OSError, ValueError, AttributeError) as error:
+            problem = f"rank 0 cannot make it: {error}"
+    told = allgather(told)[0]
+    if rank != 0 and told:
+        try:
+            data = _open(*json.loads(told))
+        except (OSError, ValueError) as error:
+            problem = f"rank {rank} cannot open it: {error}"
+    problems = [text.decode() for text in allgather(problem.encode()) if text]
+    if fd >= 0:
+        os.close(fd)
+    if problems or data is None:
+        return None, "; ".join(problems)
+    # The token was in the place of the counters, and every rank has read it.
+    if rank == 0:
+        data[:TOKEN_BYTES] = 0
+    allgather(b"")
+    return HostMemory(rank, size, data), ""
+
+
+def _open(pid: int, fd: int, n_bytes: int, token: str) -> HostArray:
+    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(own).st_size != n_bytes:
+            raise ValueError("another file has its number")
+        data = _map(own, n_bytes)
+    finally:
+        os.close(own)
+    if data[:TOKEN_BYTES].tobytes() != bytes.fromhex(token):
+        raise ValueError("it is another process's")
+    return data
