@@ -20,7 +20,7 @@ A network's gradients are sums over the images of the batch: `Trainer.step` divi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,11 @@ class Layer:
 
     names: tuple[str, ...] = ()  # of its parameters
 
-    def bind(self, data: Sequence[Array], grad: Sequence[Array]) -> None:
-        """Use these weights, and write the gradients there."""
+    def bind(self, data: Sequence[Array]) -> None:
+        """Use these weights."""
+
+    def bind_grad(self, grad: Sequence[Array]) -> None:
+        """Write the gradients there."""
 
     def forward(self, x: Array) -> Array:
         raise NotImplementedError
@@ -63,8 +66,11 @@ class Dense(Layer):
         self.shapes = ((outputs, inputs), (outputs,))
         self.fans = inputs + outputs
 
-    def bind(self, data: Sequence[Array], grad: Sequence[Array]) -> None:
-        (self.weight, self.bias), (self.d_weight, self.d_bias) = data, grad
+    def bind(self, data: Sequence[Array]) -> None:
+        self.weight, self.bias = data
+
+    def bind_grad(self, grad: Sequence[Array]) -> None:
+        self.d_weight, self.d_bias = grad
 
     def forward(self, x: Array) -> Array:
         self.x_shape = x.shape
@@ -91,8 +97,11 @@ class ConvPool(Layer):
         self.shapes = ((filters, channels, k, k), (filters,))
         self.fans = (channels + filters) * k * k
 
-    def bind(self, data: Sequence[Array], grad: Sequence[Array]) -> None:
-        (self.weight, self.bias), (self.d_weight, self.d_bias) = data, grad
+    def bind(self, data: Sequence[Array]) -> None:
+        self.weight, self.bias = data
+
+    def bind_grad(self, grad: Sequence[Array]) -> None:
+        self.d_weight, self.d_bias = grad
 
     def forward(self, x: Array) -> Array:
         xp, k, filters = array_module(x), self.k, len(self.weight)
@@ -201,8 +210,10 @@ class Network:
                 self.parameters[full_name] = Parameter(value, full_name, devices=devices)
         for n, replica in enumerate(self.replicas):
             for name, layer in replica.items():
-                own = [self.parameters[f"{name}_{kind}"] for kind in layer.names]
-                layer.bind([p.list_data()[n] for p in own], [p.list_grad()[n] for p in own])
+                layer.bind([parameter.list_data()[n] for parameter in self._of(name, layer)])
+
+    def _of(self, name: str, layer: Layer) -> list[Parameter]:
+        return [self.parameters[f"{name}_{kind}"] for kind in layer.names]
 
     def logits(self, x: Array, replica: int = 0) -> Array:
         """The scores of the classes, (classes, images); x: uint8, (images, 1, rows, columns) on its device."""
@@ -215,12 +226,22 @@ class Network:
             activations = layer.forward(activations)
         return activations
 
-    def loss_and_gradients(self, x: Array, labels: Array, replica: int = 0) -> Array:
-        """The sum of the losses of the images; writes the gradient of that sum into the replica's parameters."""
+    def loss_and_gradients(
+        self, x: Array, labels: Array, replica: int = 0, ready: Callable[[Parameter], None] | None = None
+    ) -> Array:
+        """The sum of the losses of the images; writes the gradient of that sum into the replica's parameters.
+
+        ready(parameter): called as soon as the gradient of a parameter is there, the last layer's first.
+        """
         loss, gradient = softmax_cross_entropy(self.logits(x, replica), labels)
-        layers = list(self.replicas[replica].values())
-        for layer in reversed(layers):
-            gradient = layer.backward(gradient, need_dx=layer is not layers[0])
+        layers = list(self.replicas[replica].items())
+        for name, layer in reversed(layers):
+            # Only now: a Trainer may have moved the gradients to memory that the workers share.
+            layer.bind_grad([parameter.list_grad()[replica] for parameter in self._of(name, layer)])
+            gradient = layer.backward(gradient, need_dx=layer is not layers[0][1])
+            if ready is not None:
+                for parameter in self._of(name, layer):
+                    ready(parameter)
         return loss
 
     def count_correct(self, x: Array, labels: Array, replica: int = 0) -> int:

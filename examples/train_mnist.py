@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,20 @@ class Run:
     def asynchronous(self) -> bool:
         return "async" in self.store.type
 
-    def gradients(self, indices: np.ndarray) -> float:
-        """Write the gradients of these examples into the network's parameters; the sum of their losses."""
+    def gradients(self, indices: np.ndarray, together: int) -> float:
+        """Write the gradients of these examples into the network's parameters; the sum of their losses.
+
+        Each gradient is handed to the trainer as soon as all devices have it, so that it travels meanwhile.
+        """
         devices = self.options.devices
         x = split_and_load(self.images.train_x[indices], devices, even_split=False)
         y = split_and_load(self.images.train_y[indices], devices, even_split=False)
         losses = []
         for replica, device in enumerate(devices):
             with use(device):
-                losses.append(self.network.loss_and_gradients(x[replica], y[replica], replica))
+                last = replica == len(devices) - 1
+                ready = partial(self.trainer.push_grad, batch_size=together) if last else None
+                losses.append(self.network.loss_and_gradients(x[replica], y[replica], replica, ready))
         return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
 
     def epoch(self, epoch: int, max_steps: int | None) -> tuple[int, float, float]:
@@ -166,8 +172,8 @@ class Run:
         bar = progress_bar(len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}", rank)
         start_s, loss, steps, own, of_all = time.perf_counter(), 0.0, 0, 0, 0
         for indices, together, epochs in batches(len(self.images.train_x), options, self.store, epoch):
-            loss += self.gradients(indices)
             self.trainer.set_learning_rate(learning_rate(options, epochs))
+            loss += self.gradients(indices, together)
             self.trainer.step(together)
             steps, own, of_all = steps + 1, own + len(indices), of_all + together
             if bar is not None:

@@ -15,11 +15,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mpikv import optimizers
-from mpikv.arrays import check_writable, dtype_named, flat_copy, host_view, is_array, shape_and_dtype, sum_devices
+from mpikv.arrays import (
+    check_writable,
+    dtype_named,
+    flat_copy,
+    host_view,
+    is_array,
+    is_device,
+    shape_and_dtype,
+    sum_devices,
+)
 from mpikv.errors import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.prepared import PreparedCalls
-from mpikv.strategies.base import Pending, Sink, Strategy, Updater
+from mpikv.strategies.base import Pending, PreparedCall, Sink, Strategy, Updater
 from mpikv.transports.shm import aligned
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
@@ -117,6 +126,11 @@ class KVStore:
         if str(capability).lower() != "optimizer":
             raise ValueError(f"unknown capability {capability!r}; known is 'optimizer'")
         return True
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether all workers are on one host and share memory there."""
+        return self._strategy.shares_memory
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
@@ -249,7 +263,7 @@ class KVStore:
         return self.empty(shape, dtype)  # shared memory is zero until it is written to, and is never given out twice
 
     def stats(self) -> dict[str, int]:
-        """Counters since the store was made: messages and bytes sent by this worker, and what went through shared memory.
+        """Counters since the store was made: what this worker sent, and what went through shared memory.
 
         direct_calls: calls that went through shared memory; declined_calls: those that could have, but workers were in
         different calls. Local.
@@ -281,7 +295,7 @@ class KVStore:
     def _push(self, key: Keys, value: Values, priority: int) -> Request:
         self._check_open("push")
         totals = self._start_push("push", self._items("push", key, value))
-        return Request(self._strategy, [self._strategy.push(info, total, priority) for info, total in totals])
+        return Request(self._strategy, self._strategy.push_many(totals, priority))
 
     def _outs(self, call: str, keys: Keys, out: Values) -> tuple[list[tuple[KeyInfo, list[Array]]], Any]:
         """The arrays to write into for each key; new ones, and what to return, where `out` is None."""
@@ -314,7 +328,7 @@ class KVStore:
     def _pull(self, key: Keys, out: Values, priority: int) -> Request:
         self._check_open("pull")
         targets, result = self._outs("pull", key, out)
-        pending = [self._strategy.pull(info, Sink(info, arrays), priority) for info, arrays in targets]
+        pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
         return Request(self._strategy, pending, result)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> None:
@@ -329,21 +343,29 @@ class KVStore:
                 self._pushpull(key, value, out, priority).wait()
             return
         items, targets = self._pushpull_arguments(key, value, out)
-        found = None
-        if items and all(len(item.arrays) == 1 for item in items):
-            outs = {info.id: arrays for info, arrays in targets}
-            infos = [self._info("pushpull", item.key) for item in items]
-            found = self._strategy.prepare(
-                infos, [item.arrays[0] for item in items], [outs.get(info.id, ()) for info in infos]
-            )
-        if found is None:
+        call = self._prepare(items, targets)
+        if call is None or not call.run():
             self._start_pushpull(items, targets, priority).wait()
-            return
+        if call is not None:
+            if all(isinstance(array, np.ndarray) for _, arrays in (*items, *targets) for array in arrays):
+                self._prepared.add(key, value, out, call)
+            else:
+                call.release()  # a tensor may come with other memory next time
+
+    def _prepare(self, items: list[_Item], targets: list[tuple[KeyInfo, list[Array]]]) -> PreparedCall | None:
+        """A shorter way for these arguments. Raises what is wrong with them."""
+        outs = {info.key: arrays for info, arrays in targets}
+        arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
+        if not items or any(len(item.arrays) != 1 for item in items) or any(is_device(array) for array in arrays):
+            return None
+        infos = [self._info("pushpull", item.key) for item in items]
         for info, item in zip(infos, items, strict=True):
             self._check_value("pushpull", info, item.arrays[0], dtype=True)
-        if not found.run():
-            self._start_pushpull(items, targets, priority).wait()
-        self._prepared.add(key, value, out, found)
+        return self._strategy.prepare(
+            infos,
+            [host_view(item.arrays[0], "pushpull") for item in items],
+            [[host_view(array, "pushpull") for array in outs[item.key]] for item in items],
+        )
 
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
         self._check_open("pushpull")
@@ -365,12 +387,10 @@ class KVStore:
             raise ValueError("pushpull: `out` is for other keys than `value`")
         return items, targets
 
-    def _start_pushpull(
-        self, items: list[_Item], targets: list[tuple[KeyInfo, list[Array]]], priority: int
-    ) -> Request:
+    def _start_pushpull(self, items: list[_Item], targets: list[tuple[KeyInfo, list[Array]]], priority: int) -> Request:
         sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
         totals = self._start_push("pushpull", items)
-        pending = [self._strategy.pushpull(info, total, sinks[info.id], priority) for info, total in totals]
+        pending = self._strategy.pushpull_many([(info, total, sinks[info.id]) for info, total in totals], priority)
         return Request(self._strategy, pending)
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:

@@ -68,7 +68,18 @@ class Parameter:
                     self._data.append(put(first, device).copy())
         for replica in self._data:
             arrays.check_writable(replica, f"parameter {name or ''}".strip())
-        self._grad = [_zeros_like(replica) for replica in self._data]
+        self._grads: list[Any] | None = None  # made when they are first asked for: a Trainer may know a better place
+
+    @property
+    def _grad(self) -> list[Any]:
+        if self._grads is None:
+            self._grads = [_zeros_like(replica) for replica in self._data]
+        return self._grads
+
+    def _place_grad(self, memory: np.ndarray[Any, Any]) -> None:
+        """Keep the gradient in `memory`, zeros of its shape and dtype, unless somebody may have hold of it already."""
+        if self._grads is None and len(self._data) == 1 and isinstance(self._data[0], np.ndarray):
+            self._grads = [memory]
 
     @property
     def shape(self) -> tuple[int, ...]:

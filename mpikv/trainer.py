@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpikv import arrays, kv, optimizers, spec
 from mpikv.errors import UnsupportedError
-from mpikv.kvstore import KVStore
+from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import Parameter
 
@@ -73,6 +73,11 @@ class Trainer:
         self._keys = {name: f"trainer{number}/{name}" for name in self._params}
         self._apply_factors()
         self._local = LocalUpdates(self._optimizer)
+        self._order = {name: i for i, name in enumerate(self._params)}
+        self._names = {id(parameter): name for name, parameter in self._params.items()}
+        self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
+        self._handed: dict[str, Request | None] = {}  # gradients handed over since the last step
+        self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
         self._start()
 
     def _start(self) -> None:
@@ -93,27 +98,119 @@ class Trainer:
         else:
             for name in trained:
                 self._local.add(self._keys[name], data[name][0])
+        if self._store is not None and self._store._shares_memory:
+            self._place_gradients(trained)
+
+    def _place_gradients(self, trained: Sequence[str]) -> None:
+        """Gradients of NumPy parameters go to memory that the host's workers share, side by side.
+
+        There is a place for each parameter, also where this worker's is on a device: all workers must allocate alike,
+        and memory that nobody writes to takes no room.
+        """
+        assert self._store is not None
+        by_dtype: dict[str, list[str]] = {}
+        for name in trained:
+            _, dtype = arrays.shape_and_dtype(_list_data(self._params[name])[0], f"parameter {name!r}")
+            by_dtype.setdefault(str(dtype), []).append(name)
+        for dtype_name, names in sorted(by_dtype.items()):
+            shapes = [tuple(_list_data(self._params[name])[0].shape) for name in names]
+            for name, memory in zip(names, self._store.zeros(shapes, dtype_name), strict=True):
+                parameter = self._params[name]
+                if isinstance(parameter, Parameter):
+                    parameter._place_grad(memory)
 
     # --- the step
 
-    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+    def push_grad(self, parameter: Any, batch_size: float | None = None) -> None:
+        """Hand over a gradient as soon as the backward pass has it, so that it travels while the pass goes on.
+
+        parameter: one of this trainer's, or its name. Its gradient is not needed any more when this returns, unless
+        `update_on_kvstore=False`: then the sum will be written into it, before `step` returns. batch_size: as `step`
+        will be called with; default that of the last step. Before the first step, without it, the gradient goes with
+        `step`, and so it does where all workers are on one host and share memory: there is no link to keep busy, and
+        one call for all is faster. `step` sends what was not handed over. Does not wait for other workers.
+
+        Raises ValueError for a parameter that is not this trainer's, one handed over before in this step, a missing
+        gradient, or a batch_size other than that of gradients handed over before.
+        """
+        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
+        if name not in self._params:
+            raise ValueError(f"push_grad: {parameter!r} is not among this trainer's parameters")
+        if name in self._handed:
+            raise ValueError(f"push_grad: the gradient of {name!r} was handed over already; `step` comes next")
+        batch_size = self._batch_size if batch_size is None else batch_size
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._store._shares_memory:
+            return
+        self._check_batch_size(batch_size)
+        replicas = _list_grad(self._params[name])
+        if any(replica is None for replica in replicas):
+            raise ValueError(f"push_grad: grad is None in {name!r}; call it after the gradient has been written")
+        self._finish_waiting()
+        self._rescale(batch_size)
+        if self._on_store:
+            self._store.push(self._keys[name], replicas, self._priority(name))
+            self._handed[name] = None
+        else:
+            self._handed[name] = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
+
+    def _priority(self, name: str) -> int:
+        """The next forward pass needs the first parameters first."""
+        return -self._order[name]
+
+    def _check_batch_size(self, batch_size: float) -> None:
+        if self._handed and batch_size != self._batch_size:
+            raise ValueError(
+                f"gradients of this step were handed over for a batch of {self._batch_size:g}, not {batch_size:g}: "
+                "pass the same batch_size to push_grad and step"
+            )
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False, *, wait: bool = True) -> None:
         """One update of all parameters with (sum of the gradients over devices and workers) / batch_size.
 
         batch_size: the number of examples that all workers' gradients are of together; the same on every worker.
         Blocks; in a synchronous store until all workers have come. ignore_stale_grad: a parameter without a
         gradient (`grad` is None) counts as one with gradient 0, so that workers stay in step; otherwise it is a
         ValueError that names it, and nothing is sent. (A NumPy array does not tell whether it was written since the
-        last step.)
+        last step.) wait=False: returns at once where the store makes the updates; `wait(parameter)` then blocks until
+        that one's weight is there, and the next step, push_grad or close waits for all.
         """
+        self._check_batch_size(batch_size)
+        self._finish_waiting()
         self._rescale(batch_size)
         grads = self._grads(ignore_stale_grad)
         if self._on_store and self._store is not None:
-            keys = [self._keys[name] for name in grads]
-            self._store.pushpull(keys, list(grads.values()), out=[_list_data(self._params[name]) for name in grads])
+            self._step_on_store(self._store, grads, wait=wait)
         else:
             self._allreduce(grads)
             self._update(grads)
+        self._handed.clear()
         self._steps += 1
+
+    def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
+        outs = {name: _list_data(self._params[name]) for name in grads}
+        if wait and not self._handed:
+            store.pushpull([self._keys[name] for name in grads], list(grads.values()), out=list(outs.values()))
+            return
+        for name, replicas in grads.items():
+            if name not in self._handed:
+                store.push(self._keys[name], replicas, self._priority(name))
+        for name in sorted(grads, key=self._order.__getitem__):
+            self._awaited[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
+        if wait:
+            self._finish_waiting()
+
+    def wait(self, parameter: Any) -> None:
+        """Block until the weight that `step(wait=False)` did not wait for has arrived; at once if it has."""
+        name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
+        if name not in self._params:
+            raise ValueError(f"wait: {parameter!r} is not among this trainer's parameters")
+        request = self._awaited.pop(name, None)
+        if request is not None:
+            request.wait()
+
+    def _finish_waiting(self) -> None:
+        while self._awaited:
+            self.wait(next(iter(self._awaited)))
 
     def pull_weights(self) -> None:
         """Bring the weights that the store has now to this worker's devices. Blocks.
@@ -143,7 +240,12 @@ class Trainer:
 
     def _allreduce(self, grads: dict[str, list[Any]]) -> None:
         if self._store is not None:
-            self._store.pushpull([self._keys[name] for name in grads], list(grads.values()))
+            rest = [name for name in grads if name not in self._handed]
+            self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
+            for request in self._handed.values():
+                if request is not None:
+                    request.wait()
+            self._handed.clear()
             return
         for name, replicas in grads.items():
             if len(replicas) > 1:
@@ -214,11 +316,13 @@ class Trainer:
         self._optimizer.set_learning_rate(lr)
 
     def _rescale(self, batch_size: float) -> None:
+        """Let the optimizer divide by it."""
         if (
             not isinstance(batch_size, bool)
             and hasattr(batch_size, "__float__")
             and 0 < float(batch_size) < float("inf")
         ):
+            self._batch_size = batch_size
             self._optimizer.rescale_grad = self._scale / float(batch_size)
             self._apply_factors()
             return

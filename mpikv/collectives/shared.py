@@ -11,7 +11,7 @@ Arrays that lie in shared memory need neither fill nor drain: each rank adds its
 first rank, and copies it to the others.
 
 Cost per rank, n elements, p ranks: n(p-1)/p copied in, n(p-1)/p added, n copied out; in place n(p-1)/p added and
-n(p-1)/p copied; two waits per chunk, one for values of up to `TINY_BYTES`, which every rank adds for itself. No message.
+n(p-1)/p copied. Two waits per chunk, one for values of up to `TINY_BYTES`, which every rank adds by itself. No message.
 Scratch: `SLOTS` chunks per rank. Restrictions: one host.
 """
 
@@ -31,7 +31,9 @@ CHUNK_BYTES = 256 << 10  # three chunks of every rank stay in a second-level cac
 SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out
 TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
 
-Copy = tuple[HostArray, Any]  # destination, and the source or a list of sources that follow each other
+SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
+
+Copy = tuple[Any, Any]  # destination and source: two arrays or two memoryviews
 Wait = Callable[[Callable[[], bool]], None]
 
 
@@ -205,7 +207,7 @@ def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
         if len(region.pieces) == 1 and value is not None:
             # One array: this rank's own part need not go through the slot.
             own = value[begin:end]
-            chunk.fills += [(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b]
+            chunk.fills += [copy_of(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b]
         else:
             own = views[me][begin:end]
             chunk.fills += _fills(views[me], region.pieces)
@@ -218,16 +220,20 @@ def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
 
 
 def _fills(view: HostArray, pieces: Sequence[Piece]) -> list[Copy]:
-    if len(pieces) == 1 and pieces[0].value is not None:
-        return [(view, pieces[0].value)]
-    gap = np.zeros(ALIGN_BYTES, np.uint8).view(view.dtype)
-    return [(view, [gap[: piece.n_elems] if piece.value is None else piece.value for piece in pieces])]
+    zeros = np.zeros(ALIGN_BYTES, np.uint8).view(view.dtype)
+    copies, begin = [], 0
+    for piece in pieces:
+        # A gap is filled too: what lies there from earlier calls could overflow when it is added.
+        value = zeros[: piece.n_elems] if piece.value is None else piece.value
+        copies.append(copy_of(view[begin : begin + piece.n_elems], value))
+        begin += piece.n_elems
+    return copies
 
 
 def _drains(region: Region) -> list[Copy]:
     copies, begin = [], 0
     for piece in region.pieces:
-        copies += [(out, region.result[begin : begin + piece.n_elems]) for out in piece.outs]
+        copies += [copy_of(out, region.result[begin : begin + piece.n_elems]) for out in piece.outs]
         begin += piece.n_elems
     return copies
 
@@ -303,13 +309,13 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
                 elif staged:
                     mine = key.values[me]
                     assert mine is not None
-                    chunk.fills.append((slots.view(me, slot, offset, end - begin, dtype), mine[begin:end]))
+                    chunk.fills.append(copy_of(slots.view(me, slot, offset, end - begin, dtype), mine[begin:end]))
                 if staged:
                     offset += aligned((end - begin) * dtype.itemsize)
             if staged:
                 room = CHUNK_BYTES - offset
             done += take
-        chunks[-1].drains += [(out, key.result) for out in key.outs]
+        chunks[-1].drains += [copy_of(out, key.result) for out in key.outs]
     return _priced(Plan(chunks))
 
 
@@ -319,7 +325,7 @@ def _bound(update: Callable[[HostArray], None], total: HostArray) -> Callable[[]
 
 def _priced(plan: Plan) -> Plan:
     for chunk in plan.chunks:
-        plan.copied_bytes += sum(copy[0].nbytes for copy in (*chunk.fills, *chunk.drains))
+        plan.copied_bytes += sum(destination.nbytes for destination, _ in (*chunk.fills, *chunk.drains))
         for one in chunk.sums:
             plan.added_bytes += one.out.nbytes * (len(one.sources) - 1)
             plan.copied_bytes += sum(copy.nbytes for copy in one.copies)
@@ -329,13 +335,17 @@ def _priced(plan: Plan) -> Plan:
 # --- execution
 
 
+def copy_of(destination: HostArray, source: HostArray) -> Copy:
+    """A copy to be made with `copy_all`, of flat arrays of one dtype."""
+    if destination.nbytes > SMALL_BYTES:
+        return destination, source
+    return destination.view(np.uint8).data, source.view(np.uint8).data
+
+
 def copy_all(copies: Sequence[Copy]) -> None:
     """Do copies one after another."""
     for destination, source in copies:
-        if type(source) is list:
-            np.concatenate(source, out=destination)
-        else:
-            destination[...] = source
+        destination[:] = source
 
 
 def add_all(sums: Sequence[Sum]) -> None:

@@ -61,7 +61,11 @@ class _Lane:
     @property
     def idle(self) -> bool:
         """Whether it has a value and nothing is under way."""
-        return self.has_value and not self.queue and (self.running is None or (self.running.done and self.running.error is None))
+        return (
+            self.has_value
+            and not self.queue
+            and (self.running is None or (self.running.done and self.running.error is None))
+        )
 
     @property
     def stored(self) -> HostArray:
@@ -167,6 +171,7 @@ class AllreduceStrategy(DistributedStrategy):
         self.num_workers = self._group.size
         if self._direct is not None:
             self._direct.start(self._workers)
+            self.shares_memory = True
 
     # --- placement
 
@@ -219,8 +224,8 @@ class AllreduceStrategy(DistributedStrategy):
         info, p = lane.info, self.num_workers
         wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
         # With the direct way the ordinary one must add in the same order: it is then a matter of time which one goes.
-        lane.algorithm = "naive" if self._direct is not None else choose(
-            wire_bytes, p, self._config.algorithm, self._group.hosts
+        lane.algorithm = (
+            "naive" if self._direct is not None else choose(wire_bytes, p, self._config.algorithm, self._group.hosts)
         )
         module = self._native or ALGORITHMS[lane.algorithm]
         optimizer = self._owner.optimizer_of(info.id)

@@ -54,6 +54,34 @@ class Sink:
                 write(out, value, "out")
 
 
+class OneByOne:
+    """Base of strategies that do nothing more for the keys of one call together than for each of them."""
+
+    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
+        """See `Strategy`."""
+        raise NotImplementedError
+
+    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
+        """See `Strategy`."""
+        raise NotImplementedError
+
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+        """See `Strategy`."""
+        raise NotImplementedError
+
+    def push_many(self, entries: Sequence[tuple[KeyInfo, HostArray]], priority: int) -> list[Pending]:
+        """Each key for itself."""
+        return [self.push(info, total, priority) for info, total in entries]
+
+    def pull_many(self, entries: Sequence[tuple[KeyInfo, Sink]], priority: int) -> list[Pending]:
+        """Each key for itself."""
+        return [self.pull(info, sink, priority) for info, sink in entries]
+
+    def pushpull_many(self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int) -> list[Pending]:
+        """Each key for itself."""
+        return [self.pushpull(info, total, sink, priority) for info, total, sink in entries]
+
+
 class PreparedCall(Protocol):
     """A blocking `pushpull` that is ready to be made, as often as its arrays come again."""
 
@@ -77,6 +105,7 @@ class Strategy(Protocol):
     rank: int
     num_workers: int
     synchronous: bool
+    shares_memory: bool  # all workers share memory: nothing travels over a link
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree on new keys and their first values (flat). Collective, blocks."""
@@ -100,6 +129,18 @@ class Strategy(Protocol):
 
     def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
         """Both, in one exchange."""
+        ...
+
+    def push_many(self, entries: Sequence[tuple[KeyInfo, HostArray]], priority: int) -> list[Pending]:
+        """`push` of all keys of one call, which may share messages."""
+        ...
+
+    def pull_many(self, entries: Sequence[tuple[KeyInfo, Sink]], priority: int) -> list[Pending]:
+        """`pull` of all keys of one call."""
+        ...
+
+    def pushpull_many(self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int) -> list[Pending]:
+        """`pushpull` of all keys of one call."""
         ...
 
     def prepare(

@@ -23,7 +23,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.collectives.shared import Executor, Piece, Plan, Region, Slots, Update, in_place_plan, staged_plan, update_plan
+from mpikv.collectives.shared import (
+    Executor,
+    Piece,
+    Plan,
+    Region,
+    Slots,
+    Update,
+    in_place_plan,
+    staged_plan,
+    update_plan,
+)
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
@@ -88,7 +98,7 @@ class Direct:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._meeting = Meeting(
             memory,
-            step=lambda: self._workers.engine.step(),
+            step=self._step,
             crowded=memory.threads or memory.size > cores,
             yield_=_let_threads_run if memory.threads else os.sched_yield,
         )
@@ -109,6 +119,9 @@ class Direct:
         self.declined = 0
         self.copied_bytes = 0
         self.added_bytes = 0
+
+    def _step(self) -> bool:
+        return self._workers.engine.step()
 
     def start(self, workers: Workers) -> None:
         """Say who the workers are. `reserve` may be needed before: other workers may be ahead of this one."""
@@ -136,7 +149,7 @@ class Direct:
             return None
         for block in self._blocks:
             delta = offset - block.begin - self.memory.rank * block.stride
-            if 0 <= delta and delta + array.nbytes <= block.stride:
+            if delta >= 0 and delta + array.nbytes <= block.stride:
                 return [
                     self.memory.array(block.begin + rank * block.stride + delta, array.size, array.dtype)
                     for rank in range(self.memory.size)
@@ -217,7 +230,9 @@ class Direct:
             return None
         replicas = [self._shared(value) for value, _ in flat]
         in_place = all(
-            one is not None and len(targets) == 1 and targets[0].__array_interface__["data"] == value.__array_interface__["data"]
+            one is not None
+            and len(targets) == 1
+            and targets[0].__array_interface__["data"] == value.__array_interface__["data"]
             for one, (value, targets) in zip(replicas, flat, strict=True)
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if in_place else "staged"
@@ -319,7 +334,9 @@ class Direct:
             if not value.size:
                 continue
             result = self.memory.array(lane.offset_bytes, value.size, value.dtype)
-            values = shared or [value if rank == me else None for rank in range(self.memory.size)]
+            values: Sequence[HostArray | None] = shared or [
+                value if rank == me else None for rank in range(self.memory.size)
+            ]
             keys.append(Update(values, result, outs, lane.bounds, self._applier(lane, result)))
         plan = update_plan(self._slots, keys, self.scratch)
         return lambda turn: plan

@@ -8,14 +8,15 @@ from typing import Any
 from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key, KeyInfo
-from mpikv.strategies.base import Pending, PreparedCall, Updater
+from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Updater
 from mpikv.strategies.workers import Workers
 
 
-class DistributedStrategy:
+class DistributedStrategy(OneByOne):
     """Base of the strategies over several processes. A subclass sets `_workers`."""
 
     _workers: Workers
+    shares_memory = False
 
     def lookup(self, key: Key) -> KeyInfo | None:
         """What was agreed on `key`."""

@@ -13,17 +13,18 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, DEFAULT_SLOT, Owner
-from mpikv.strategies.base import Pending, PreparedCall, Sink, Updater
+from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Sink, Updater
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.transports.base import Done
 
 
-class LocalStrategy:
+class LocalStrategy(OneByOne):
     """The strategy of `local` and `device`."""
 
     rank = 0
     num_workers = 1
     synchronous = True
+    shares_memory = False
 
     def __init__(self) -> None:
         self._infos: dict[Key, KeyInfo] = {}

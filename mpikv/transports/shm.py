@@ -58,7 +58,7 @@ class HostMemory:
 
     def words(self, offset_bytes: int, count: int) -> memoryview:
         """`count` counters, as integers."""
-        return memoryview(self._data[offset_bytes : offset_bytes + count * WORD_BYTES]).cast("Q")
+        return self._data[offset_bytes : offset_bytes + count * WORD_BYTES].data.cast("Q")
 
     def array(self, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """A flat array over this memory; it keeps the memory alive."""
@@ -67,7 +67,7 @@ class HostMemory:
     def offset_of(self, array: HostArray) -> int | None:
         """Where in this memory a contiguous array lies, None if it does not."""
         offset: int = array.__array_interface__["data"][0] - self.address
-        return offset if 0 <= offset and offset + array.nbytes <= self.n_bytes else None
+        return offset if offset >= 0 and offset + array.nbytes <= self.n_bytes else None
 
 
 def aligned(n_bytes: int) -> int:
@@ -98,9 +98,7 @@ def private_memory(size: int) -> list[HostMemory]:
     return [HostMemory(rank, size, data, threads=True) for rank in range(size)]
 
 
-def open_host_memory(
-    rank: int, size: int, allgather: Callable[[bytes], list[bytes]]
-) -> tuple[HostMemory | None, str]:
+def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[bytes]]) -> tuple[HostMemory | None, str]:
     """Memory shared by ranks that are all on this host, and why there is none. Collective over them.
 
     allgather: brings every rank's bytes to every rank.

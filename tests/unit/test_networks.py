@@ -34,7 +34,8 @@ def naive_conv_pool(x: np.ndarray, weight: np.ndarray, bias: np.ndarray) -> np.n
 
 def bound(layer: Any) -> Any:
     data = [random.standard_normal(shape) for shape in layer.shapes]
-    layer.bind(data, [np.full(shape, np.nan) for shape in layer.shapes])
+    layer.bind(data)
+    layer.bind_grad([np.full(shape, np.nan) for shape in layer.shapes])
     return layer
 
 
