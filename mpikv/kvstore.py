@@ -442,6 +442,14 @@ class KVStore:
             self._info("set_optimizer", self._key(key))
         self._strategy.set_optimizer(optimizer, [self._key(key) for key in keys])
 
+    def _bucket(self, keys: Sequence[Key]) -> None:
+        """Let a trainer's keys, in the order in which they will be pushed, share messages. Collective."""
+        self._strategy.bucket(keys)
+
+    def _skip(self, key: Key) -> None:
+        """A key given to `_bucket` is not pushed in this round, by no worker."""
+        self._strategy.skip(self._info("skip", key))
+
     def _new_namespace(self) -> int:
         """A number for a new trainer; the same on all workers that make their trainers in the same order."""
         self._namespaces += 1

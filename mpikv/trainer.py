@@ -78,6 +78,7 @@ class Trainer:
         self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
         self._handed: dict[str, Request | None] = {}  # gradients handed over since the last step
         self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
+        self._bucketed: list[str] = []
         self._start()
 
     def _start(self) -> None:
@@ -100,6 +101,10 @@ class Trainer:
                 self._local.add(self._keys[name], data[name][0])
         if self._store is not None and self._store._shares_memory:
             self._place_gradients(trained)
+        elif self._store is not None:
+            # A backward pass comes to the last parameters first.
+            self._bucketed = list(reversed(trained))
+            self._store._bucket([self._keys[name] for name in self._bucketed])
 
     def _place_gradients(self, trained: Sequence[str]) -> None:
         """Gradients of NumPy parameters go to memory that the host's workers share, side by side.
@@ -186,7 +191,14 @@ class Trainer:
         self._handed.clear()
         self._steps += 1
 
+    def _skip_frozen(self) -> None:
+        """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
+        for name in self._bucketed:
+            if self._store is not None and self._is_frozen(name):
+                self._store._skip(self._keys[name])
+
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
+        self._skip_frozen()
         outs = {name: _list_data(self._params[name]) for name in grads}
         if wait and not self._handed:
             store.pushpull([self._keys[name] for name in grads], list(grads.values()), out=list(outs.values()))
@@ -240,6 +252,7 @@ class Trainer:
 
     def _allreduce(self, grads: dict[str, list[Any]]) -> None:
         if self._store is not None:
+            self._skip_frozen()
             rest = [name for name in grads if name not in self._handed]
             self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
             for request in self._handed.values():
@@ -376,7 +389,8 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     for name, parameter in named:
         if not isinstance(name, str):
             raise TypeError(f"the name of a parameter is a str, got {name!r}")
-        if not (hasattr(parameter, "data") and hasattr(parameter, "grad")):
+        # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
+        if not (isinstance(parameter, Parameter) or (hasattr(parameter, "data") and hasattr(parameter, "grad"))):
             raise TypeError(
                 f"parameter {name!r} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
                 "mpikv.Parameter(array)"

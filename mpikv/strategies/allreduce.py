@@ -11,14 +11,13 @@ way, 1/W of the optimizer's state.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
-from mpikv import wire
+from mpikv import buckets, wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives import blobs
 from mpikv.collectives.broadcast import broadcast
@@ -33,108 +32,12 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.strategies.base import Pending, Sink
 from mpikv.strategies.direct import Direct, DirectCall
 from mpikv.strategies.distributed import DistributedStrategy
+from mpikv.strategies.lanes import Bucket, Delivery, Lane, Numbers, Reached
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.base import Done, Steps, Transport
 from mpikv.transports.progress import Running
 from mpikv.transports.shm import HostMemory, aligned
-
-
-class _Lane:
-    """One key: its value, and the rounds this worker has pushed, done one after another."""
-
-    def __init__(self, info: KeyInfo, direct: Direct | None) -> None:
-        self.info = info
-        self.offset_bytes = -1  # in shared memory, where there is some
-        self._direct = direct
-        self._own: HostArray | None = np.empty(info.n_elems, info.dtype)
-        self.bounds: tuple[int, ...] = ()
-        self.algorithm = ""
-        self.queue: deque[tuple[HostArray, int]] = deque()
-        self.pushed = 0
-        self.done = 0
-        self.has_value = False
-        self.comm: Any = None  # only for `native`
-        self.running: Running[None] | None = None
-        self.deliveries: list[_Delivery] = []
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has a value and nothing is under way."""
-        return (
-            self.has_value
-            and not self.queue
-            and (self.running is None or (self.running.done and self.running.error is None))
-        )
-
-    @property
-    def stored(self) -> HostArray:
-        """The value, as the lane's own copy."""
-        elsewhere = None if self._direct is None else self._direct.value_of(self)
-        if elsewhere is not None:
-            self.take(elsewhere)
-        return self.own_value()
-
-    def value(self) -> HostArray:
-        """The value, wherever it is; to be read only."""
-        elsewhere = None if self._direct is None else self._direct.value_of(self)
-        return self.own_value() if elsewhere is None else elsewhere
-
-    def own_value(self) -> HostArray:
-        """The lane's own copy, as it is."""
-        if self._own is None:
-            self._own = np.empty(self.info.n_elems, self.info.dtype)
-        return self._own
-
-    def take(self, value: HostArray) -> None:
-        """Make `value` the lane's own."""
-        self.own_value()[...] = value
-        if self._direct is not None:
-            self._direct.in_lane(self.info.id)
-
-    def forget(self) -> None:
-        """Give back the lane's own copy: the newest value is elsewhere."""
-        self._own = None
-
-    def reached(self, round_: int) -> bool:
-        """Whether that round is done; raises what went wrong in the lane."""
-        if self.running is not None and self.running.error is not None:
-            raise self.running.error
-        return self.has_value and self.done >= round_
-
-    def deliver(self) -> None:
-        """Give the value to the pulls that wait for this round, before another one changes it."""
-        ready = [delivery for delivery in self.deliveries if delivery.round <= self.done]
-        self.deliveries = [delivery for delivery in self.deliveries if delivery.round > self.done]
-        for delivery in ready:
-            delivery.take(self.value())
-
-
-class _Delivery:
-    """A pull: a request that is done when the lane has done its round and the value has been written out."""
-
-    def __init__(self, lane: _Lane, round_: int, sink: Sink) -> None:
-        self.round = round_
-        self._lane = lane
-        self._sink = sink
-        self._done = False
-        self._error: Exception | None = None
-
-    def take(self, value: HostArray) -> None:
-        """Write the value into the caller's arrays. What goes wrong there is the caller's, not the lane's."""
-        try:
-            self._sink.deliver(value)
-        except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
-            self._error = error
-        self._done = True
-
-    def test(self) -> bool:
-        """Whether the arrays are filled; raises what went wrong."""
-        if self._error is not None:
-            raise self._error
-        if not self._done:
-            self._lane.reached(self.round)
-        return self._done
 
 
 class AllreduceStrategy(DistributedStrategy):
@@ -151,7 +54,7 @@ class AllreduceStrategy(DistributedStrategy):
         on_fatal: Callable[[BaseException], None],
         memory: HostMemory | None = None,
     ) -> None:
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._config = config
@@ -181,7 +84,7 @@ class AllreduceStrategy(DistributedStrategy):
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
-        lane = _Lane(info, self._direct)
+        lane = Lane(info, self._direct)
         if self._direct is not None:
             lane.offset_bytes = -1 if reserved is None else reserved
             self._direct.add_key(info.id)
@@ -214,12 +117,16 @@ class AllreduceStrategy(DistributedStrategy):
 
     def pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
-        return {key_id: self._pushed(lane) for key_id, lane in self._lanes.items()}
+        return {info.id: self._pushed(info) for lane in self._all_lanes() for info in lane.keys}
 
-    def _pushed(self, lane: _Lane) -> int:
-        return lane.pushed + (0 if self._direct is None else self._direct.rounds(lane.info.id))
+    def _pushed(self, info: KeyInfo) -> int:
+        return self._lanes[info.id].pushes_of(info) + (0 if self._direct is None else self._direct.rounds(info.id))
 
-    def _place(self, lane: _Lane) -> None:
+    def _all_lanes(self) -> list[Lane]:
+        """Each lane once."""
+        return list(dict.fromkeys(self._lanes.values()))
+
+    def _place(self, lane: Lane) -> None:
         """Choose algorithm and owners of a key from what all workers know."""
         info, p = lane.info, self.num_workers
         wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
@@ -244,7 +151,7 @@ class AllreduceStrategy(DistributedStrategy):
         for info in agreed:
             if not self._workers.is_released(info):
                 lane = self._lanes[info.id]
-                self._workers.wait(Pending(_Reached(lane, 0), Waiting("init", info.key, info.id)))
+                self._workers.wait(Pending(Reached(lane, 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -252,7 +159,7 @@ class AllreduceStrategy(DistributedStrategy):
 
     # --- the lane
 
-    def _run(self, lane: _Lane) -> Steps[None]:
+    def _run(self, lane: Lane) -> Steps[None]:
         """Do what is in the lane; ends when it is empty."""
         if not lane.has_value:
             yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
@@ -264,13 +171,13 @@ class AllreduceStrategy(DistributedStrategy):
             lane.has_value = True
             lane.deliver()
         while lane.queue:
-            buf, number = lane.queue[0]
-            yield from self._round(lane, buf, number)
+            buf, numbers = lane.queue[0]
+            yield from self._round(lane, buf, numbers)
             lane.queue.popleft()
-            lane.done += 1
+            lane.finish(buf)
             lane.deliver()
 
-    def _round(self, lane: _Lane, buf: HostArray, number: int) -> Steps[None]:
+    def _round(self, lane: Lane, buf: HostArray, numbers: Numbers) -> Steps[None]:
         info, bounds = lane.info, lane.bounds
         if self._native is not None:
             yield from self._native.reduce_scatter(lane.comm, buf, bounds)
@@ -279,7 +186,7 @@ class AllreduceStrategy(DistributedStrategy):
             yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
         begin, end = bounds[self.rank], bounds[self.rank + 1]
         if begin < end:
-            self._owner.apply(info, lane.stored[begin:end], buf[begin:end], (0, number))
+            lane.apply(self._owner, buf, numbers, begin, end)
         if self._native is not None:
             yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
@@ -296,25 +203,26 @@ class AllreduceStrategy(DistributedStrategy):
             lane.reached(0)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
-            lane.pushed += 1
+            complete = lane.add(info, buf, number)
             if self._direct is not None:
                 self._direct.pushed(info.id)
             self._workers.control.activity.note(f"push of key {info.key!r}")
-            lane.queue.append((buf, number))
-            if lane.running is None or lane.running.done:
-                lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
+            if complete:
+                self._start(lane)
         return Pending(Done(), Waiting("push", info.key, info.id))
+
+    def _start(self, lane: Lane) -> None:
+        if lane.running is None or lane.running.done:
+            lane.running = self._workers.engine.start(self._run(lane), f"key {lane.info.key!r}")
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """Copy the value out as soon as the lane has done this worker's last push."""
-        lane = self._lanes[info.id]
-        return self._deliver(lane, sink, Waiting("pull", info.key, info.id, self._pushed(lane)))
+        return self._deliver(info, sink, Waiting("pull", info.key, info.id, self._pushed(info)))
 
     def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
         """Both."""
         self.push(info, total, priority)
-        lane = self._lanes[info.id]
-        return self._deliver(lane, sink, Waiting("pushpull", info.key, info.id, self._pushed(lane)))
+        return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
@@ -338,10 +246,11 @@ class AllreduceStrategy(DistributedStrategy):
         direct = {} if self._direct is None else self._direct.stats()
         return {**super().stats(), **direct}
 
-    def _deliver(self, lane: _Lane, sink: Sink, waiting: Waiting) -> Pending:
-        delivery = _Delivery(lane, lane.pushed, sink)
+    def _deliver(self, info: KeyInfo, sink: Sink, waiting: Waiting) -> Pending:
+        lane = self._lanes[info.id]
+        delivery = Delivery(lane, info, sink)
         with self._workers.engine.lock:
-            if lane.reached(lane.pushed):
+            if lane.reached(delivery.round):
                 delivery.take(lane.value())
             else:
                 lane.deliveries.append(delivery)
@@ -351,9 +260,9 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
         """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many."""
-        for lane in tuple(self._lanes.values()):
-            round_ = (common or {}).get(lane.info.id, lane.pushed)
-            self._workers.wait(Pending(_Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+        for lane in self._all_lanes():
+            round_ = min([lane.pushed, *((common or {}).get(info.id, lane.pushed) for info in lane.keys)])
+            self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
@@ -363,12 +272,60 @@ class AllreduceStrategy(DistributedStrategy):
             self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
             if self._direct is not None:
                 self._direct.reset()
-            for lane in self._lanes.values():
+            for lane in self._all_lanes():
                 self._place(lane)
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
-        lanes = self._lanes.values()
-        return [(lane.info, lane.bounds[rank], lane.bounds[rank + 1]) for lane in lanes]
+        """The part of each key that a worker owns; an empty one where it owns nothing of it."""
+        owned = []
+        for lane in self._all_lanes():
+            for info in lane.keys:
+                span = lane.span(info)
+                begin = min(max(lane.bounds[rank], span.start), span.stop)
+                end = max(begin, min(lane.bounds[rank + 1], span.stop))
+                owned.append((info, begin - span.start, end - span.start))
+        return owned
+
+    # --- buckets
+
+    def bucket(self, keys: Sequence[Key]) -> None:
+        """Let keys that were never pushed travel together. keys: in the order in which they will be pushed.
+
+        Collective. Does nothing where a key cannot share a buffer: shared memory, communicators of its own, an
+        optimizer that needs the whole of a key.
+        """
+        infos = [self._workers.infos[key] for key in keys]
+        optimizers = [self._owner.optimizer_of(info.id) for info in infos]
+        if self._direct is not None or self._native is not None or self.num_workers == 1:
+            return
+        if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
+            return
+        groups = buckets.plan([info.n_bytes for info in infos], [str(info.dtype) for info in infos])
+        self._workers.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
+        for info in infos:
+            self._workers.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("bucket", info.key, info.id)))
+        with self._workers.engine.lock:
+            for group in groups:
+                if len(group) > 1:
+                    self._join([infos[i] for i in group if infos[i].n_elems])
+
+    def _join(self, infos: Sequence[KeyInfo]) -> None:
+        if len(infos) < 2:
+            return
+        bucket = Bucket(infos)
+        for info in infos:
+            bucket.own_value()[bucket.span(info)] = self._lanes[info.id].value()
+            self._lanes[info.id] = bucket
+        bucket.has_value = True
+        self._place(bucket)
+
+    def skip(self, info: KeyInfo) -> None:
+        """A key of a bucket takes no part in this round, on no worker. Local."""
+        lane = self._lanes[info.id]
+        if isinstance(lane, Bucket):
+            with self._workers.engine.lock:
+                if lane.add(info, None, None):
+                    self._start(lane)
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""
@@ -426,15 +383,3 @@ class AllreduceStrategy(DistributedStrategy):
             if running.result is not None:
                 running.result.Free()
         self._workers.transport.close()
-
-
-class _Reached:
-    """A request that is done when a lane has done a round."""
-
-    def __init__(self, lane: _Lane, round_: int) -> None:
-        self._lane = lane
-        self._round = round_
-
-    def test(self) -> bool:
-        """Whether the round is done; raises what went wrong in the lane."""
-        return self._lane.reached(self._round)

@@ -156,6 +156,14 @@ class Strategy(Protocol):
         """
         ...
 
+    def bucket(self, keys: Sequence[Key]) -> None:
+        """Let keys travel together that are always pushed together, in this order. Collective, blocks."""
+        ...
+
+    def skip(self, info: KeyInfo) -> None:
+        """A key that travels with others takes no part in this round, on no worker. Local."""
+        ...
+
     def stats(self) -> dict[str, int]:
         """What has been counted so far, and the memory held. Local."""
         ...

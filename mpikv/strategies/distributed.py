@@ -37,6 +37,12 @@ class DistributedStrategy(OneByOne):
         self._workers.agree("empty", [text, -1], "empty")
         return None
 
+    def bucket(self, keys: Sequence[Key]) -> None:
+        """Each key travels alone."""
+
+    def skip(self, info: KeyInfo) -> None:
+        """Nobody waits for it."""
+
     def stats(self) -> dict[str, int]:
         """What the transport has sent."""
         transport = self._workers.transport

@@ -58,6 +58,12 @@ class LocalStrategy(OneByOne):
         """Nobody to share memory with."""
         return None
 
+    def bucket(self, keys: Sequence[Key]) -> None:
+        """Each key travels alone."""
+
+    def skip(self, info: KeyInfo) -> None:
+        """Nobody waits for it."""
+
     def stats(self) -> dict[str, int]:
         """Nothing is sent."""
         return {"messages_sent": 0, "bytes_sent": 0}

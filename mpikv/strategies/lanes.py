@@ -1,0 +1,226 @@
+"""Lanes: where the rounds of a key, or of a bucket of keys, are done one after another.
+
+A push puts a round into its lane; the strategy runs the lane's generator, which takes round after round out of it. A
+bucket is a lane of several keys that lie one behind the other in one buffer: its round is complete, and leaves, when
+each of them has been pushed once more.
+
+Memory: the value, one buffer for each round under way; a bucket keeps one buffer to use again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv import buckets
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.keys import KeyInfo
+from mpikv.optimizers.owner import Owner
+from mpikv.strategies.base import Sink
+from mpikv.strategies.direct import Direct
+from mpikv.transports.progress import Running
+
+Numbers = Any  # of a round: the number of the optimizer's attributes, or one for each key of a bucket
+
+
+class Lane:
+    """One key: its value, and the rounds this worker has pushed, done one after another."""
+
+    def __init__(self, info: KeyInfo, direct: Direct | None) -> None:
+        self.info = info
+        self.offset_bytes = -1  # in shared memory, where there is some
+        self._direct = direct
+        self._own: HostArray | None = np.empty(info.n_elems, info.dtype)
+        self.bounds: tuple[int, ...] = ()
+        self.algorithm = ""
+        self.queue: deque[tuple[HostArray, Numbers]] = deque()
+        self.pushed = 0  # complete rounds
+        self.done = 0
+        self.has_value = False
+        self.comm: Any = None  # only for `native`
+        self.running: Running[None] | None = None
+        self.deliveries: list[Delivery] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has a value and nothing is under way."""
+        return (
+            self.has_value
+            and not self.queue
+            and (self.running is None or (self.running.done and self.running.error is None))
+        )
+
+    @property
+    def stored(self) -> HostArray:
+        """The value, as the lane's own copy."""
+        elsewhere = None if self._direct is None else self._direct.value_of(self)
+        if elsewhere is not None:
+            self.take(elsewhere)
+        return self.own_value()
+
+    def value(self) -> HostArray:
+        """The value, wherever it is; to be read only."""
+        elsewhere = None if self._direct is None else self._direct.value_of(self)
+        return self.own_value() if elsewhere is None else elsewhere
+
+    def own_value(self) -> HostArray:
+        """The lane's own copy, as it is."""
+        if self._own is None:
+            self._own = np.empty(self.info.n_elems, self.info.dtype)
+        return self._own
+
+    def take(self, value: HostArray) -> None:
+        """Make `value` the lane's own."""
+        self.own_value()[...] = value
+        if self._direct is not None:
+            self._direct.in_lane(self.info.id)
+
+    def forget(self) -> None:
+        """Give back the lane's own copy: the newest value is elsewhere."""
+        self._own = None
+
+    # --- rounds
+
+    @property
+    def keys(self) -> Sequence[KeyInfo]:
+        """The keys of this lane."""
+        return (self.info,)
+
+    def span(self, info: KeyInfo) -> slice:
+        """Where a key's values lie in the lane's."""
+        return slice(0, self.info.n_elems)
+
+    def pushes_of(self, info: KeyInfo) -> int:
+        """How often a key has been pushed."""
+        return self.pushed
+
+    def add(self, info: KeyInfo, total: HostArray, number: int) -> bool:
+        """One more push of a key, in the dtype it is added in; whether that completed a round."""
+        self.pushed += 1
+        self.queue.append((total, number))
+        return True
+
+    def apply(self, owner: Owner, buf: HostArray, numbers: Numbers, begin: int, end: int) -> None:
+        """Update elements [begin, end) of the value with a round's sum."""
+        owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, numbers))
+
+    def finish(self, buf: HostArray) -> None:
+        """A round is done, and its buffer free."""
+        self.done += 1
+
+    def reached(self, round_: int) -> bool:
+        """Whether that round is done; raises what went wrong in the lane."""
+        if self.running is not None and self.running.error is not None:
+            raise self.running.error
+        return self.has_value and self.done >= round_
+
+    def deliver(self) -> None:
+        """Give the value to the pulls that wait for this round, before another one changes it."""
+        ready = [delivery for delivery in self.deliveries if delivery.round <= self.done]
+        self.deliveries = [delivery for delivery in self.deliveries if delivery.round > self.done]
+        for delivery in ready:
+            delivery.take(self.value())
+
+
+class Bucket(Lane):
+    """A lane of several keys of one dtype."""
+
+    def __init__(self, infos: Sequence[KeyInfo]) -> None:
+        begins = buckets.offsets([info.n_elems for info in infos])
+        # It goes by the number of its first key, whose tags it uses.
+        name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
+        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype), None)
+        self._infos = tuple(infos)
+        self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
+        self._counts = dict.fromkeys(self._spans, 0)
+        self._open: deque[tuple[HostArray, dict[int, int | None]]] = deque()
+        self._spare: HostArray | None = None
+
+    @property
+    def keys(self) -> Sequence[KeyInfo]:
+        """The keys, in the order of the buffer."""
+        return self._infos
+
+    def span(self, info: KeyInfo) -> slice:
+        """Where a key's values lie in the bucket's."""
+        return self._spans[info.id]
+
+    def pushes_of(self, info: KeyInfo) -> int:
+        """How often a key has been pushed, or skipped."""
+        return self._counts[info.id]
+
+    def add(self, info: KeyInfo, total: HostArray | None, number: int | None) -> bool:
+        """One more push of a key; None: it takes no part in this round, on no worker."""
+        place = self._counts[info.id] - self.pushed
+        self._counts[info.id] += 1
+        while len(self._open) <= place:
+            self._open.append((self._buffer(), {}))
+        buf, numbers = self._open[place]
+        buf[self._spans[info.id]] = 0 if total is None else total
+        numbers[info.id] = number
+        completed = False
+        while self._open and len(self._open[0][1]) == len(self._infos):
+            self.queue.append(self._open.popleft())
+            self.pushed += 1
+            completed = True
+        return completed
+
+    def _buffer(self) -> HostArray:
+        spare, self._spare = self._spare, None
+        return np.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
+
+    def apply(self, owner: Owner, buf: HostArray, numbers: Numbers, begin: int, end: int) -> None:
+        """Update the parts of the keys that lie in [begin, end)."""
+        for info in self._infos:
+            span = self._spans[info.id]
+            first, last = max(begin, span.start), min(end, span.stop)
+            if first < last and numbers[info.id] is not None:
+                owner.apply(info, self.stored[first:last], buf[first:last], (0, numbers[info.id]))
+
+    def finish(self, buf: HostArray) -> None:
+        """A round is done."""
+        super().finish(buf)
+        self._spare = buf
+
+
+class Delivery:
+    """A pull: a request that is done when the lane has done its round and the value has been written out."""
+
+    def __init__(self, lane: Lane, info: KeyInfo, sink: Sink) -> None:
+        self.round = lane.pushes_of(info)
+        self._lane = lane
+        self._span = lane.span(info)
+        self._sink = sink
+        self._done = False
+        self._error: Exception | None = None
+
+    def take(self, value: HostArray) -> None:
+        """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
+        try:
+            self._sink.deliver(value[self._span])
+        except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
+            self._error = error
+        self._done = True
+
+    def test(self) -> bool:
+        """Whether the arrays are filled; raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        if not self._done:
+            self._lane.reached(self.round)
+        return self._done
+
+
+class Reached:
+    """A request that is done when a lane has done a round."""
+
+    def __init__(self, lane: Lane, round_: int) -> None:
+        self._lane = lane
+        self._round = round_
+
+    def test(self) -> bool:
+        """Whether the round is done; raises what went wrong in the lane."""
+        return self._lane.reached(self._round)
