@@ -29,7 +29,6 @@ from mpikv.errors import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.prepared import PreparedCalls
 from mpikv.strategies.base import Pending, PreparedCall, Sink, Strategy, Updater
-from mpikv.transports.shm import aligned
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]
@@ -248,7 +247,7 @@ class KVStore:
         offsets, n_bytes = [], 0
         for one in shapes:
             offsets.append(n_bytes)
-            n_bytes += aligned(int(np.prod(one, dtype=np.int64)) * found.itemsize)
+            n_bytes += int(np.prod(one, dtype=np.int64)) * found.itemsize
         memory = self._strategy.allocate(f"{found} {shapes}", n_bytes)
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)

@@ -168,6 +168,9 @@ def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan
     Returns a function of the tiny slot to use, 0 or 1; all plans of one call are the same otherwise.
     """
     groups = cut(regions, CHUNK_BYTES)
+    if not groups:
+        nothing = Plan([Chunk()], alone=True)
+        return lambda turn: nothing
     sizes = [sum(aligned(region.result.nbytes) for region in group) for group in groups]
     if len(groups) == 1 and sizes[0] <= TINY_BYTES:
         plans = [_tiny(slots, groups[0], turn) for turn in range(2)]

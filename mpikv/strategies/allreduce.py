@@ -261,7 +261,11 @@ class AllreduceStrategy(DistributedStrategy):
     def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
         """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many."""
         for lane in self._all_lanes():
-            round_ = min([lane.pushed, *((common or {}).get(info.id, lane.pushed) for info in lane.keys)])
+            rounds = [lane.pushed]
+            for info in lane.keys:
+                if common is not None and info.id in common:
+                    rounds.append(common[info.id] - (0 if self._direct is None else self._direct.rounds(info.id)))
+            round_ = min(rounds)
             self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:

@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -224,7 +225,10 @@ class Direct:
         for info, lane, value, targets in zip(infos, lanes, values, outs, strict=True):
             if lane.offset_bytes < 0 or not all(_plain(array, info) for array in (value, *targets)):
                 return None
-            flat.append((value.reshape(-1), tuple(target.reshape(-1) for target in targets)))
+            # As plain arrays: a reshaped np.matrix has two axes.
+            flat.append((np.asarray(value).reshape(-1), tuple(np.asarray(target).reshape(-1) for target in targets)))
+        if _overlap(flat):
+            return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
             return None
@@ -280,16 +284,16 @@ class Direct:
         found = sorted((one for one in replicas if one is not None), key=lambda one: self.memory.offset_of(one[0]) or 0)
         joined: list[list[HostArray]] = []
         for one in found:
-            # Arrays that lie side by side are added as one; up to the next cache line there is nothing else.
-            begin = self.memory.offset_of(one[0]) or 0
+            # Arrays that lie side by side are added as one.
             if joined and one[0].dtype == joined[-1][0].dtype:
-                last = self.memory.offset_of(joined[-1][0]) or 0
-                gap = begin - last - joined[-1][0].nbytes
-                if 0 <= gap < ALIGN_BYTES and self._same_block(last, begin):
-                    n_elems = (begin + one[0].nbytes - last) // one[0].itemsize
+                last = joined[-1]
+                begin, end = self.memory.offset_of(one[0]) or 0, (self.memory.offset_of(last[0]) or 0) + last[0].nbytes
+                if begin == end and self._same_block(begin - 1, begin):
                     joined[-1] = [
-                        self.memory.array(self.memory.offset_of(replica) or 0, n_elems, replica.dtype)
-                        for replica in joined[-1]
+                        self.memory.array(
+                            self.memory.offset_of(replica) or 0, last[0].size + one[0].size, replica.dtype
+                        )
+                        for replica in last
                     ]
                     continue
             joined.append(one)
@@ -472,6 +476,16 @@ def _plain(array: Any, info: KeyInfo) -> bool:
         and array.flags.aligned
         and array.shape == info.shape
     )
+
+
+def _overlap(flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]]) -> bool:
+    """Whether writing a result could change a value that has not been read, or another key's result."""
+    spans = []
+    for value, outs in flat:
+        own = {(array.__array_interface__["data"][0], array.nbytes) for array in (value, *outs) if array.nbytes}
+        spans += [(begin, begin + n_bytes) for begin, n_bytes in own]
+    spans.sort()
+    return any(second[0] < first[1] for first, second in pairwise(spans))
 
 
 def _let_threads_run() -> None:

@@ -129,12 +129,13 @@ class Meeting:
 
     def _leading(self, peer: int, mark: int) -> bool | None:
         """Whether another rank wants the same; None: it has not come yet."""
+        # Its count first: it takes back what it wanted before it counts.
+        passed = self.words[peer + COUNT]
         want = self.words[peer + WANT]
         if want == mark:
             return True
         # More pushes than ours: it has pushed these keys otherwise. As many, and another call: it does not do what we
         # do.
-        passed = self.words[peer + COUNT]
         return False if passed > self._count or (passed == self._count and want != 0) else None
 
     def _follow(self, mark: int) -> bool:

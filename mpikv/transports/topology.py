@@ -1,0 +1,53 @@
+"""Which ranks share a host.
+
+Follows from the name of each rank's host alone, which a transport knows (`Transport.hosts`), so every rank sees the
+same. Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; the ranks of a
+host need not be neighbours. `pretended` gives names as if the ranks ran on several hosts, to test on one machine what
+is done across hosts. Pure functions; cost: one pass over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpikv.errors import ConfigError
+
+
+class Topology(NamedTuple):
+    """hosts: the ranks of each host. host_of, local_rank: for each rank its host's number and its place there."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    host_of: tuple[int, ...]
+    local_rank: tuple[int, ...]
+
+    @property
+    def carriers(self) -> int:
+        """How many ranks of every host can have a partner on every other host: the ranks of the smallest one."""
+        return min(len(ranks) for ranks in self.hosts)
+
+
+def topology(hosts: Sequence[str]) -> Topology:
+    """The topology of ranks that run on these hosts, one name for each rank."""
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    numbers = {host: number for number, host in enumerate(members)}
+    return Topology(
+        tuple(tuple(ranks) for ranks in members.values()),
+        tuple(numbers[host] for host in hosts),
+        tuple(members[host].index(rank) for rank, host in enumerate(hosts)),
+    )
+
+
+def pretended(hosts: Sequence[str], n_hosts: int) -> tuple[str, ...]:
+    """Names as if the ranks ran on `n_hosts` hosts, in blocks of neighbours; 0: the names as they are.
+
+    The real name stays in front, so that messages still say where a rank runs. ConfigError for more hosts than ranks.
+    """
+    if n_hosts == 0:
+        return tuple(hosts)
+    size = len(hosts)
+    if n_hosts > size:
+        raise ConfigError(f"MPIKV_FAKE_HOSTS={n_hosts}, but there are only {size} ranks: use at most {size}")
+    return tuple(f"{hosts[rank]}/{rank * n_hosts // size}" for rank in range(size))
