@@ -10,6 +10,7 @@ added in float32, since neither MPI nor NumPy adds them with enough digits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def dtype_named(dtype: Any) -> np.dtype[Any]:
     """A dtype that a store can hold, from a name or a type. Raises UnsupportedError."""
-    try:
-        found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-    except TypeError:
-        found = None
-    if found not in SUPPORTED_DTYPES:
+    found = None
+    if dtype is not None:  # which NumPy takes for float64
+        with contextlib.suppress(TypeError):
+            found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    if found is None or found not in SUPPORTED_DTYPES:
         names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
         raise UnsupportedError(f"dtype {dtype!r}; a store holds {names}")
     return found

@@ -7,6 +7,7 @@ per key; a worker's device arrays are summed here; shapes and dtypes are checked
 from __future__ import annotations
 
 import builtins
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -247,13 +248,15 @@ class KVStore:
         offsets, n_bytes = [], 0
         for one in shapes:
             offsets.append(n_bytes)
-            n_bytes += int(np.prod(one, dtype=np.int64)) * found.itemsize
+            n_bytes += math.prod(one) * found.itemsize
+        if n_bytes >= 2**63:
+            raise ValueError(f"empty: {shape!r} of {found} is more than any memory")
         memory = self._strategy.allocate(f"{found} {shapes}", n_bytes)
         if memory is None:
             memory = np.zeros(n_bytes, np.uint8)
         arrays = []
         for one, begin in zip(shapes, offsets, strict=True):
-            end = begin + int(np.prod(one, dtype=np.int64)) * found.itemsize
+            end = begin + math.prod(one) * found.itemsize
             arrays.append(memory[begin:end].view(found).reshape(one))
         return arrays if _is_list_of_shapes(shape) else arrays[0]
 

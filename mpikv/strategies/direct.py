@@ -116,6 +116,7 @@ class Direct:
         self.epoch = 0  # changes with the optimizers: calls made before are of no use
         self._numbers: dict[int, int] = {}  # slot -> number of its attributes in this call
         self._current: DirectCall | None = None
+        self._failure: BaseException | None = None  # what ended a call half-way: the others' counters are ahead since
         self.calls = 0
         self.declined = 0
         self.copied_bytes = 0
@@ -360,6 +361,8 @@ class Direct:
         if not self._lock.acquire(blocking=False):
             return False  # another thread of this worker is in one
         try:
+            if self._failure is not None:
+                raise self._failure
             if self._workers.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
@@ -373,6 +376,9 @@ class Direct:
                 self._before_update(call)
             try:
                 self._executor.finish(plan)
+            except BaseException as error:
+                self._failure = error
+                raise
             finally:
                 with self._workers.engine.lock:
                     self._clock += 1
