@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpikv._version import __version__
 from mpikv.config import VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
 from mpikv.server.roles import assign
-from mpikv.transports import launcher, library
+from mpikv.transports import launcher, library, shm
 
 # What each array library's packages are called: CuPy's name says which CUDA it was built for.
 ARRAY_LIBRARIES = {
@@ -101,6 +101,7 @@ def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
         Row("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
         Row("CUDA support", {True: "yes", False: "no", None: "unknown, taken as no"}[found.cuda]),
         _progress_row(config, found.thread_level),
+        _memory_row(comm, hosts, config),
         *_host_rows(hosts),
         *_role_rows(hosts, config),
     ]
@@ -119,6 +120,20 @@ def _progress_row(config: Config, thread_level: str) -> Row:
         return Row("progress", f"calls: MPIKV_PROGRESS=thread needs thread level MULTIPLE, and it is {thread_level}")
     meaning = {"thread": "transfers move on while Python computes", "calls": "transfers move on in calls of the store"}
     return Row("progress", f"{config.progress}: {meaning[config.progress]}")
+
+
+def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
+    """Whether these ranks could share memory as workers of one store; found out by doing it."""
+    if config.shared_memory == "off":
+        return Row("shared memory", "off: MPIKV_SHARED_MEMORY")
+    if len(hosts) == 1:
+        return Row("shared memory", "one rank: nobody to share with")
+    if len(set(hosts)) > 1 or config.fake_hosts > 1:
+        return Row("shared memory", "no: ranks on several hosts; messages do the work")
+    memory, problem = shm.open_host_memory(comm.Get_rank(), comm.Get_size(), comm.allgather)
+    if memory is None:
+        return Row("shared memory", f"no: {problem}; messages do the work")
+    return Row("shared memory", "yes, for workers without servers")
 
 
 def _host_rows(hosts: list[str]) -> Iterator[Row]:
