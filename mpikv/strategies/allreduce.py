@@ -80,7 +80,7 @@ class AllreduceStrategy(DistributedStrategy):
 
     def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
         """The key's place in shared memory; its bounds follow from its number."""
-        return None if self._direct is None else self._direct.reserve(n_elems * itemsize_bytes)
+        return None if self._direct is None else self._direct.arena.reserve(n_elems * itemsize_bytes)
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
@@ -235,11 +235,11 @@ class AllreduceStrategy(DistributedStrategy):
         if self._direct is None:
             return super().allocate(text, n_bytes)
         stride = aligned(n_bytes)
-        begin = self._direct.reserve(stride * self.num_workers) if self.rank == 0 else None
+        begin = self._direct.arena.reserve(stride * self.num_workers) if self.rank == 0 else None
         begin = self._workers.agree("empty", [text, begin], "empty")
         if begin is None:
             raise MpikvError(f"empty or zeros: no room for {n_bytes} bytes per worker in this host's memory")
-        return self._direct.memory.array(self._direct.add_block(begin, stride), n_bytes, np.dtype(np.uint8))
+        return self._direct.arena.memory.array(self._direct.arena.add_block(begin, stride), n_bytes, np.dtype(np.uint8))
 
     def stats(self) -> dict[str, int]:
         """Also what went the direct way."""

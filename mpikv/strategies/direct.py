@@ -18,30 +18,27 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.shared import (
     Executor,
-    Piece,
     Plan,
-    Region,
-    Slots,
     Update,
-    in_place_plan,
     staged_plan,
     update_plan,
 )
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
+from mpikv.strategies.arena import Arena
 from mpikv.strategies.base import Pending
+from mpikv.strategies.direct_plans import overlap, plain, regions
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.meeting import MASK, Meeting, digest
-from mpikv.transports.shm import ALIGN_BYTES, HostMemory, aligned
+from mpikv.transports.shm import HostMemory, aligned
 
 
 class Lane(Protocol):
@@ -69,13 +66,6 @@ class Lane(Protocol):
         ...
 
 
-class Block(NamedTuple):
-    """Memory that `store.empty` gave to all workers: worker r's part begins at `begin + r * stride`."""
-
-    begin: int
-    stride: int
-
-
 class _KeyRecord:
     """When a key's value was last changed where, and by which calls it may be."""
 
@@ -93,7 +83,7 @@ class Direct:
     """The direct way of one worker."""
 
     def __init__(self, memory: HostMemory, lanes: Mapping[int, Any], owner: Owner) -> None:
-        self.memory = memory
+        self.arena = Arena(memory)
         self._lanes = lanes
         self._owner = owner
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -103,10 +93,7 @@ class Direct:
             crowded=memory.threads or memory.size > cores,
             yield_=_let_threads_run if memory.threads else os.sched_yield,
         )
-        self._slots = Slots(memory)
         self._executor = Executor(self._meeting, self._wait)
-        self._free = self._slots.end  # worker 0: where the arena ends
-        self._blocks: list[Block] = []
         self._lock = threading.Lock()
         self._clock = 1  # counts calls and pushes, to tell which was the last
         self._keys: dict[int, _KeyRecord] = {}
@@ -131,33 +118,6 @@ class Direct:
 
     # --- memory
 
-    def reserve(self, n_bytes: int) -> int | None:
-        """At worker 0: where the next `n_bytes` are. None when the memory is full."""
-        begin = self._free
-        if begin + n_bytes > self.memory.n_bytes:
-            return None
-        self._free = begin + aligned(n_bytes)
-        return begin
-
-    def add_block(self, begin: int, stride: int) -> int:
-        """Note what `store.empty` agreed on; returns where this worker's part begins."""
-        self._blocks.append(Block(begin, stride))
-        return begin + self.memory.rank * stride
-
-    def _shared(self, array: HostArray) -> list[HostArray] | None:
-        """The same place in every worker's memory, where `array` lies in this worker's part of a block."""
-        offset = self.memory.offset_of(array)
-        if offset is None:
-            return None
-        for block in self._blocks:
-            delta = offset - block.begin - self.memory.rank * block.stride
-            if delta >= 0 and delta + array.nbytes <= block.stride:
-                return [
-                    self.memory.array(block.begin + rank * block.stride + delta, array.size, array.dtype)
-                    for rank in range(self.memory.size)
-                ]
-        return None
-
     def scratch(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """Memory of this worker's alone, for one key after another."""
         n_bytes = n_elems * dtype.itemsize
@@ -168,7 +128,7 @@ class Direct:
     @property
     def held_bytes(self) -> int:
         """Scratch memory of this worker: its slots, and what an optimizer's sums need."""
-        return self._slots.per_rank_bytes + self._scratch.size
+        return self.arena.slots.per_rank_bytes + self._scratch.size
 
     def stats(self) -> dict[str, int]:
         """Counted since the start: calls made together, calls that did not meet; bytes copied and added by this worker.
@@ -212,7 +172,7 @@ class Direct:
             return last.values[lane.info.id]
         in_arena = max(record.in_arena, last.last if last is not None else 0)
         if in_arena > record.in_lane:
-            return self.memory.array(lane.offset_bytes, lane.info.n_elems, lane.info.dtype)
+            return self.arena.value(lane.offset_bytes, lane.info)
         return None
 
     # --- calls
@@ -224,30 +184,31 @@ class Direct:
         lanes = [self._lanes[info.id] for info in infos]
         flat = []
         for info, lane, value, targets in zip(infos, lanes, values, outs, strict=True):
-            if lane.offset_bytes < 0 or not all(_plain(array, info) for array in (value, *targets)):
+            if lane.offset_bytes < 0 or not all(plain(array, info) for array in (value, *targets)):
                 return None
             # As plain arrays: a reshaped np.matrix has two axes.
             flat.append((np.asarray(value).reshape(-1), tuple(np.asarray(target).reshape(-1) for target in targets)))
-        if _overlap(flat):
+        if overlap(flat):
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
             return None
-        replicas = [self._shared(value) for value, _ in flat]
-        in_place = all(
+        replicas = [self.arena.replicas(value) for value, _ in flat]
+        where_they_are = all(
             one is not None
             and len(targets) == 1
             and targets[0].__array_interface__["data"] == value.__array_interface__["data"]
             for one, (value, targets) in zip(replicas, flat, strict=True)
         )
-        kind = "update" if optimizers and optimizers[0] is not None else "in place" if in_place else "staged"
+        kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = self._in_place(replicas)
+            once = in_place(self.arena, replicas)
+            plan = lambda turn: once  # noqa: E731
         elif kind == "staged":
-            plan = staged_plan(self._slots, self._regions(lanes, flat))
+            plan = staged_plan(self.arena.slots, regions(self.arena, lanes, flat))
         else:
             plan = self._update(lanes, flat, replicas)
-        places = [None if one is None or kind == "staged" else self.memory.offset_of(one[0]) for one in replicas]
+        places = [None if one is None or kind == "staged" else self.arena.memory.offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places))
         call.hash = sum(self._keys[info.id].digest for info in infos) & MASK
         if kind == "in place":
@@ -281,73 +242,28 @@ class Direct:
         self.epoch += 1
         self.pushes_elsewhere += 1
 
-    def _in_place(self, replicas: Sequence[list[HostArray] | None]) -> Callable[[int], Plan]:
-        found = sorted((one for one in replicas if one is not None), key=lambda one: self.memory.offset_of(one[0]) or 0)
-        joined: list[list[HostArray]] = []
-        for one in found:
-            # Arrays that lie side by side are added as one.
-            if joined and one[0].dtype == joined[-1][0].dtype:
-                last = joined[-1]
-                begin, end = self.memory.offset_of(one[0]) or 0, (self.memory.offset_of(last[0]) or 0) + last[0].nbytes
-                if begin == end and self._same_block(begin - 1, begin):
-                    joined[-1] = [
-                        self.memory.array(
-                            self.memory.offset_of(replica) or 0, last[0].size + one[0].size, replica.dtype
-                        )
-                        for replica in last
-                    ]
-                    continue
-            joined.append(one)
-        plan = in_place_plan(self.memory.rank, [one for one in joined if one[0].size])
-        return lambda turn: plan
-
-    def _same_block(self, first: int, second: int) -> bool:
-        return any(block.begin <= first and second < block.begin + block.stride for block in self._blocks)
-
-    def _regions(self, lanes: Sequence[Lane], flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]]) -> list[Region]:
-        """The keys in the order of the arena; those side by side are one region, with gaps up to the cache line."""
-        order = sorted(range(len(lanes)), key=lambda i: lanes[i].offset_bytes)
-        regions: list[tuple[int, np.dtype[Any], list[Piece]]] = []
-        end = -1
-        for i in order:
-            lane, (value, outs) = lanes[i], flat[i]
-            if value.size == 0:
-                continue
-            gap = lane.offset_bytes - end
-            if regions and regions[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
-                if gap:
-                    regions[-1][2].append(Piece(gap // value.itemsize, None, ()))
-            else:
-                regions.append((lane.offset_bytes, value.dtype, []))
-            regions[-1][2].append(Piece(value.size, value, outs))
-            end = lane.offset_bytes + value.nbytes
-        return [
-            Region(self.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
-            for begin, dtype, pieces in regions
-        ]
-
     def _update(
         self,
         lanes: Sequence[Lane],
         flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]],
         replicas: Sequence[list[HostArray] | None],
     ) -> Callable[[int], Plan]:
-        me, keys = self.memory.rank, []
+        me, keys = self.arena.rank, []
         longest = max((lane.bounds[me + 1] - lane.bounds[me]) * sum_dtype(lane.info.dtype).itemsize for lane in lanes)
         self.scratch(longest, np.dtype(np.uint8))  # before views of it are taken
         for lane, (value, outs), shared in zip(lanes, flat, replicas, strict=True):
             if not value.size:
                 continue
-            result = self.memory.array(lane.offset_bytes, value.size, value.dtype)
+            result = self.arena.value(lane.offset_bytes, lane.info)
             values: Sequence[HostArray | None] = shared or [
-                value if rank == me else None for rank in range(self.memory.size)
+                value if rank == me else None for rank in range(self.arena.size)
             ]
             keys.append(Update(values, result, outs, lane.bounds, self._applier(lane, result)))
-        plan = update_plan(self._slots, keys, self.scratch)
+        plan = update_plan(self.arena.slots, keys, self.scratch)
         return lambda turn: plan
 
     def _applier(self, lane: Lane, result: HostArray) -> Callable[[HostArray], None]:
-        me = self.memory.rank
+        me = self.arena.rank
         own = result[lane.bounds[me] : lane.bounds[me + 1]]
         slot = self._workers.slot_of(lane.info)
 
@@ -402,11 +318,11 @@ class Direct:
                 self._owner.add_attributes(slot, 0, number, attributes)
             self._numbers[slot] = number
         if call.refreshed != self.pushes_elsewhere:
-            me = self.memory.rank
+            me = self.arena.rank
             for lane in call.lanes:
                 if self.value_of(lane) is None:
                     begin, end = lane.bounds[me], lane.bounds[me + 1]
-                    result = self.memory.array(lane.offset_bytes, lane.info.n_elems, lane.info.dtype)
+                    result = self.arena.value(lane.offset_bytes, lane.info)
                     result[begin:end] = lane.own_value()[begin:end]
             call.refreshed = self.pushes_elsewhere
 
@@ -471,27 +387,6 @@ class DirectCall:
     def release(self) -> None:
         """See `Direct.release`."""
         self._direct.release(self)
-
-
-def _plain(array: Any, info: KeyInfo) -> bool:
-    """Whether the values can be read and written where they are."""
-    return (
-        isinstance(array, np.ndarray)
-        and array.dtype == info.dtype
-        and array.flags.c_contiguous
-        and array.flags.aligned
-        and array.shape == info.shape
-    )
-
-
-def _overlap(flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]]) -> bool:
-    """Whether writing a result could change a value that has not been read, or another key's result."""
-    spans = []
-    for value, outs in flat:
-        own = {(array.__array_interface__["data"][0], array.nbytes) for array in (value, *outs) if array.nbytes}
-        spans += [(begin, begin + n_bytes) for begin, n_bytes in own]
-    spans.sort()
-    return any(second[0] < first[1] for first, second in pairwise(spans))
 
 
 def _let_threads_run() -> None:

@@ -1,0 +1,78 @@
+"""What a direct call may be made of, and how its keys are put together.
+
+Pure but for the addresses of arrays: which arrays can be read and written where they are, which of them overlap, which
+lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.collectives.shared import Piece, Plan, Region, in_place_plan
+from mpikv.keys import KeyInfo
+from mpikv.strategies.arena import Arena
+from mpikv.transports.shm import ALIGN_BYTES
+
+Flat = tuple[HostArray, tuple[HostArray, ...]]  # a key's value and its outs, flat
+
+
+def plain(array: Any, info: KeyInfo) -> bool:
+    """Whether the values can be read and written where they are."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == info.dtype
+        and array.flags.c_contiguous
+        and array.flags.aligned
+        and array.shape == info.shape
+    )
+
+
+def overlap(flat: Sequence[Flat]) -> bool:
+    """Whether writing a result could change a value that has not been read, or another key's result."""
+    spans = []
+    for value, outs in flat:
+        own = {(array.__array_interface__["data"][0], array.nbytes) for array in (value, *outs) if array.nbytes}
+        spans += [(begin, begin + n_bytes) for begin, n_bytes in own]
+    spans.sort()
+    return any(second[0] < first[1] for first, second in pairwise(spans))
+
+
+def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None]) -> Plan:
+    """Arrays in shared memory, each as its replicas in rank order; None is left out."""
+    found = [one for one in replicas if one is not None and one[0].size]
+    joined: list[list[HostArray]] = []
+    for one in sorted(found, key=lambda one: arena.memory.offset_of(one[0]) or 0):
+        both = arena.join(joined[-1], one) if joined else None  # arrays side by side are added as one
+        if both is None:
+            joined.append(one)
+        else:
+            joined[-1] = both
+    return in_place_plan(arena.rank, joined)
+
+
+def regions(arena: Arena, lanes: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:
+    """The keys in the order of the arena; those side by side are one region, with gaps up to the cache line."""
+    order = sorted(range(len(lanes)), key=lambda i: lanes[i].offset_bytes)
+    found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
+    end = -1
+    for i in order:
+        lane, (value, outs) = lanes[i], flat[i]
+        if value.size == 0:
+            continue
+        gap = lane.offset_bytes - end
+        if found and found[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
+            if gap:
+                found[-1][2].append(Piece(gap // value.itemsize, None, ()))
+        else:
+            found.append((lane.offset_bytes, value.dtype, []))
+        found[-1][2].append(Piece(value.size, value, outs))
+        end = lane.offset_bytes + value.nbytes
+    return [
+        Region(arena.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
+        for begin, dtype, pieces in found
+    ]
