@@ -11,17 +11,21 @@ import sys
 from collections.abc import Sequence
 
 from mpikv._version import __version__
+from mpikv.bench.options import add_parser as add_bench
+from mpikv.bench.start import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand. arguments: default the command line's. Returns its status."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(words)
+    options.words = words  # for a command that starts itself again
     status: int = options.run(options)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mpikv", description="A key-value store for data-parallel training on MPI.", epilog="mpikv COMMAND --help"
     )
     parser.add_argument("--version", action="version", version=f"mpikv {__version__}")
@@ -33,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         "MPIKV_* variable in force. Under `mpirun -n N mpikv info` rank 0 prints for all.",
     )
     info.set_defaults(run=_info)
+    add_bench(commands)
     return parser
 
 

@@ -131,8 +131,8 @@ class PreparedCalls:
 
     def clear(self) -> None:
         """Let go of everything."""
-        for known in (*self._singles.values(), *self._lists):
-            known.call.release()
+        for call in [*(known.call for known in self._singles.values()), *(known.call for known in self._lists)]:
+            call.release()
         self._singles.clear()
         self._lists.clear()
         self._seen.clear()

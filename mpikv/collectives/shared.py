@@ -162,6 +162,11 @@ def part_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int
     return min(n_elems, begin * line), min(n_elems, (begin + base + (rank < extra)) * line)
 
 
+def always(plan: Plan) -> Callable[[int], Plan]:
+    """The same plan for either tiny slot."""
+    return lambda turn: plan
+
+
 def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan]:
     """Arrays of any kind: values go through the slots, sums into each region's result, and out from there.
 
@@ -169,15 +174,13 @@ def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan
     """
     groups = cut(regions, CHUNK_BYTES)
     if not groups:
-        nothing = Plan([Chunk()], alone=True)
-        return lambda turn: nothing
+        return always(Plan([Chunk()], alone=True))
     sizes = [sum(aligned(region.result.nbytes) for region in group) for group in groups]
     if len(groups) == 1 and sizes[0] <= TINY_BYTES:
         plans = [_tiny(slots, groups[0], turn) for turn in range(2)]
         return lambda turn: plans[turn]
     chunks = [_staged(slots, group, i % SLOTS) for i, group in enumerate(groups)]
-    plan = _priced(Plan(chunks))
-    return lambda turn: plan
+    return always(_priced(Plan(chunks)))
 
 
 def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:

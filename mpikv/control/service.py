@@ -95,10 +95,12 @@ class Control:
         self._answers: dict[int, dict[str, Any]] = {}
         self._question = 0
         self._sending: list[Request] = []
+        self.sent_messages = 0  # counted since the start
 
     # --- sending
 
     def _send(self, rank: int, message: dict[str, Any]) -> None:
+        self.sent_messages += 1
         data = wire.control(message)
         self._sending = [request for request in self._sending if not request.test()]
         self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
@@ -213,7 +215,7 @@ class Control:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self.activity.during(str(waiting)):
             self.engine.wait(
-                request, limit_s, lambda: StallError(self._report(waiting, limit_s)), lambda: self.check(waiting)
+                request, limit_s, lambda: StallError(self.report(waiting, limit_s)), lambda: self.check(waiting)
             )
 
     def check(self, waiting: Waiting) -> None:
@@ -230,7 +232,7 @@ class Control:
                     f"so that round {waiting.round} can never be complete (did its program end early?)"
                 )
 
-    def _report(self, waiting: Waiting, waited_s: float) -> str:
+    def report(self, waiting: Waiting, waited_s: float) -> str:
         """Ask every other worker where it is, and say it."""
         others = [worker for worker in range(self._workers.size) if worker != self._workers.rank]
         with self.engine.lock:

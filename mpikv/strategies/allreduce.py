@@ -242,9 +242,12 @@ class AllreduceStrategy(DistributedStrategy):
         return self._direct.arena.memory.array(self._direct.arena.add_block(begin, stride), n_bytes, np.dtype(np.uint8))
 
     def stats(self) -> dict[str, int]:
-        """Also what went the direct way."""
-        direct = {} if self._direct is None else self._direct.stats()
-        return {**super().stats(), **direct}
+        """Also what went the direct way, and the memory held."""
+        held = {"held_bytes": sum(lane.held_bytes for lane in self._all_lanes())}
+        if self._direct is not None:
+            direct = self._direct.stats()
+            held = {**direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
+        return {**super().stats(), **held}
 
     def _deliver(self, info: KeyInfo, sink: Sink, waiting: Waiting) -> Pending:
         lane = self._lanes[info.id]

@@ -27,6 +27,7 @@ from mpikv.collectives.shared import (
     Executor,
     Plan,
     Update,
+    always,
     staged_plan,
     update_plan,
 )
@@ -35,7 +36,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.arena import Arena
 from mpikv.strategies.base import Pending
-from mpikv.strategies.direct_plans import overlap, plain, regions
+from mpikv.strategies.direct_plans import in_place, overlap, plain, regions
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.meeting import MASK, Meeting, digest
 from mpikv.transports.shm import HostMemory, aligned
@@ -77,6 +78,11 @@ class _KeyRecord:
         self.in_arena = 0
         self.in_lane = 1  # ahead of a call that was never made
         self.calls: list[DirectCall] = []
+
+    @property
+    def is_in_arena(self) -> bool:
+        """Whether its place in the arena was ever written to."""
+        return self.in_arena > 0 or any(call.last and not call.values for call in self.calls)
 
 
 class Direct:
@@ -133,7 +139,7 @@ class Direct:
     def stats(self) -> dict[str, int]:
         """Counted since the start: calls made together, calls that did not meet; bytes copied and added by this worker.
 
-        held_bytes: scratch memory of this worker. shared_bytes: values and arrays in the memory of the host.
+        held_bytes: scratch memory of this worker. shared_bytes: values in the memory of the host, once for all workers.
         """
         return {
             "direct_calls": self.calls,
@@ -141,6 +147,9 @@ class Direct:
             "bytes_copied": self.copied_bytes,
             "bytes_added": self.added_bytes,
             "held_bytes": self.held_bytes,
+            "shared_bytes": sum(
+                self._lanes[key_id].info.n_bytes for key_id, record in self._keys.items() if record.is_in_arena
+            ),
         }
 
     # --- keys
@@ -202,8 +211,7 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            once = in_place(self.arena, replicas)
-            plan = lambda turn: once  # noqa: E731
+            plan = always(in_place(self.arena, replicas))
         elif kind == "staged":
             plan = staged_plan(self.arena.slots, regions(self.arena, lanes, flat))
         else:
@@ -259,8 +267,7 @@ class Direct:
                 value if rank == me else None for rank in range(self.arena.size)
             ]
             keys.append(Update(values, result, outs, lane.bounds, self._applier(lane, result)))
-        plan = update_plan(self.arena.slots, keys, self.scratch)
-        return lambda turn: plan
+        return always(update_plan(self.arena.slots, keys, self.scratch))
 
     def _applier(self, lane: Lane, result: HostArray) -> Callable[[HostArray], None]:
         me = self.arena.rank

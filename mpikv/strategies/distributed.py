@@ -46,7 +46,11 @@ class DistributedStrategy(OneByOne):
     def stats(self) -> dict[str, int]:
         """What the transport has sent."""
         transport = self._workers.transport
-        return {"messages_sent": transport.sent_messages, "bytes_sent": transport.sent_bytes}
+        return {
+            "messages_sent": transport.sent_messages,
+            "bytes_sent": transport.sent_bytes,
+            "control_messages_sent": self._workers.control.sent_messages,
+        }
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
         """Block until a transfer is done."""

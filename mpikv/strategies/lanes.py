@@ -78,6 +78,12 @@ class Lane:
         if self._direct is not None:
             self._direct.in_lane(self.info.id)
 
+    @property
+    def held_bytes(self) -> int:
+        """The lane's own copy of the value, and what is under way."""
+        own = 0 if self._own is None else self._own.nbytes
+        return own + sum(buf.nbytes for buf, _ in self.queue)
+
     def forget(self) -> None:
         """Give back the lane's own copy: the newest value is elsewhere."""
         self._own = None
@@ -167,6 +173,12 @@ class Bucket(Lane):
             self.pushed += 1
             completed = True
         return completed
+
+    @property
+    def held_bytes(self) -> int:
+        """With the rounds that are being filled, and the buffer kept for the next one."""
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return super().held_bytes + spare + sum(buf.nbytes for buf, _ in self._open)
 
     def _buffer(self) -> HostArray:
         spare, self._spare = self._spare, None

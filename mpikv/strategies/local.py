@@ -66,7 +66,7 @@ class LocalStrategy(OneByOne):
 
     def stats(self) -> dict[str, int]:
         """Nothing is sent."""
-        return {"messages_sent": 0, "bytes_sent": 0}
+        return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}
 
     def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
         """Update the stored value now."""

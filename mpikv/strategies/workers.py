@@ -146,7 +146,7 @@ class Workers:
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
         self._next_id = 0
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal)
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, transport=transport)
         agreement = None
         if self.group.rank == 0:
             rules: dict[str, Rule] = {

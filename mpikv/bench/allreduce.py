@@ -1,0 +1,57 @@
+"""`mpikv bench allreduce`: one array summed over the ranks, in place, for a sweep of sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.bench import gloo
+from mpikv.bench.job import mpi_can_add
+from mpikv.bench.measure import Contender
+from mpikv.bench.pattern import Pattern
+from mpikv.bench.raw import raw_contender
+from mpikv.bench.report import table_header
+from mpikv.bench.session import Session
+from mpikv.bench.sizes import sweep
+from mpikv.bench.stores import Way, forced, has_shared, store_contender
+
+NO_SHARED = "no arrays in shared memory: this mpikv has no store.zeros"
+NO_RAW = "no raw MPI: MPI libraries cannot add {dtype}"
+
+
+def sizes_of(session: Session) -> list[int]:
+    """The sizes of the sweep."""
+    options = session.options
+    return sweep(options.min_bytes, options.max_bytes, options.factor, session.dtype.itemsize)
+
+
+def run(session: Session) -> None:
+    """Collective."""
+    sizes = sizes_of(session)
+    session.progress.say(table_header())
+    if not has_shared():
+        session.note(NO_SHARED)
+    if not mpi_can_add(session.dtype):
+        session.note(NO_RAW.format(dtype=session.dtype.name))
+    pattern = Pattern(session.dtype, session.job.rank, session.job.size)
+    for n_bytes in sizes:
+        probes = session.probes(n_bytes)
+        session.compare(n_bytes, 1, _contenders(session, pattern, n_bytes), probes)
+
+
+def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
+    """All on the same ordinary array, the shared one excepted."""
+    job, dtype = session.job, session.dtype
+    array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
+    way = Way("ordinary", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
+    made = [store_contender(job, pattern, way, [array])]
+    if has_shared():
+        shared = Way("shared", way.shapes, dtype, way.config, shared=True, single=True)
+        made.append(store_contender(job, pattern, shared))
+    for algorithm in session.options.algorithms:
+        made.append(store_contender(job, pattern, forced(way, algorithm), [array]))
+    if mpi_can_add(dtype):
+        made.append(raw_contender(job, pattern, [array]))
+    if "gloo" in session.options.vs:
+        made.append(gloo.contender(job, pattern, [array]))
+    return made

@@ -1,0 +1,133 @@
+"""`mpikv bench WHAT`: checks the options, starts mpirun or meets the other ranks, and runs one of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mpikv.bench import allreduce, gloo, link, model, output, ps, pushpull
+from mpikv.bench.job import Job, describe, header, open_job
+from mpikv.bench.options import FLOATS
+from mpikv.bench.progress import Progress, can_draw
+from mpikv.bench.report import Row
+from mpikv.bench.session import Session
+from mpikv.bench.sizes import short, sweep
+from mpikv.bench.start import BAD_INPUT, LINES, SILENT_S, check_ranks, environment_rank, run_mpirun
+from mpikv.bench.tcp import between_hosts
+from mpikv.config import Config
+from mpikv.errors import ConfigError
+
+BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
+    "allreduce": allreduce.run,
+    "pushpull": pushpull.run,
+    "model": model.run,
+    "ps": ps.run,
+    "link": link.run,
+}
+WRONG = 1  # the status where a result was not exact
+
+
+def run(options: argparse.Namespace) -> int:
+    """The status to exit with: 0, 1 after a wrong result, 2 for what cannot be measured."""
+    try:
+        config = Config.from_environ()
+        _check(options)
+        if check_ranks(options.n):
+            return run_mpirun(options.n, options.words, config.mpi, bar=options.progress == "bar" and can_draw())
+        job = open_job(config)
+        _check_job(options, job)
+    except (ConfigError, ValueError) as error:
+        if environment_rank() == 0:
+            print(f"mpikv bench: error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(SILENT_S)
+        return BAD_INPUT
+    return _measure(options, job)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be told wrong before MPI starts. Raises ConfigError or ValueError."""
+    if hasattr(options, "min_bytes") and not getattr(options, "keys", None):
+        sweep(options.min_bytes, options.max_bytes, options.factor, 1)
+    if options.kind in ("pushpull", "ps") and options.dtype not in FLOATS:
+        raise ConfigError(f"--dtype {options.dtype}: an optimizer needs one of {', '.join(FLOATS)}")
+    for option in ("json", "plot"):
+        if getattr(options, option):
+            output.check_writable(f"--{option}", getattr(options, option))
+    if options.plot:
+        output.check_matplotlib()
+    if "gloo" in getattr(options, "vs", ()):
+        gloo.check_torch()
+
+
+def _check_job(options: argparse.Namespace, job: Job) -> None:
+    """What needs the number of ranks. Raises ConfigError on all of them."""
+    if options.kind == "ps" and options.servers >= job.size:
+        raise ConfigError(
+            f"--servers {options.servers} of {job.size} ranks leave no worker; start {options.servers + 1} or more (-n)"
+        )
+    if options.kind == "link" and job.size < 2:
+        raise ConfigError("link needs at least 2 ranks: -n 2, or mpirun -n 2")
+
+
+def _measure(options: argparse.Namespace, job: Job) -> int:
+    found = describe(job)
+    progress = Progress(_steps(options), job.rank, options.progress)
+    words = options.words[:-2] if options.words[-2:] == LINES else options.words  # LINES: by `run_mpirun`
+    command = shlex.join(["mpikv", *words])
+    progress.say(f"# {command}", *header(found))
+    session = Session(options, job, progress)
+    if options.kind != "link" and len(job.host_names) > 1:
+        session.link_bytes_per_s = between_hosts(job)
+        session.note(f"raw TCP between hosts: {session.link_bytes_per_s * 8 / 1e6:.0f} Mbit/s")
+    with gloo.process_group(job, wanted="gloo" in getattr(options, "vs", ())):
+        BENCHMARKS[options.kind](session)
+    progress.say(*ledger_lines(ledger(session.rows)))
+    progress.close()
+    wrong = sum(row.wrong for row in session.rows)
+    if job.rank == 0:
+        if options.json:
+            more = {"ledger": ledger(session.rows), **session.more}
+            output.write_json(options.json, output.document(command, found, session.rows, session.notes, **more))
+        if options.plot:
+            output.write_plot(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
+        if wrong:
+            print(f"mpikv bench: {wrong} results were wrong", file=sys.stderr, flush=True)
+    job.comm.Barrier()
+    return WRONG if wrong else 0
+
+
+def _steps(options: argparse.Namespace) -> int:
+    """How often something is measured."""
+    if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
+        return 1
+    itemsize_bytes = np.dtype(options.dtype).itemsize
+    sizes = sweep(options.min_bytes, options.max_bytes, options.factor, itemsize_bytes)
+    return len(sizes) * len(getattr(options, "variants", ("one",)))
+
+
+def ledger(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """For each contender the row at which its store held most memory beyond the user's arrays."""
+    found = []
+    for what in dict.fromkeys(row.what for row in rows):
+        known = [row for row in rows if row.what == what and row.held_bytes is not None]
+        if known:
+            most = max(known, key=lambda row: row.held_bytes or 0)
+            found.append({"what": what, "n_bytes": most.n_bytes, "held_bytes": most.held_bytes})
+    return found
+
+
+def ledger_lines(entries: Sequence[Mapping[str, object]]) -> list[str]:
+    """The footer: what the stores held."""
+    if not entries:
+        return ["# memory held beyond the user's arrays: not counted for this kind of store"]
+    lines = ["# memory held beyond the user's arrays, by the rank with most"]
+    for one in entries:
+        held, size = int(str(one["held_bytes"])), int(str(one["n_bytes"]))
+        lines.append(f"#   {one['what']}: {held} bytes, at {short(size)}")
+    return lines

@@ -1,0 +1,126 @@
+"""The ranks of this benchmark, and what they run on.
+
+All traffic of the benchmark itself, raw MPI included, goes over a duplicate of COMM_WORLD of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from mpikv._version import __version__
+from mpikv.config import Config, variables_in_force
+from mpikv.transports import abort, library
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SUMS_OF_MPI = ("float32", "float64", "int8", "uint8", "int32", "int64")  # what every MPI can add
+
+
+@dataclass(frozen=True)
+class Job:
+    """comm: the benchmark's own. hosts: the host of each of its ranks. config: what the environment says."""
+
+    comm: MPI.Intracomm
+    rank: int
+    size: int
+    hosts: tuple[str, ...]
+    config: Config
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Each host once, in the order of the ranks."""
+        return tuple(dict.fromkeys(self.hosts))
+
+    @property
+    def ranks_per_host(self) -> int:
+        """On the host with most."""
+        return max(self.hosts.count(host) for host in self.host_names)
+
+    def leaders(self) -> list[int]:
+        """The first rank of each host."""
+        return [self.hosts.index(host) for host in self.host_names]
+
+
+def open_job(config: Config) -> Job:
+    """Initialise MPI and meet the other ranks. Collective over COMM_WORLD."""
+    library.prepare(config.mpi)
+    from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
+
+    world = MPI.COMM_WORLD
+    if world.Get_size() > 1:
+        abort.install(world.Get_rank(), world.Get_size())
+    library.check_launcher(world.Get_size())
+    return job_of(world.Dup(), config)
+
+
+def job_of(comm: MPI.Comm, config: Config) -> Job:
+    """A job of the ranks of `comm`, an intracommunicator, which it keeps. Collective."""
+    hosts = tuple(comm.allgather(socket.gethostname()))
+    return Job(cast("MPI.Intracomm", comm), comm.Get_rank(), comm.Get_size(), hosts, config)
+
+
+def describe(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Machine, versions and settings, for the header and for JSON. Local."""
+    found = library.describe()
+    return {
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "system": f"{platform.system()} {platform.release()}",
+            "ranks": job.size,
+            "hosts": {host: job.hosts.count(host) for host in job.host_names},
+        },
+        "versions": {
+            "mpikv": __version__,
+            "mpi": f"{found.name} {found.version}",
+            "mpi_origin": found.origin,
+            "mpi_thread_level": found.thread_level,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+        "settings": asdict(job.config),
+        "variables": variables_in_force(environ),
+    }
+
+
+def header(found: Mapping[str, Any]) -> list[str]:
+    """The lines above the table."""
+    machine, versions, settings = found["machine"], found["versions"], found["settings"]
+    hosts = ", ".join(f"{host}: {ranks}" for host, ranks in machine["hosts"].items())
+    defaults = asdict(Config())
+    changed = [f"{name} {value}" for name, value in settings.items() if value != defaults[name]]
+    many = "s" * (len(machine["hosts"]) > 1)
+    return [
+        f"# mpikv {versions['mpikv']}, Python {versions['python']}, NumPy {versions['numpy']}",
+        f"# {machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}",
+        f"# {machine['ranks']} ranks on {len(machine['hosts'])} host{many} ({hosts})",
+        f"# {versions['mpi']} ({versions['mpi_origin']}), thread level {versions['mpi_thread_level']}",
+        f"# settings: {', '.join(changed) if changed else 'the defaults'}",
+    ]
+
+
+def cpu_model() -> str:
+    """The name that /proc/cpuinfo gives, else the architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, text = line.partition(":")
+            if name.strip() == "model name":
+                return text.strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def mpi_can_add(dtype: np.dtype[np.generic]) -> bool:
+    """Whether every MPI library has a sum for this dtype."""
+    return dtype.name in SUMS_OF_MPI

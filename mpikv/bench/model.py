@@ -1,0 +1,12 @@
+"""`mpikv bench model`: the gradients of a network in one pushpull, in the order in which a backward pass makes them."""
+
+from __future__ import annotations
+
+from mpikv.bench.lists import compare_lists
+from mpikv.bench.models import shapes
+from mpikv.bench.session import Session
+
+
+def run(session: Session) -> None:
+    """Collective."""
+    compare_lists(session, tuple(reversed(shapes(session.options.model))))

