@@ -7,7 +7,6 @@ per key; a worker's device arrays are summed here; shapes and dtypes are checked
 from __future__ import annotations
 
 import builtins
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -15,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mpikv import optimizers
+from mpikv import optimizers, shapes
 from mpikv.arrays import (
     check_writable,
     dtype_named,
@@ -34,24 +33,6 @@ from mpikv.strategies.base import Pending, PreparedCall, Sink, Strategy, Updater
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]
 Values = Any  # an array, a list of arrays (one per device), or a list of either (one per key)
-
-
-def _is_list_of_shapes(shape: Any) -> bool:
-    return isinstance(shape, list) and all(isinstance(one, (tuple, list)) for one in shape)
-
-
-def _shapes(shape: Any) -> list[tuple[int, ...]]:
-    """The shapes asked for, as tuples of ints."""
-    found = []
-    for one in shape if _is_list_of_shapes(shape) else [shape]:
-        numbers = one if isinstance(one, (tuple, list)) else (one,)
-        for number in numbers:
-            if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
-                raise TypeError(f"a shape is an int or a tuple of ints (or a list of such tuples), not {shape!r}")
-            if number < 0:
-                raise ValueError(f"a shape has no negative length, got {one!r}")
-        found.append(tuple(int(number) for number in numbers))
-    return found
 
 
 class _Item(NamedTuple):
@@ -244,21 +225,11 @@ class KVStore:
         arguments on each (else ShapeMismatch on all); blocks.
         """
         self._check_open("empty")
-        shapes, found = _shapes(shape), dtype_named(dtype)
-        offsets, n_bytes = [], 0
-        for one in shapes:
-            offsets.append(n_bytes)
-            n_bytes += math.prod(one) * found.itemsize
-        if n_bytes >= 2**63:
-            raise ValueError(f"empty: {shape!r} of {found} is more than any memory")
-        memory = self._strategy.allocate(f"{found} {shapes}", n_bytes)
-        if memory is None:
-            memory = np.zeros(n_bytes, np.uint8)
-        arrays = []
-        for one, begin in zip(shapes, offsets, strict=True):
-            end = begin + math.prod(one) * found.itemsize
-            arrays.append(memory[begin:end].view(found).reshape(one))
-        return arrays if _is_list_of_shapes(shape) else arrays[0]
+        wanted, found = shapes.parse(shape), dtype_named(dtype)
+        n_bytes = shapes.total_bytes(wanted, found)
+        memory = self._strategy.allocate(f"{found} {wanted}", n_bytes)
+        arrays = shapes.arrays_in(np.zeros(n_bytes, np.uint8) if memory is None else memory, wanted, found)
+        return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
 
     def zeros(self, shape: Any, dtype: Any = "float32") -> Any:
         """`empty`, filled with zeros."""

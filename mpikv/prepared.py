@@ -51,7 +51,7 @@ class _List:
         if len(keys) != len(self.keys):
             return False
         # The same key objects, or at least equal ones of the same type: 1 == True, which is no key.
-        if not all(map(is_, keys, self.keys)) and (list(keys) != self.keys or [*map(type, keys)] != self.types):
+        if not all(map(is_, keys, self.keys)) and ([*map(type, keys)] != self.types or list(keys) != self.keys):
             return False
         if self.nested:
             value, out = _objects(value), None if out is None else _objects(out)

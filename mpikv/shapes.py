@@ -1,0 +1,51 @@
+"""The shapes that `store.empty` was asked for, and arrays of them side by side in one piece of memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+
+Shape = tuple[int, ...]
+
+MOST_BYTES = 2**63  # beyond any address
+
+
+def is_list_of_shapes(shape: Any) -> bool:
+    """Whether several arrays are asked for: a list of tuples. A list of ints is one shape, as in NumPy."""
+    return isinstance(shape, list) and all(isinstance(one, (tuple, list)) for one in shape)
+
+
+def parse(shape: Any) -> list[Shape]:
+    """The shapes asked for. Raises TypeError for what is none, ValueError for negative lengths."""
+    found = []
+    for one in shape if is_list_of_shapes(shape) else [shape]:
+        numbers = one if isinstance(one, (tuple, list)) else (one,)
+        for number in numbers:
+            if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
+                raise TypeError(f"a shape is an int or a tuple of ints (or a list of such tuples), not {shape!r}")
+            if number < 0:
+                raise ValueError(f"a shape has no negative length, got {one!r}")
+        found.append(tuple(int(number) for number in numbers))
+    return found
+
+
+def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
+    """What arrays of these shapes take together. Raises ValueError when no machine has that."""
+    n_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
+    if n_bytes >= MOST_BYTES:
+        raise ValueError(f"arrays of {n_bytes} bytes are more than any memory")
+    return n_bytes
+
+
+def arrays_in(memory: HostArray, shapes: list[Shape], dtype: np.dtype[Any]) -> list[HostArray]:
+    """Arrays that lie in `memory`, (n_bytes,) of uint8, one behind the other without gaps."""
+    arrays, begin = [], 0
+    for shape in shapes:
+        end = begin + math.prod(shape) * dtype.itemsize
+        arrays.append(memory[begin:end].view(dtype).reshape(shape))
+        begin = end
+    return arrays
