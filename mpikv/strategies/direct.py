@@ -314,6 +314,7 @@ class Direct:
             self.added_bytes += plan.added_bytes
             return True
         finally:
+            self._current = None  # it holds the arrays
             self._lock.release()
 
     def _before_update(self, call: DirectCall) -> None:

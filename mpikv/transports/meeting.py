@@ -34,7 +34,7 @@ WORDS_PER_RANK = 2 * ALIGN_BYTES // WORD_BYTES
 # A rank on a core of its own answers within some microseconds; then it was late, and its core may be ours.
 POLLS = 1500  # of 40 ns
 YIELDS = 60
-CROWDED_POLLS = 10  # more ranks than cores: whoever we wait for needs our core
+CROWDED_POLLS = 3  # more ranks than cores: whoever we wait for needs our core
 CROWDED_YIELDS = 300
 # How long a rank waits for the others before it pushes by messages, which need no meeting. Only ranks that are in
 # different calls need this to end, so it may be long; but each such call costs it.
