@@ -218,6 +218,7 @@ class Direct:
             plan = self._update(lanes, flat, replicas)
         places = [None if one is None or kind == "staged" else self.arena.memory.offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places))
+        call.slots = {self._workers.slot_of(info) for info in infos}
         call.hash = sum(self._keys[info.id].digest for info in infos) & MASK
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
@@ -289,15 +290,17 @@ class Direct:
             if self._workers.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
+            if call.kind == "update":
+                self._number_attributes(call)  # may raise, so before the others count on this worker
             self._executor.begin(plan)
             if not self._meeting.meet(call.digest):
                 self.declined += 1
                 return False
             self._turn ^= 1
             self._current = call
-            if call.kind == "update":
-                self._before_update(call)
             try:
+                if call.kind == "update" and call.refreshed != self.pushes_elsewhere:
+                    self._refresh(call)
                 self._executor.finish(plan)
             except BaseException as error:
                 self._failure = error
@@ -317,22 +320,23 @@ class Direct:
             self._current = None  # it holds the arrays
             self._lock.release()
 
-    def _before_update(self, call: DirectCall) -> None:
-        """Number changed attributes; bring values that lanes have changed since into the arena."""
+    def _number_attributes(self, call: DirectCall) -> None:
+        """Changed attributes of the optimizers get a number. If the call goes the ordinary way, they have it there."""
         self._numbers = {}
-        for slot in {self._workers.slot_of(lane.info) for lane in call.lanes}:
+        for slot in call.slots:
             number, attributes = self._workers.attributes.number(slot)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
             self._numbers[slot] = number
-        if call.refreshed != self.pushes_elsewhere:
-            me = self.arena.rank
-            for lane in call.lanes:
-                if self.value_of(lane) is None:
-                    begin, end = lane.bounds[me], lane.bounds[me + 1]
-                    result = self.arena.value(lane.offset_bytes, lane.info)
-                    result[begin:end] = lane.own_value()[begin:end]
-            call.refreshed = self.pushes_elsewhere
+
+    def _refresh(self, call: DirectCall) -> None:
+        """Bring values that lanes have changed into the arena, each worker the part that it owns."""
+        me = self.arena.rank
+        for lane in call.lanes:
+            if self.value_of(lane) is None:
+                begin, end = lane.bounds[me], lane.bounds[me + 1]
+                self.arena.value(lane.offset_bytes, lane.info)[begin:end] = lane.own_value()[begin:end]
+        call.refreshed = self.pushes_elsewhere
 
     def _wait(self, test: Callable[[], bool]) -> None:
         assert self._current is not None
@@ -359,6 +363,7 @@ class DirectCall:
         self.digest = digest_
         self.hash = 0
         self.values: dict[int, HostArray] = {}  # of a call that adds in place: where the values are
+        self.slots: set[int] = set()  # of the optimizers of its keys
         self.n_keys = len(lanes)
         self.rounds = 0
         self.last = 0  # when it was made last
