@@ -258,11 +258,13 @@ def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]]) -> Plan:
 
 
 class Update(NamedTuple):
-    """A key with an optimizer. `bounds`: who owns what. `update(total)` applies the sum of the own part."""
+    """A key with an optimizer.
 
-    values: Sequence[
-        HostArray | None
-    ]  # rank r's value where it lies in shared memory, else None; this rank's own: there
+    values: of every rank, all in shared memory; or this rank's own, and None for all others. bounds: who owns what.
+    update(total): apply the sum of the own part.
+    """
+
+    values: Sequence[HostArray | None]
     result: HostArray
     outs: tuple[HostArray, ...]
     bounds: Sequence[int]

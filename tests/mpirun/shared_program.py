@@ -1,0 +1,79 @@
+"""A worker of the jobs of `test_shared_memory.py`: `shared_program.py CASE`. Pushes large arrays through shared memory.
+
+Prints `ready RANK PID` before the fault, `survived` where a worker gets to the end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from mpikv import kv, optimizers
+
+case = sys.argv[1]
+N = 1_000_000  # float32: a program that does nothing else is nearly always in the middle of a call
+LATE_S = 6.0
+
+
+def failing(weight, grad, state):
+    """An optimizer of the user's that raises in its third round."""
+    state = 1 if state is None else state + 1
+    if state == 3:
+        raise ZeroDivisionError("in the user's optimizer")
+    weight += grad
+    return state
+
+
+def fault_of_one(store: kv.KVStore) -> None:
+    """What worker 1 does between two calls."""
+    if case == "raises":
+        raise RuntimeError("boom on one worker")
+    if case == "returns early":
+        sys.exit(0)
+    if case == "closes early":
+        store.close()
+        time.sleep(60)
+    if case == "leaves by os._exit":
+        os._exit(5)
+
+
+def main() -> None:
+    rank = MPI.COMM_WORLD.rank
+    if case == "create":
+        print(f"ready {rank} {os.getpid()}", flush=True)
+        while True:
+            store = kv.create("dist_sync")
+            store.zeros(N)[:] = 1
+            store.close()
+    store = kv.create("dist_sync")
+    shared, own = store.zeros(N), np.zeros(N, np.float32)
+    store.init(["shared", "own"], [shared, own])
+    if case == "optimizer raises":
+        store.set_optimizer(failing)
+    elif case == "update for ever":
+        store.set_optimizer(optimizers.create("sgd", learning_rate=0.1))
+    print(f"ready {rank} {os.getpid()}", flush=True)
+    for step in range(10**9 if "for ever" in case else 5):
+        shared[:], own[:] = step, 1
+        store.pushpull(["shared"], [shared])
+        if step == 2 and rank == 1:
+            fault_of_one(store)
+        store.pushpull("own", own)
+    if case == "late":
+        if rank == 0:
+            print(f"waiting {os.getpid()}", flush=True)
+        else:
+            time.sleep(LATE_S)
+        store.pushpull("own", own)
+    assert store.stats()["direct_calls"] > 0
+    assert np.unique(shared).tolist() == [4.0 * store.num_workers]
+    store.close()
+    print("survived", flush=True)
+
+
+if __name__ == "__main__":
+    main()

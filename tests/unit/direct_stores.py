@@ -1,0 +1,62 @@
+"""Stores on thread ranks of one host, with and without shared memory: however a call looks, the bits are equal."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from mpikv.config import Config
+from mpikv.testing.stores import spawn_stores
+
+F32 = np.float32
+DTYPES = tuple(
+    np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
+)
+TIMEOUT_S = 20.0
+LARGE = 200_000  # float32: several chunks
+
+
+def run(workers, body, **changes):
+    return spawn_stores("dist_sync", workers, body, config=Config(**{"timeout_s": TIMEOUT_S, **changes}))
+
+
+def bits(value):
+    """A result in a form that compares bit by bit."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (list, tuple)):
+        return [bits(one) for one in value]
+    return value
+
+
+def both_ways(workers, body, *, direct=True, **changes):
+    """The results of `body(store)` with shared memory, which must be those of messages that are added in rank order.
+
+    direct: whether calls must have gone the direct way, on every worker; None: it does not matter.
+    """
+
+    def counted(store):
+        result = body(store)
+        return bits(result), store.stats().get("direct_calls", 0)
+
+    messages = [result for result, _ in run(workers, counted, algorithm="naive", **changes)]
+    shared = run(workers, counted, **changes)
+    assert [result for result, _ in shared] == messages
+    if direct is not None:
+        assert [calls > 0 for _, calls in shared] == [direct] * workers, [calls for _, calls in shared]
+    return messages
+
+
+def numbers(store, n, seed=0, dtype=F32):
+    """Values whose sum shows the order of adding."""
+    random = np.random.default_rng([store.rank, n, seed])
+    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(dtype)
+
+
+def refused(call, *arguments, **named):
+    """The kind of error of a call, and its text."""
+    try:
+        call(*arguments, **named)
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
