@@ -9,7 +9,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_SERVER_PLACEMENT` | spread | `spread`: every host gets its share of the servers; `last`: the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
 | `MPIKV_PARTITION_BYTES` | 1048576 | bytes of the pieces in which a big value travels to a server and back |
-| `MPIKV_ALGORITHM` | auto | `auto` (by size and ranks), or `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
+| `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: workers of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError` |

@@ -94,6 +94,11 @@ def server_plan(n_elems: int, load_bytes: Sequence[int], bigarray_bound_elems: i
     return plan_of_bounds(even_bounds(n_elems, len(load_bytes)))
 
 
+def partitions(begin: int, end: int, part_elems: int) -> tuple[tuple[int, int], ...]:
+    """The pieces of at most `part_elems` elements that the elements `[begin, end)` travel in; empty ones have none."""
+    return tuple((at, min(at + part_elems, end)) for at in range(begin, end, part_elems))
+
+
 def add_load(load_bytes: list[int], plan: ShardPlan, itemsize_bytes: int) -> None:
     """Count a key's shards to their owners, in place."""
     for shard in plan:

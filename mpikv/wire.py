@@ -1,18 +1,23 @@
 """What travels: the tag plan, the fixed header of messages to a server, and control messages.
 
-Tags. One tag each for control messages, requests to servers and optimizer states, a window of reply tags that each
-client uses in turn, and above it `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in
-whatever order ranks push them.
+Tags. One tag each for control messages, requests to servers and optimizer states, a window of reply tags and one of
+payload tags that each client uses in turn, and above them `TAGS_PER_KEY` tags for each key's collectives, so that two
+keys never meet in whatever order ranks push them.
 
-A request to a server is one message: the header below, then the payload's bytes. A reply is the payload alone: the
-client named its tag and knows its size. A control message is JSON in UTF-8; control messages are sent at `init`,
-barriers, errors and the end, never in a training step.
+A message to a server is one request or several, each the header below and then its payload's bytes. A large payload
+does not stand behind its header: it waits at the client, cut into partitions, under a tag that the header names, until
+the server fetches it, straight from the array that it is in. A reply is the payload alone, in the same partitions: the
+client named its tag and knows its size. The answers to several pulls of one message under one tag are one message.
+
+A control message is JSON in UTF-8; control messages are sent at `init`, barriers, errors and the end, never in a
+training step.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +25,16 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 1
+VERSION = 2
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
 TAG_REPLY = 16
-REPLY_TAGS = 8192  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
-TAG_KEYS = TAG_REPLY + REPLY_TAGS
+REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
+TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
+PAYLOAD_TAGS = 4096  # payloads that one client may hold for servers at a time
+TAG_KEYS = TAG_PAYLOAD + PAYLOAD_TAGS
 TAGS_PER_KEY = 3  # initial value, reduce-scatter, allgather
 
 
@@ -54,44 +61,104 @@ LOAD = 9  # payload: JSON, the keys whose states are replaced, then states as by
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
 
-# version, kind, reserved, key id, reply tag, attributes id, round, payload bytes: 32 bytes, so that the payload behind
-# it is aligned for every dtype.
-_HEADER = struct.Struct("<BBHIIIQQ")
+# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, and 8 bytes more: 48
+# bytes, so that the payload behind it is aligned for every dtype.
+_HEADER = struct.Struct("<BBHIIIQQq8x")
 HEADER_BYTES = _HEADER.size
+ALIGN_BYTES = 16  # of each request in a message of several
+
+PRIORITY_LIMIT = 2**63 - 1
 
 
 class Header(NamedTuple):
-    """The fixed part of a request. `round` is the push's round or the version that a pull needs."""
+    """The fixed part of a request. `round` is the push's round or the version that a pull needs.
+
+    payload_tag: where the client holds the payload; 0: it stands behind the header.
+    """
 
     kind: int
     key_id: int = 0
     reply_tag: int = 0
     attributes_id: int = 0
     round: int = 0
+    payload_tag: int = 0
+    priority: int = 0
 
 
-def request(header: Header, payload: HostArray | bytes | None = None) -> HostArray:
+Payload = HostArray | bytes | None
+
+
+def request(header: Header, payload: Payload = None) -> HostArray:
     """A request as one contiguous uint8 array: header and a copy of the payload."""
     data = np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload
-    n_bytes = 0 if data is None else data.nbytes
-    message = np.empty(HEADER_BYTES + n_bytes, np.uint8)
-    _HEADER.pack_into(message.data, 0, VERSION, header.kind, 0, *header[1:], n_bytes)
-    if data is not None and n_bytes:
-        message[HEADER_BYTES:] = data.reshape(-1).view(np.uint8)
+    length = 0 if data is None else data.nbytes
+    message = np.empty(HEADER_BYTES + length, np.uint8)
+    _put(message, 0, header, data, length)
     return message
 
 
+def requests(items: Sequence[tuple[Header, Payload]]) -> HostArray:
+    """Several requests as one message."""
+    parts: list[HostArray | None] = [
+        np.frombuffer(payload, np.uint8) if isinstance(payload, bytes) else payload for _, payload in items
+    ]
+    lengths = [0 if part is None else part.nbytes for part in parts]
+    message = np.empty(sum(_padded(length) for length in lengths[:-1]) + HEADER_BYTES + lengths[-1], np.uint8)
+    at = 0
+    for (header, _), part, length in zip(items, parts, lengths, strict=True):
+        _put(message, at, header, part, length)
+        at += _padded(length)
+    return message
+
+
+def _put(message: HostArray, at: int, header: Header, data: HostArray | None, length: int) -> None:
+    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority = header
+    _HEADER.pack_into(
+        message.data, at, VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority
+    )
+    if data is not None and length:
+        begin = at + HEADER_BYTES
+        message[begin : begin + length] = data.reshape(-1).view(np.uint8)
+
+
+def _padded(length: int) -> int:
+    return HEADER_BYTES + -(-length // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def clamped(priority: int) -> int:
+    """A priority as the header holds it."""
+    return max(-PRIORITY_LIMIT, min(PRIORITY_LIMIT, int(priority)))
+
+
 def parse_request(message: HostArray) -> tuple[Header, HostArray]:
-    """Header and payload (a view of `message`). Raises MpikvError for a message of another version or length."""
-    if message.size < HEADER_BYTES:
-        raise MpikvError(f"a request of {message.size} bytes is shorter than its header of {HEADER_BYTES}")
-    version, kind, _, key_id, reply_tag, attributes_id, round_, length = _HEADER.unpack_from(message.data)
-    payload = message[HEADER_BYTES:]
-    if version != VERSION:
-        raise MpikvError(f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv")
-    if payload.size != length:
-        raise MpikvError(f"a request of kind {kind} announces {length} bytes and brought {payload.size}")
-    return Header(kind, key_id, reply_tag, attributes_id, round_), payload
+    """Header and payload (a view of `message`) of the only request in a message. Raises what `parse_requests` does."""
+    (found,) = parse_requests(message)
+    return found
+
+
+def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
+    """Headers and payloads (views of `message`). Raises MpikvError for a message of another version or length."""
+    found: list[tuple[Header, HostArray]] = []
+    at, size = 0, message.size
+    while True:
+        if size - at < HEADER_BYTES:
+            raise MpikvError(f"a request of {size - at} bytes is shorter than its header of {HEADER_BYTES}")
+        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority = _HEADER.unpack_from(
+            message.data, at
+        )
+        if version != VERSION:
+            raise MpikvError(
+                f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv"
+            )
+        payload = message[at + HEADER_BYTES : at + HEADER_BYTES + length]
+        end = at + _padded(length)
+        if payload.size != length or (end > size and at + HEADER_BYTES + length != size):
+            brought = size - at - HEADER_BYTES
+            raise MpikvError(f"a request of kind {kind} announces {length} bytes and brought {brought}")
+        found.append((Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority), payload))
+        if end >= size:
+            return found
+        at = end
 
 
 def with_text(text: bytes, data: bytes) -> bytes:

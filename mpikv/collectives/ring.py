@@ -2,25 +2,37 @@
 
 The buffer is cut into one chunk per rank. In each of p-1 steps every rank sends one chunk to the next rank and adds the
 one that comes from the rank before it to its own; then each rank holds one finished chunk, which travels round once
-more. Chunks travel in segments, so that one is in flight while the last is added. Works for any p and any n, n < p
-included (empty chunks are skipped). Chunk c is added in the order c+1, c+2, ..., c of the ranks.
+more. Chunks travel in segments, each sent on as soon as it has come and been added, whatever its chunk's other segments
+do; so neither direction of a link ever waits for the end of a step. Works for any p and any n, n < p included (empty
+chunks are skipped). Chunk c is added in the order c+1, c+2, ..., c of the ranks.
 
-Cost per rank: p-1 steps of n/p elements in each half, bandwidth-optimal for any p; scratch: 2 segments.
-Restrictions: none.
+Cost per rank: p-1 steps of n/p elements in each half, bandwidth-optimal for any p; scratch: one window of segments
+(`stages.py`). Restrictions: none.
 Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.collectives.stages import (
+    HOST_SEGMENT_BYTES,
+    HOST_WINDOW,
+    LINK_SEGMENT_BYTES,
+    LINK_WINDOW,
+    Receiver,
+    Sender,
+    Span,
+    cut,
+    drive,
+)
 from mpikv.keys import even_bounds
-from mpikv.transports.base import Group, Request, Steps
+from mpikv.transports.base import Group, Steps
 
-SEGMENT_BYTES = 1 << 18  # two segments of scratch and the part they are added to stay in a core's second-level cache
+SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment
 
 
 def bounds(n_elems: int, size: int) -> tuple[int, ...]:
@@ -33,10 +45,71 @@ def owners(size: int) -> int:
     return size
 
 
-def _segments(begin: int, end: int, itemsize_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(1, SEGMENT_BYTES // itemsize_bytes)
-    for first in range(begin, end, step):
-        yield first, min(first + step, end)
+def passing(
+    chunks: Sequence[Sequence[Span]], me: int, itemsize_bytes: int, segment_bytes: int, *, reducing: bool
+) -> list[list[Span]]:
+    """The segments that pass rank `me`, step by step: those it has from the start, then those that come.
+
+    chunks: the spans of each rank's chunk.
+    """
+    p = len(chunks)
+    # The reduce-scatter starts one rank further on, so that it ends with each rank's own chunk.
+    steps = [chunks[(me - step - reducing) % p] for step in range(p)]
+    return [[segment for span in spans for segment in cut(span, itemsize_bytes, segment_bytes)] for spans in steps]
+
+
+class Circle:
+    """One rank's stages, which pass segments on around the ring.
+
+    steps: what `passing` says. reducing: add what comes to `buf`; else it replaces what is there. ready: how many
+    segments, from the first on, hold this rank's contribution by now (None: all).
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        buf: HostArray,
+        steps: Sequence[Sequence[Span]],
+        tag: int,
+        window: int,
+        *,
+        reducing: bool,
+        ready: Callable[[], int] | None = None,
+    ) -> None:
+        views = [buf[a:b] for step in steps for a, b in step]
+        self._n_first = len(steps[0])
+        self._ready = ready or (lambda: len(views))
+        before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        incoming, outgoing = views[self._n_first :], views[: len(views) - len(steps[-1])]
+        if reducing:
+            longest = max((view.size for view in incoming), default=0)
+            scratch = np.empty((min(window, len(incoming)), longest), buf.dtype)
+            targets = [scratch[i % window, : view.size] for i, view in enumerate(incoming)]
+
+            def add(i: int) -> None:
+                np.add(targets[i], incoming[i], out=incoming[i])
+
+            def contributed() -> int:
+                return self._ready() - self._n_first
+
+            sources = [(before, target) for target in targets]
+            self.receiver = Receiver(group, sources, tag, window, take=add, may_take=contributed)
+        else:
+            self.receiver = Receiver(group, [(before, view) for view in incoming], tag, window)
+        self.sender = Sender(group, [(after, view) for view in outgoing], tag, window, self.count)
+
+    def count(self) -> int:
+        """How many segments, from the first on, are finished at this rank."""
+        ready = self._ready()
+        return ready if ready < self._n_first else self._n_first + self.receiver.count
+
+
+def _circle(group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, reducing: bool) -> Circle:
+    across = len(set(group.hosts)) > 1
+    segment_bytes, window = (LINK_SEGMENT_BYTES, LINK_WINDOW) if across else (HOST_SEGMENT_BYTES, HOST_WINDOW)
+    spans = [[(chunks[i], chunks[i + 1])] for i in range(group.size)]
+    steps = passing(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing)
+    return Circle(group, buf, steps, tag, window, reducing=reducing)
 
 
 def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
@@ -45,24 +118,8 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for.
     """
-    p, me = group.size, group.rank
-    after, before = (me + 1) % p, (me - 1) % p
-    longest = max(chunks[i + 1] - chunks[i] for i in range(p))
-    scratch = np.empty((2, max(1, min(longest, SEGMENT_BYTES // buf.itemsize))), buf.dtype)
-    for step in range(p - 1):
-        send, receive = (me - step - 1) % p, (me - step - 2) % p
-        sends = [group.isend(buf[a:b], after, tag) for a, b in _segments(chunks[send], chunks[send + 1], buf.itemsize)]
-        expected = list(_segments(chunks[receive], chunks[receive + 1], buf.itemsize))
-        receives: list[Request] = []
-        for i, (a, b) in enumerate(expected):
-            if i == 0:
-                receives.append(group.irecv(scratch[0, : b - a], before, tag))
-            if i + 1 < len(expected):
-                c, d = expected[i + 1]
-                receives.append(group.irecv(scratch[(i + 1) % 2, : d - c], before, tag))
-            yield receives[i]
-            np.add(scratch[i % 2, : b - a], buf[a:b], out=buf[a:b])
-        yield from sends
+    circle = _circle(group, buf, chunks, tag, reducing=True)
+    yield from drive(circle.receiver, circle.sender)
 
 
 def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
@@ -70,14 +127,5 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
 
     buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
     """
-    p, me = group.size, group.rank
-    after, before = (me + 1) % p, (me - 1) % p
-    for step in range(p - 1):
-        send, receive = (me - step) % p, (me - step - 1) % p
-        requests: list[Request] = [
-            group.irecv(buf[a:b], before, tag) for a, b in _segments(chunks[receive], chunks[receive + 1], buf.itemsize)
-        ]
-        requests += [
-            group.isend(buf[a:b], after, tag) for a, b in _segments(chunks[send], chunks[send + 1], buf.itemsize)
-        ]
-        yield from requests
+    circle = _circle(group, buf, chunks, tag, reducing=False)
+    yield from drive(circle.receiver, circle.sender)

@@ -318,12 +318,15 @@ class Optimizer:
 
     def _apply(self, step: Step, weight: HostArray, grad: HostArray, state: State) -> None:
         n, work = weight.size, work_dtype(weight.dtype)
-        length = min(n, BLOCK_ELEMS) if self.elementwise else n
+        names = self.state_names()
+        # A formula of few arrays has room for longer blocks, of which there are fewer.
+        longer = max(1, 6 // (2 + len(names) + self.scratch))
+        length = min(n, BLOCK_ELEMS * longer) if self.elementwise else n
         if length == 0:
             return
-        names = self.state_names()
         master = state.get("master")
-        buffers = np.empty((self.scratch + 2, length), work)
+        converts = 2 if weight.dtype != work or grad.dtype != work else 0
+        buffers = np.empty((self.scratch + converts, length), work)
         for begin in range(0, n, length):
             here = slice(begin, min(begin + length, n))
             size = here.stop - begin

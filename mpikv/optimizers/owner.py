@@ -42,6 +42,7 @@ class AttributeLog:
     def __init__(self) -> None:
         self._optimizers: dict[int, Optimizer] = {}
         self._last: dict[int, tuple[str, int]] = {}
+        self._plain: dict[int, list[Any] | None] = {}
         self._count = 0
 
     def watch(self, slot: int, optimizer: Optimizer | None) -> None:
@@ -50,6 +51,7 @@ class AttributeLog:
         if optimizer is not None:
             self._optimizers[slot] = optimizer
             self._last[slot] = (self._text(optimizer), 0)
+            self._plain[slot] = _plain(optimizer)
 
     def optimizer(self, slot: int) -> Optimizer | None:
         """The user's optimizer in a slot."""
@@ -65,12 +67,30 @@ class AttributeLog:
         if optimizer is None:
             return 0, None
         text, number = self._last[slot]
+        plain = _plain(optimizer)
+        if plain is not None and plain == self._plain[slot]:
+            return number, None
         now = self._text(optimizer)
+        self._plain[slot] = plain  # only now: a value that cannot be sent must not pass for what was sent
         if now == text:
             return number, None
         self._count += 1
         self._last[slot] = (now, self._count)
         return self._count, optimizer.attributes()
+
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def _plain(optimizer: Optimizer) -> list[Any] | None:
+    """Its attributes as they are now, where they are such that equal ones do the same: no functions, no objects."""
+    values = [getattr(optimizer, name) for name in optimizer.fields]
+    for i, value in enumerate(values):
+        if type(value) is dict:
+            values[i] = dict(value)  # it may be changed in place
+        elif type(value) not in _PLAIN:
+            return None
+    return values
 
 
 class Owner:
@@ -120,10 +140,18 @@ class Owner:
         total: same length, in the dtype that the key is added in. attributes: those to apply it with.
         Raises what the optimizer raises, with the key noted.
         """
+        state = self.update(info, weight, total, attributes, self.states.get(info.id))
+        if state is not None:
+            self.states[info.id] = state
+
+    def update(
+        self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: AttributesId, state: State | None
+    ) -> State | None:
+        """`apply` for an owner that keeps states elsewhere: takes a state (None at first) and returns the new one."""
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
             np.copyto(weight, total, casting="unsafe")
-            return
+            return state
         slot = self.slot_of(info.id)
         if self._own and self._in_force[slot] != attributes:
             worker, number = attributes
@@ -134,10 +162,9 @@ class Owner:
                 raise MpikvError(f"{optimizer.name} needs the whole of key {info.key!r}, which is cut into shards")
             weight, total = weight.reshape(info.shape), total.reshape(info.shape)
         try:
-            state = self.states.get(info.id)
             if state is None:
                 state = optimizer.init(weight)
-            self.states[info.id] = optimizer.update(info.key, weight, total, state)
+            return optimizer.update(info.key, weight, total, state)
         except Exception as error:
             add_note(error, f"in the update of key {info.key!r} by {type(optimizer).__name__}")
             raise

@@ -1,200 +1,208 @@
-"""The server as a pure state machine: requests in, replies out. No MPI, no clock, no environment.
+"""The server as a pure state machine: requests and partitions in, replies and fetches out. No MPI, no clock.
 
-It holds shards of values, applies what the policy releases, and answers pulls when the version they need exists. A
-request for a key that has not arrived yet waits for it, since worker 0 sends a key's first value while others may
-already push.
+It holds shards of values (shard.py), applies what the policy releases, and answers pulls when the version they need
+exists. A request for a key that has not arrived yet waits for it, since worker 0 sends a key's first value while others
+may already push. What changes the optimizer waits until nothing is on its way from a worker.
 
-Cost: one copy of a shard for each version that is pulled, shared by all workers that pull it.
+Cost: no copy of a value for a pull, unless an update comes before the last reply has left.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import cloudpickle
 import numpy as np
 
 from mpikv import wire
-from mpikv.arrays import HostArray, dtype_of, sum_dtype
+from mpikv.arrays import HostArray, dtype_of
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
+from mpikv.server.memory import Pool
 from mpikv.server.policy import Policy
+from mpikv.server.shard import Shard
 
-
-class Reply(NamedTuple):
-    """Send `data` to `worker` with `tag`. The array never changes afterwards."""
-
-    worker: int
-    tag: int
-    data: HostArray
-
-
-class _Pull(NamedTuple):
-    worker: int
-    tag: int
-    version: int
-
-
-class _Shard:
-    def __init__(self, info: KeyInfo, begin: int, values: HostArray, version: int, policy: Policy) -> None:
-        self.info = info
-        self.begin = begin
-        self.values = values
-        self.policy = policy
-        self.version = version
-        self.pulls: list[_Pull] = []
-        self._snapshot: HostArray | None = None
-
-    def snapshot(self) -> HostArray:
-        """The values as they are now, in memory that no update touches."""
-        if self._snapshot is None:
-            self._snapshot = self.values.copy()
-        return self._snapshot
-
-    def changed(self) -> None:
-        self.version += 1
-        self._snapshot = None
+Waiting = tuple[int, wire.Header, HostArray]
+_Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is
+_DATA = (wire.PUSH, wire.PULL, wire.PUSHPULL)
 
 
 class ServerCore:
     """All that one server owns.
 
-    labels: the workers' names in errors. policy(workers, version): makes the policy of a new shard.
+    labels: the workers' names in errors. policy(workers): makes the policy of a new unit.
     """
 
-    def __init__(self, labels: list[str], policy: Callable[[int, int], Policy]) -> None:
+    def __init__(self, labels: Sequence[str], policy: Callable[[int], Policy]) -> None:
         self.owner = Owner()
+        self.pool = Pool()
         self._labels = labels
         self._policy = policy
-        self._shards: dict[int, _Shard] = {}
-        self._early: dict[int, list[tuple[int, wire.Header, HostArray]]] = {}
+        self._shards: dict[int, Shard] = {}
+        self._early: dict[int, list[_Data]] = {}
+        self._coming = [0] * len(labels)  # partitions asked for and not here yet, per worker
+        self._flushes: list[Waiting] = []
+        self._changes: list[Waiting] = []
         self._gone: set[int] = set()
+        self._drained = False
 
     @property
     def finished(self) -> bool:
-        """Whether every worker has said goodbye."""
-        return len(self._gone) == len(self._labels)
+        """Whether every worker has said goodbye and nothing is on its way here."""
+        return self._drained and not any(self._coming)
 
-    def handle(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        """One request of one worker. payload: uint8, becomes the server's own. Raises what the optimizer raises."""
-        if header.kind in (wire.PUSH, wire.PULL, wire.PUSHPULL):
-            shard = self._shards.get(header.key_id)
-            if shard is None:
-                self._early.setdefault(header.key_id, []).append((worker, header, payload))
-                return []
-            return self._data(shard, worker, header, payload)
-        handlers: dict[int, Callable[[int, wire.Header, HostArray], list[Reply]]] = {
-            wire.INIT: self._init,
-            wire.ATTRIBUTES: self._set_attributes,
-            wire.OPTIMIZER: self._set_optimizer,
-            wire.FLUSH: self._flush,
-            wire.SAVE: self._save,
-            wire.LOAD: self._load,
-            wire.REMOVE: self._remove,
-            wire.BYE: self._bye,
-        }
-        handler = handlers.get(header.kind)
-        if handler is None:
-            raise MpikvError(f"a request of unknown kind {header.kind} from {self._labels[worker]}")
-        return handler(worker, header, payload)
+    # --- events
+
+    def handle(self, worker: int, requests: Sequence[tuple[wire.Header, HostArray]]) -> list[Event]:
+        """One message of one worker. Payloads: uint8, not kept. Raises what the optimizer raises."""
+        batch = self._batch(worker, requests) if len(requests) > 1 else None
+        events: list[Event] = []
+        index = 0
+        for header, payload in requests:
+            if header.kind in _DATA:
+                shard = self._shards.get(header.key_id)
+                request = (worker, header, payload, batch, index)
+                if shard is None:
+                    self._early.setdefault(header.key_id, []).append(request)
+                else:
+                    events += self._data(shard, request)
+                index += header.kind != wire.PUSH
+            elif header.kind == wire.FLUSH:
+                self._flushes.append((worker, header, payload))
+            elif header.kind in (wire.OPTIMIZER, wire.SAVE, wire.LOAD):
+                self._changes.append((worker, header, payload))
+            else:
+                events += self._control(worker, header, payload)
+        return self._counted(events)
+
+    def arrived(self, fetch: Fetch, data: HostArray) -> list[Event]:
+        """A partition that was asked for is here, in the array that `target` gave."""
+        self._coming[fetch.push.worker] -= 1
+        if fetch.shard is None:
+            return []
+        return self._counted(fetch.shard.arrived(fetch.push, fetch.part, data))
+
+    @staticmethod
+    def target(fetch: Fetch) -> HostArray:
+        """Memory for a partition that is now going to be received; (n,) of the key's dtype, or bytes."""
+        if fetch.shard is None:
+            return np.empty(fetch.n_bytes, np.uint8)
+        return fetch.shard.target(fetch.push, fetch.part)
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        """Note what was asked for; then do what waited for nothing being on its way."""
+        self._asked(events)
+        if self._flushes:
+            ready = [waiting for waiting in self._flushes if not self._coming[waiting[0]]]
+            self._flushes = [waiting for waiting in self._flushes if self._coming[waiting[0]]]
+            events += [self._acknowledge(worker, header) for worker, header, _ in ready]
+        while self._changes and not any(self._coming):
+            worker, header, payload = self._changes.pop(0)
+            change = {wire.OPTIMIZER: self._set_optimizer, wire.SAVE: self._save, wire.LOAD: self._load}[header.kind]
+            events.append(change(worker, header, payload))
+        if len(self._gone) == len(self._labels) and not self._drained and not any(self._coming):
+            self._drained = True
+            events += self._asked([event for shard in self._shards.values() for event in shard.drain()])
+        return events
+
+    def _asked(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, Fetch):
+                self._coming[event.push.worker] += 1
+        return events
 
     # --- data
 
-    def _data(self, shard: _Shard, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        replies: list[Reply] = []
-        if header.kind in (wire.PUSH, wire.PUSHPULL):
-            replies += self._push(shard, worker, header, payload)
-        if header.kind in (wire.PULL, wire.PUSHPULL):
-            shard.pulls.append(_Pull(worker, header.reply_tag, header.round if shard.policy.counts else 0))
-            replies += self._answer(shard)
-        return replies
+    def _batch(self, worker: int, requests: Sequence[tuple[wire.Header, HostArray]]) -> Batch | None:
+        """What the pulls of one message are answered with: they have one reply tag."""
+        pulls = [header for header, _ in requests if header.kind in (wire.PULL, wire.PUSHPULL)]
+        return Batch(worker, pulls[0].reply_tag, pulls[0].priority, len(pulls)) if len(pulls) > 1 else None
 
-    def _push(self, shard: _Shard, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        gradient = payload.view(shard.info.dtype)
-        if gradient.size != shard.values.size:
-            raise MpikvError(
-                f"{self._labels[worker]} pushed {gradient.size} elements of key {shard.info.key!r}, "
-                f"of which {shard.values.size} live here"
+    @staticmethod
+    def _data(shard: Shard, request: _Data) -> list[Event]:
+        worker, header, payload, batch, index = request
+        events: list[Event] = []
+        if header.kind != wire.PULL:
+            events = shard.push(worker, header, None if header.payload_tag else payload)
+        if header.kind != wire.PUSH:
+            events += shard.pull(
+                Answer(worker, header.reply_tag, header.round, priority=header.priority, batch=batch, index=index)
             )
-        attributes = (worker, header.attributes_id)
-        updates = shard.policy.push(worker, gradient.astype(sum_dtype(shard.info.dtype), copy=False), attributes)
-        for update in updates:
-            self.owner.apply(shard.info, shard.values, update.total, update.attributes)
-            shard.changed()
-        return self._answer(shard) if updates else []
-
-    def _answer(self, shard: _Shard) -> list[Reply]:
-        """Answer every pull whose version exists."""
-        ready = [pull for pull in shard.pulls if pull.version <= shard.version]
-        shard.pulls = [pull for pull in shard.pulls if pull.version > shard.version]
-        return [Reply(pull.worker, pull.tag, shard.snapshot()) for pull in ready]
+        return events
 
     # --- keys
 
-    def _init(self, _worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
+    def _control(self, worker: int, header: wire.Header, payload: HostArray) -> list[Event]:
+        if header.kind == wire.INIT:
+            return self._init(header, payload)
+        if header.kind == wire.ATTRIBUTES:
+            slot, attributes = json.loads(payload.tobytes())
+            self.owner.add_attributes(slot, worker, header.attributes_id, attributes)
+            return []
+        if header.kind == wire.REMOVE:
+            shard = self._shards.pop(header.key_id, None)
+            return [] if shard is None else shard.drain()
+        if header.kind == wire.BYE:
+            self._gone.add(worker)
+            return []
+        raise MpikvError(f"a request of unknown kind {header.kind} from {self._labels[worker]}")
+
+    def _init(self, header: wire.Header, payload: HostArray) -> list[Event]:
         text, data = wire.split_text(payload)
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]))
-        values = np.frombuffer(data.tobytes(), info.dtype).copy()
+        values = np.frombuffer(data.tobytes(), info.dtype)
         # A key that moves here from other servers goes on with the rounds it has seen there.
-        version = text["version"]
-        shard = _Shard(info, text["begin"], values, version, self._policy(len(self._labels), version))
+        shard = Shard(
+            info,
+            values,
+            begin=text["begin"],
+            part_elems=text["part"],
+            version=text["version"],
+            owner=self.owner,
+            pool=self.pool,
+            policy=lambda: self._policy(len(self._labels)),
+            labels=self._labels,
+        )
         self._shards[info.id] = shard
-        replies: list[Reply] = []
+        events: list[Event] = []
         for request in self._early.pop(info.id, []):
-            replies += self._data(shard, *request)
-        return replies
-
-    def _remove(self, _worker: int, header: wire.Header, _payload: HostArray) -> list[Reply]:
-        self._shards.pop(header.key_id, None)
-        self.owner.states.pop(header.key_id, None)
-        return []
+            events += self._data(shard, request)
+        return events
 
     # --- optimizers and their states
 
-    def _set_attributes(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        slot, attributes = json.loads(payload.tobytes())
-        self.owner.add_attributes(slot, worker, header.attributes_id, attributes)
-        return []
-
-    def _set_optimizer(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
+    def _set_optimizer(self, worker: int, header: wire.Header, payload: HostArray) -> Reply:
         try:
             slot, optimizer, key_ids = cloudpickle.loads(payload.tobytes())
         except Exception as error:  # noqa: BLE001 - unpickling runs code of the user's; worker 0 tells him
-            return [self._acknowledge(worker, header, f"a server cannot unpickle the optimizer: {error!r}")]
+            return self._acknowledge(worker, header, f"a server cannot unpickle the optimizer: {error!r}")
         self.owner.set_optimizer(slot, optimizer, key_ids)
-        return [self._acknowledge(worker, header)]
+        for shard in self._shards.values():
+            if self.owner.slot_of(shard.info.id) == slot:
+                shard.forget_states()
+                shard.regroup()
+        return self._acknowledge(worker, header)
 
-    def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> list[Reply]:
-        parts = [
-            Part(shard.info.key, shard.begin, shard.begin + shard.values.size, state)
-            for key_id, shard in self._shards.items()
-            if (state := self.owner.states.get(key_id)) is not None
-        ]
-        return [Reply(worker, header.reply_tag, np.frombuffer(parts_to_bytes(parts), np.uint8))]
+    def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> Reply:
+        parts = [part for shard in self._shards.values() for part in shard.states()]
+        return Reply(worker, header.reply_tag, np.frombuffer(parts_to_bytes(parts), np.uint8))
 
-    def _load(self, worker: int, header: wire.Header, payload: HostArray) -> list[Reply]:
-        by_key: dict[Any, _Shard] = {shard.info.key: shard for shard in self._shards.values()}
+    def _load(self, worker: int, header: wire.Header, payload: HostArray) -> Reply:
         replaced, data = wire.split_text(payload)
-        for key_id in replaced:
-            self.owner.states.pop(key_id, None)
+        pieces: dict[Any, list[Any]] = {}
         for part in parts_from_bytes(data.tobytes()):
-            self.owner.states[by_key[part.key].info.id] = part.state
-        return [self._acknowledge(worker, header)]
-
-    # --- order and end
+            pieces.setdefault(part.key, []).append(part)
+        for shard in self._shards.values():
+            mine = [(p.begin - shard.begin, p.end - shard.begin, p.state) for p in pieces.get(shard.info.key, [])]
+            if mine or shard.info.id in replaced:
+                shard.set_states(mine)
+        return self._acknowledge(worker, header)
 
     @staticmethod
     def _acknowledge(worker: int, header: wire.Header, text: str = "") -> Reply:
         return Reply(worker, header.reply_tag, np.frombuffer(b"\0" + text.encode(), np.uint8))
-
-    def _flush(self, worker: int, header: wire.Header, _payload: HostArray) -> list[Reply]:
-        # Messages of one worker arrive in order, and each is applied when it is handled.
-        return [self._acknowledge(worker, header)]
-
-    def _bye(self, worker: int, _header: wire.Header, _payload: HostArray) -> list[Reply]:
-        self._gone.add(worker)
-        return []

@@ -1,17 +1,21 @@
 """When a server applies what was pushed: the difference between synchronous and asynchronous.
 
-A policy belongs to one shard. `push` takes one worker's gradient and returns what is now to be applied, in order.
-`counts` says whether pulls name a version to wait for.
+A policy belongs to one unit, a piece of a key that is updated at one time. `push` takes one worker's gradient and says
+what is now to be applied. `counts` says whether pulls and pushes belong to rounds.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.optimizers.owner import AS_SET, AttributesId
+
+Give = Callable[[HostArray], None]
+Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
 class Update(NamedTuple):
@@ -22,59 +26,75 @@ class Update(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides, for one shard, what is applied when."""
+    """Decides, for one unit, what is applied when."""
 
     counts: bool
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId) -> list[Update]:
-        """One worker's gradient, which becomes the policy's own (1-D, in the dtype of the sum)."""
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, give: Give) -> Update | None:
+        """One worker's gradient, which becomes the policy's own (1-D, in the dtype of the sum).
+
+        give: takes back arrays that are not needed any more.
+        """
         ...
 
+    def regrouped(self, others: Sequence[Any], cut: Cut, count: int) -> Sequence[Policy]:
+        """What this policy and `others`, of all units of a key in order, are for `count` units of another cut.
 
-class _Round:
-    """One round under way: the sum of the first workers, and what later ones have brought ahead of their turn."""
-
-    def __init__(self) -> None:
-        self.total: HostArray | None = None
-        self.next_worker = 0
-        self.early: dict[int, HostArray] = {}
-        self.attributes: AttributesId = AS_SET
+        All of them have seen the same pushes. cut: joins arrays of the old units and cuts them into the new ones.
+        """
+        ...
 
 
 class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
 
-    The i-th push of a worker belongs to round i, so a fast worker cannot stand in for a slow one. Contributions are
-    added as soon as all workers before have come: at most W-1 wait, usually few.
+    Only gradients of the round under way come here, one per worker. They are added as soon as all workers before have
+    come: at most W-1 wait, usually few.
     """
 
     counts = True
 
-    def __init__(self, num_workers: int, version: int) -> None:
+    def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._pushed = [version] * num_workers
-        self._rounds: dict[int, _Round] = {}
+        self._next_worker = 0
+        self._total: HostArray | None = None
+        self._early: dict[int, HostArray] = {}
+        self._attributes: AttributesId = AS_SET
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId) -> list[Update]:
-        """Add to the worker's round; rounds complete in order, at most one by one push."""
-        self._pushed[worker] += 1
-        number = self._pushed[worker]
-        current = self._rounds.setdefault(number, _Round())
-        current.early[worker] = gradient
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, give: Give) -> Update | None:
+        """Add to the round; the last worker's gradient completes it."""
         if worker == 0:
             # Attributes may differ between workers only by mistake; worker 0's hold, so that the result is fixed.
-            current.attributes = attributes
-        while current.next_worker in current.early:
-            part = current.early.pop(current.next_worker)
-            if current.total is None:
-                current.total = part
+            self._attributes = attributes
+        if worker != self._next_worker:
+            self._early[worker] = gradient
+            return None
+        part: HostArray | None = gradient
+        while part is not None:
+            if self._total is None:
+                self._total = part
             else:
-                np.add(current.total, part, out=current.total)
-            current.next_worker += 1
-        if current.next_worker < self._num_workers or current.total is None:
-            return []
-        del self._rounds[number]
-        return [Update(current.total, current.attributes)]
+                np.add(self._total, part, out=self._total)
+                give(part)
+            self._next_worker += 1
+            part = self._early.pop(self._next_worker, None)
+        if self._next_worker < self._num_workers:
+            return None
+        update = Update(self._total, self._attributes)  # type: ignore[arg-type] # there is at least one worker
+        self._next_worker, self._total, self._attributes = 0, None, AS_SET
+        return update
+
+    def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
+        """The same sums, cut anew."""
+        everyone = (self, *others)
+        totals = [unit._total for unit in everyone if unit._total is not None]
+        new_totals = cut(totals) if totals else [None] * count
+        early = {worker: cut([unit._early[worker] for unit in everyone]) for worker in self._early}
+        result = [Synchronous(self._num_workers) for _ in range(count)]
+        for i, unit in enumerate(result):
+            unit._next_worker, unit._attributes, unit._total = self._next_worker, self._attributes, new_totals[i]
+            unit._early = {worker: arrays[i] for worker, arrays in early.items()}
+        return result
 
 
 class Asynchronous:
@@ -82,9 +102,13 @@ class Asynchronous:
 
     counts = False
 
-    def __init__(self, num_workers: int, version: int) -> None:
-        """Needs neither."""
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId) -> list[Update]:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, give: Give) -> Update | None:
         """The gradient itself."""
-        return [Update(gradient, attributes)]
+        return Update(gradient, attributes)
+
+    def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
+        """Nothing waits here."""
+        return [Asynchronous(self._num_workers) for _ in range(count)]

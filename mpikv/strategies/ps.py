@@ -1,17 +1,16 @@
 """Parameter servers: the values live with servers, which are ranks of their own or a service inside every worker.
 
-A push is one message per shard, without acknowledgement, since MPI loses nothing. A pull names the version that it
-needs (synchronous) or none (asynchronous), and the server answers when it exists. A pushpull is one message out and one
-back. Worker 0 sends a key's first value; whatever reaches a server before it waits there.
+A push has no acknowledgement, since MPI loses nothing. A pull names the version that it needs (synchronous) or none
+(asynchronous), and the server answers when it exists. A pushpull is both in one request. Small keys of one call are one
+message per server, large ones travel in partitions (exchange.py). Worker 0 sends a key's first value; whatever reaches
+a server before it waits there.
 
-Cost per push and worker: one message and one copy per shard. The servers are the same code in all modes; what differs
-is their policy.
+The servers are the same code in all modes; what differs is their policy.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,26 +20,50 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.config import Config
-from mpikv.errors import ConfigError, MpikvError
-from mpikv.keys import Key, KeyInfo, Shard, ShardPlan, add_load, server_plan
+from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.keys import Key, KeyInfo, Shard, add_load, server_plan
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.strategies.base import Pending, Sink
 from mpikv.strategies.distributed import DistributedStrategy
+from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
-from mpikv.transports.base import Arrival, Done, Request, Steps, Transport
+from mpikv.transports.base import Done, Request, Steps, Transport
+
+Entry = tuple[KeyInfo, HostArray | None, Sink | None]  # a key of a call: what is pushed, where the answer goes
 
 
-class _Key:
-    """One key as its client sees it."""
+def _until(request: Request) -> Steps[None]:
+    yield request
 
-    def __init__(self, info: KeyInfo, plan: ShardPlan) -> None:
-        self.info = info
-        self.plan = plan
-        self.pushed = 0
+
+class PreparedExchange:
+    """A blocking `pushpull` of known arrays."""
+
+    valid = True
+
+    def __init__(
+        self, strategy: PsStrategy, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> None:
+        self._strategy = strategy
+        # Views without a copy: the arrays are contiguous.
+        self._entries = [
+            (info, np.asarray(value).reshape(-1), Sink(info, out))
+            for info, value, out in zip(infos, values, outs, strict=True)
+        ]
+
+    def run(self) -> bool:
+        """Push and pull."""
+        self._strategy.blocking(self._entries)
+        return True
+
+    def release(self) -> None:
+        """Forget the arrays."""
+        self.valid = False
+        self._entries = []
 
 
 class PsStrategy(DistributedStrategy):
@@ -65,12 +88,11 @@ class PsStrategy(DistributedStrategy):
         self._config = config
         self._servers = tuple(servers)
         self._labels = [f"server {i} (rank {rank} on {transport.hosts[rank]})" for i, rank in enumerate(servers)]
-        self._keys: dict[int, _Key] = {}
+        self._keys: dict[int, ClientKey] = {}
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
-        self._free_tags = deque(range(wire.TAG_REPLY, wire.TAG_REPLY + wire.REPLY_TAGS))
-        self._sends: deque[Request] = deque()
+        self._client = Client(transport, servers)
         self._workers = Workers(transport, workers, config, self, threaded=threaded, on_fatal=on_fatal)
         self._engine = self._workers.engine
         self._service = self._engine.serve(service, "server") if service is not None else None
@@ -80,14 +102,15 @@ class PsStrategy(DistributedStrategy):
     # --- placement
 
     def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
-        """At worker 0: the key's shards, balanced by bytes."""
+        """At worker 0: the key's shards, balanced by bytes, and the length of their partitions."""
         plan = server_plan(n_elems, self._loads, self._config.bigarray_bound_elems, whole=self._whole)
         add_load(self._loads, plan, itemsize_bytes)
-        return [list(shard) for shard in plan]
+        return [[list(shard) for shard in plan], max(1, self._config.partition_bytes // itemsize_bytes)]
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        key = _Key(info, tuple(Shard(*shard) for shard in reserved))
+        shards, part_elems = reserved
+        key = ClientKey(info, tuple(Shard(*shard) for shard in shards), part_elems)
         self._keys[info.id] = key
         if self.rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
@@ -106,42 +129,34 @@ class PsStrategy(DistributedStrategy):
     # --- messages
 
     def _send(self, server: int, header: wire.Header, payload: HostArray | bytes | None = None) -> None:
-        message = wire.request(header, payload)
         with self._engine.lock:
-            while self._sends and self._sends[0].test():
-                self._sends.popleft()
-            self._sends.append(self._workers.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
+            self._client.send(server, [(header, payload)])
 
     def _all_sent(self) -> bool:
-        while self._sends and self._sends[0].test():
-            self._sends.popleft()
-        return not self._sends
-
-    def _reply_tag(self) -> int:
-        """A tag that no outstanding reply uses."""
-        if not self._free_tags:
-            self._workers.wait_for(Predicate(lambda: bool(self._free_tags)), "wait for earlier pulls")
-        return self._free_tags.popleft()
+        return self._client.sent() and not self._client.unsent
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
-
-        def answer(tag: int) -> Steps[bytes]:
-            arrival = Arrival(self._workers.transport, tag)
-            yield arrival
-            data = np.empty(arrival.incoming.n_bytes, np.uint8)
-            yield arrival.incoming.receive(data)
-            self._free_tags.append(tag)
-            return data.tobytes()
-
-        answers = []
-        for server, payload in enumerate(payloads):
-            tag = self._reply_tag()
-            self._send(server, wire.Header(kind, reply_tag=tag), payload)
-            answers.append(self._engine.start(answer(tag), call))
+        self._wait_for_tags(len(payloads), 0)
+        answers = [
+            self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
+            for server, payload in enumerate(payloads)
+        ]
         for server, running in enumerate(answers):
             self._workers.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
+
+    def _wait_for_tags(self, replies: int, payloads: int) -> None:
+        """A program that never waits for its requests does so here, after some thousands of them."""
+        reply_tags, payload_tags = self._client.reply_tags, self._client.payload_tags
+
+        def enough() -> bool:
+            # A call that needs more than there are at all gets them while it is the only one.
+            missing = replies > reply_tags.left and reply_tags.left < reply_tags.count
+            return not missing and not (payloads > payload_tags.left and payload_tags.left < payload_tags.count)
+
+        if not enough():
+            self._workers.wait_for(Predicate(enough), "wait for earlier pushes and pulls")
 
     # --- keys
 
@@ -155,19 +170,18 @@ class PsStrategy(DistributedStrategy):
         if error is not None:
             raise error
 
-    def _send_value(self, key: _Key, value: HostArray) -> None:
+    def _send_value(self, key: ClientKey, value: HostArray) -> None:
         info = key.info
         for shard in key.plan:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text["version"] = key.pushed
+            text |= {"part": key.part_elems, "version": key.pushed}
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             self._send(shard.owner, wire.Header(wire.INIT, info.id), payload)
 
     # --- data
 
-    def _start_push(self, info: KeyInfo) -> tuple[_Key, int]:
-        """Count a push, and send changed attributes ahead of it."""
-        key = self._keys[info.id]
+    def _count_push(self, info: KeyInfo) -> int:
+        """Count a push, and send changed attributes ahead of it; their number."""
         slot = self._workers.slot_of(info)
         if not self.synchronous and self._workers.attributes.optimizer(slot) is None:
             raise MpikvError(
@@ -178,48 +192,113 @@ class PsStrategy(DistributedStrategy):
             text = json.dumps([slot, attributes]).encode()
             for server in range(len(self._servers)):
                 self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
-        key.pushed += 1
+        self._keys[info.id].pushed += 1
         self._workers.control.activity.note(f"push of key {info.key!r}")
-        return key, number
+        return number
+
+    def _items(self, entries: Sequence[Entry]) -> list[Item]:
+        """The keys of a call, each push counted; room for all of it is waited for."""
+        items = []
+        for info, total, sink in entries:
+            number = 0 if total is None else self._count_push(info)
+            items.append(Item(self._keys[info.id], total, sink, number))
+        self._wait_for_tags(*self._client.tags_needed(items))
+        return items
+
+    def _pushing(self, items: Sequence[Item], priority: int) -> Steps[None]:
+        self._client.unsent += 1
+        yield from self._client.exchange(wire.PUSH, items, priority)
+        self._client.unsent -= 1
 
     def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
-        """One message per shard."""
-        key, number = self._start_push(info)
-        for shard in key.plan:
-            header = wire.Header(wire.PUSH, info.id, 0, number, key.pushed)
-            self._send(shard.owner, header, total[shard.begin : shard.end])
-        return Pending(Done(), Waiting("push", info.key, info.id))
+        """A message, and the partitions of large shards, which the servers fetch from `total`."""
+        return self.push_many([(info, total)], priority)[0]
+
+    def push_many(self, entries: Sequence[tuple[KeyInfo, HostArray]], priority: int) -> list[Pending]:
+        """All keys of one call."""
+        items = self._items([(info, total, None) for info, total in entries])
+        self._engine.start(self._pushing(items, wire.clamped(priority)), "push")
+        return [Pending(Done(), Waiting("push", info.key, info.id)) for info, _ in entries]
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """One question and one answer per shard."""
-        key = self._keys[info.id]
-        return self._receive(key, "pull", wire.Header(wire.PULL, info.id), None, sink)
+        return self.pull_many([(info, sink)], priority)[0]
+
+    def pull_many(self, entries: Sequence[tuple[KeyInfo, Sink]], priority: int) -> list[Pending]:
+        """All keys of one call."""
+        return self._start("pull", wire.PULL, [(info, None, sink) for info, sink in entries], priority)
 
     def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
-        """One message out and one back per shard."""
-        key, number = self._start_push(info)
-        header = wire.Header(wire.PUSHPULL, info.id, attributes_id=number)
-        return self._receive(key, "pushpull", header, total, sink)
+        """One message out and one back per shard; as many as it has partitions for a large one."""
+        return self.pushpull_many([(info, total, sink)], priority)[0]
 
-    def _receive(self, key: _Key, call: str, header: wire.Header, total: HostArray | None, sink: Sink) -> Pending:
-        info, transport = key.info, self._workers.transport
-        tags = [self._reply_tag() for _ in key.plan]
+    def pushpull_many(self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int) -> list[Pending]:
+        """All keys of one call."""
+        return self._start("pushpull", wire.PUSHPULL, list(entries), priority)
 
-        def steps() -> Steps[None]:
-            value = sink.buffer()
-            receives = []
-            for shard, tag in zip(key.plan, tags, strict=True):
-                # The receive is there before the question leaves, so that the answer needs no copy on its way.
-                receives.append(transport.irecv(value[shard.begin : shard.end], self._servers[shard.owner], tag))
-                part = None if total is None else total[shard.begin : shard.end]
-                self._send(shard.owner, header._replace(reply_tag=tag, round=key.pushed), part)
-            yield from receives
-            self._free_tags.extend(tags)
-            sink.deliver(value)
+    def prepare(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+    ) -> PreparedExchange | None:
+        """Straight from the caller's own arrays, where they are contiguous."""
+        for info, value in zip(infos, values, strict=True):
+            if not isinstance(value, np.ndarray) or value.dtype != info.dtype or not value.flags.c_contiguous:
+                return None
+        return PreparedExchange(self, infos, values, outs)
 
+    def blocking(self, entries: Sequence[Entry]) -> None:
+        """A `pushpull` by whoever waits for it, without the engine's thread."""
+        if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
+            info, total, sink = entries[0]
+            if total is not None and sink is not None:
+                self._blocking_small(info, total, sink)
+                return
+        items = self._items(entries)
+        waitings = [self._waiting("pushpull", item.key) for item in items]
+        steps = self._client.exchange(wire.PUSHPULL, items, 0)
+        self._wait_or_leave(Exchange(steps), waitings)
+
+    def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink) -> None:
+        """The shortest way there is: asks MPI for the answer before it looks after anything else."""
+        (item,) = self._items([(info, total, sink)])
+        value = sink.buffer()
+        with self._engine.lock:
+            answer, tag = self._client.ask_small(item, value)
+            done = glance(answer)
+        if not done:
+            self._wait_or_leave(Exchange(_until(answer)), [self._waiting("pushpull", item.key)])
+        self._client.reply_tags.give([tag])
+        sink.deliver(value)
+
+    def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
+        try:
+            self.wait(self._pending(exchange, waitings)[0])
+        except StallError:
+            self._engine.start(exchange.steps(), "pushpull")  # it goes on, though its caller has given up
+            raise
+
+    def _start(self, call: str, kind: int, entries: Sequence[Entry], priority: int) -> list[Pending]:
+        items = self._items(entries)
+        running = self._engine.start(self._client.exchange(kind, items, wire.clamped(priority)), call)
+        return self._pending(running, [self._waiting(call, item.key) for item in items])
+
+    def _pending(self, request: Request, waitings: Sequence[Waiting]) -> list[Pending]:
+        """One transfer for each key of a call, all of which end together."""
+        together = Together(request, waitings, self._workers.control.check) if len(waitings) > 1 else request
+        return [Pending(together, waiting) for waiting in waitings]
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block until a transfer is done."""
+        try:
+            self._workers.wait(pending, timeout_s)
+        except StallError as error:
+            if isinstance(pending.request, Together):
+                limit_s = self._config.timeout_s if timeout_s is None else timeout_s
+                pending.request.explain(error, lambda waiting: self._workers.control.report(waiting, limit_s))
+            raise
+
+    def _waiting(self, call: str, key: ClientKey) -> Waiting:
         owners = tuple(self._labels[shard.owner] for shard in key.plan)
-        waiting = Waiting(call, info.key, info.id, key.pushed if self.synchronous else None, owners)
-        return Pending(self._engine.start(steps(), str(waiting)), waiting)
+        return Waiting(call, key.info.key, key.info.id, key.pushed if self.synchronous else None, owners)
 
     # --- optimizers
 
@@ -256,13 +335,21 @@ class PsStrategy(DistributedStrategy):
                 self.wait(self.pull(info, Sink(info, [value]), 0))
                 for shard in key.plan:
                     self._send(shard.owner, wire.Header(wire.REMOVE, info.id))
-                key.plan = plan
+                key.move(plan)
                 self._send_value(key, value)
-            key.plan = plan
+            key.move(plan)
 
     def _owned(self, server: int) -> list[tuple[KeyInfo, int, int]]:
-        shards = [(key.info, shard) for key in self._keys.values() for shard in key.plan]
-        return [(info, shard.begin, shard.end) for info, shard in shards if shard.owner == server]
+        """What a server owns, in the pieces that it keeps states of."""
+        owned: list[tuple[KeyInfo, int, int]] = []
+        for key in self._keys.values():
+            optimizer = self._workers.attributes.optimizer(self._workers.slot_of(key.info))
+            for route in key.routes:
+                if route.owner == server:
+                    cut = optimizer is None or optimizer.elementwise
+                    pieces = route.parts if cut else ((route.begin, route.end),)
+                    owned += [(key.info, begin, end) for begin, end in pieces]
+        return owned
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Worker 0 asks every server for its states and writes the file."""
@@ -295,8 +382,8 @@ class PsStrategy(DistributedStrategy):
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
-                header = wire.Header(wire.PULL, key.info.id)
-                self.wait(self._receive(key, call, header, None, Sink(key.info, [])))
+                for pending in self._start(call, wire.PULL, [(key.info, None, Sink(key.info, []))], 0):
+                    self.wait(pending)
         else:
             self._flush(call)
             self._workers.agree(call, None, call)

@@ -26,14 +26,19 @@ class RankError(AssertionError):
 
 
 def spawn(
-    size: int, body: Callable[[ThreadTransport], T], *, hosts: Sequence[str] | None = None, timeout_s: float = 30.0
+    size: int,
+    body: Callable[[ThreadTransport], T],
+    *,
+    hosts: Sequence[str] | None = None,
+    timeout_s: float = 30.0,
+    fabric: Fabric | None = None,
 ) -> list[T]:
     """Run `body(transport)` on `size` thread ranks and return their results in rank order.
 
     Raises RankError with every rank's exception, the first failed rank's as the cause; where none failed, a rank that
-    has not ended after `timeout_s` counts as failed with StallError.
+    has not ended after `timeout_s` counts as failed with StallError. fabric: to use in place of a new one.
     """
-    fabric = Fabric(size, hosts)
+    fabric = Fabric(size, hosts) if fabric is None else fabric
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
 
@@ -64,12 +69,22 @@ def spawn(
     return results
 
 
-def run_collective(size: int, steps: Callable[[Group], Steps[T]], *, timeout_s: float = 30.0) -> list[T]:
-    """Run one generator of a collective on each of `size` thread ranks."""
+def run_collective(
+    size: int,
+    steps: Callable[[Group], Steps[T]],
+    *,
+    hosts: Sequence[str] | None = None,
+    timeout_s: float = 30.0,
+    fabric: Fabric | None = None,
+) -> list[T]:
+    """Run one generator of a collective on each of `size` thread ranks.
+
+    hosts: of each rank, default all on one. fabric: to look at its counts afterwards, default a new one.
+    """
 
     def body(transport: ThreadTransport) -> T:
         group = Group(transport, range(size))
         stalled = StallError(f"rank {transport.rank} of {size}: the collective has not ended within {timeout_s:g} s")
         return run(steps(group), timeout_s, lambda: stalled)
 
-    return spawn(size, body, timeout_s=timeout_s + 5)
+    return spawn(size, body, hosts=hosts, timeout_s=timeout_s + 5, fabric=fabric)

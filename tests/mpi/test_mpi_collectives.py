@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from mpi_stores import full, on_workers, uniform
 
-from mpikv import optimizers
+from mpikv import ConfigError, optimizers
 from mpikv.collectives.ring import SEGMENT_BYTES
 
-ALGORITHMS = ("naive", "ring", "halving_doubling", "native", "auto")
+ALGORITHMS = ("naive", "ring", "halving_doubling", "hierarchical", "native", "auto")
 FORCED = pytest.mark.parametrize("algorithm", ALGORITHMS)
 SEGMENT = SEGMENT_BYTES // 4  # in float32
 SIZES = (0, 1, 2, 3, 5, 16, 1000, 4 * SEGMENT - 1, 5 * SEGMENT + 7)
@@ -125,3 +125,25 @@ def test_float16_is_added_in_float32(comm):
     expected = float(np.float16(2048 + 0.5 * (W - 1)))
     for algorithm in ALGORITHMS:
         assert on_workers(comm, "dist_sync", body, algorithm=algorithm) == [expected] * W
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("n_hosts", [2, 3, 4])
+def test_pretended_hosts(comm, n_hosts):
+    """`auto` goes by the hosts; with fewer ranks than hosts every rank says so."""
+    W = comm.Get_size()
+    if n_hosts > W:
+        with pytest.raises(ConfigError, match=f"MPIKV_FAKE_HOSTS={n_hosts}, but there are only {W} ranks"):
+            on_workers(comm, "dist_sync", lambda store: None, fake_hosts=n_hosts)
+        return
+
+    def body(store):
+        store.init(list(range(len(SIZES))), [full(0, n) for n in SIZES])
+        for round_ in range(2):
+            for key, n in enumerate(SIZES):
+                value = value_of(n, store.rank, round_)
+                store.pushpull(key, value)
+                np.testing.assert_array_equal(value, sum(value_of(n, worker, round_) for worker in range(W)))
+        return True
+
+    assert on_workers(comm, "dist_sync", body, fake_hosts=n_hosts) == [True] * W

@@ -294,3 +294,43 @@ def test_the_default_is_the_world(comm):
         store.pushpull(3, value := full(1, 2))
         assert uniform(value) == comm.Get_size()
     store.close()
+
+
+@pytest.mark.mpi
+def test_partitions(comm):
+    """Large values in partitions, in place, from lists, pushed ahead of the others; small ones beside them."""
+    part_elems = (1 << 18) // 4
+    sizes = (5, part_elems, part_elems + 1, 3 * part_elems + 77, 0)
+
+    def value(n, worker, round_):
+        return ((np.arange(n) * 3 + worker + 2 * round_) % 4).astype(np.float32)
+
+    for name, servers in modes(comm):
+        workers = comm.Get_size() - servers
+
+        def body(store):
+            keys = [str(n) for n in sizes]
+            store.init(keys, [np.zeros(n, np.float32) for n in sizes])
+            store.set_optimizer(optimizers.create("test"))
+            for round_ in range(5):
+                arrays = [value(n, store.rank, round_) for n in sizes]
+                if round_ < 2:
+                    store.push(keys, arrays, priority=round_)
+                    for array in arrays:
+                        array.fill(-1)
+                elif round_ == 2 or store.rank == 0:
+                    store.pushpull(keys, arrays)
+                else:
+                    requests = [
+                        store.pushpull_async(key, array, np.empty_like(array), priority=-i)
+                        for i, (key, array) in enumerate(zip(keys, arrays, strict=True))
+                    ]
+                    for request in reversed(requests):
+                        request.wait()
+            store.barrier()
+            return store.pull(keys)
+
+        expected = [sum(value(n, worker, round_) for worker in range(workers) for round_ in range(5)) for n in sizes]
+        for outs in on_workers(comm, name, body, num_servers=servers, partition_bytes=4 * part_elems):
+            for out, right in zip(outs, expected, strict=True):
+                np.testing.assert_array_equal(out, right, err_msg=f"{name}, {servers} servers")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mpikv import wire
 from mpikv.collectives import halving_doubling, naive, ring
-from mpikv.keys import add_load, even_bounds, plan_of_bounds, server_plan, whole_bounds
+from mpikv.keys import add_load, even_bounds, partitions, plan_of_bounds, server_plan, whole_bounds
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
@@ -121,7 +121,17 @@ def test_spread_gives_every_host_its_share(hosts, data):
 
 
 number = st.integers(0, 2**32 - 1)
-headers = st.builds(wire.Header, st.integers(1, 255), number, number, number, st.integers(0, 2**64 - 1))
+priority = st.integers(-(2**63), 2**63 - 1)
+headers = st.builds(
+    wire.Header,
+    st.integers(1, 255),
+    number,
+    number,
+    number,
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**16 - 1),
+    priority,
+)
 
 
 @given(headers, st.binary(max_size=100))
@@ -130,6 +140,30 @@ def test_requests_come_back(header, payload):
         found, rest = wire.parse_request(wire.request(header, data))
         assert found == header
         assert rest.tobytes() == payload
+
+
+@given(st.lists(st.tuples(headers, st.binary(max_size=100)), min_size=1, max_size=8))
+def test_several_requests_come_back(requests):
+    found = wire.parse_requests(wire.requests(requests))
+    assert [(header, payload.tobytes()) for header, payload in found] == requests
+    assert all(
+        payload.ctypes.data % wire.ALIGN_BYTES == found[0][1].ctypes.data % wire.ALIGN_BYTES for _, payload in found
+    )
+
+
+@given(st.integers(-(10**30), 10**30))
+def test_any_priority_fits_a_header(priority):
+    header = wire.Header(wire.PUSH, priority=wire.clamped(priority))
+    assert wire.parse_request(wire.request(header))[0] == header
+    assert wire.clamped(priority) == priority or abs(priority) >= 2**63 - 1
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 60))
+def test_partitions(begin, n, length):
+    found = partitions(begin, begin + n, length)
+    assert [at for part in found for at in range(*part)] == list(range(begin, begin + n))
+    assert all(0 < end - first <= length for first, end in found)
+    assert len(found) == -(-n // length)
 
 
 json_values = st.recursive(

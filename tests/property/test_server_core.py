@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
 
 import cloudpickle
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikv import optimizers, wire
+from mpikv.errors import MpikvError
 from mpikv.server.core import ServerCore
+from mpikv.server.events import Reply
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.testing.reference import ReferenceStore
 
-SIZES = (3, 1, 8)
+SIZES = (3, 1, 8, 7)
 KEYS = range(len(SIZES))
 DTYPES = (np.float32, np.float16, np.int8)
+PART = 3  # elements: one partition, less than one, several with a short last one
 
 
 def init_request(key, dtype, value=0, version=0):
     text = {"key": key, "shape": [SIZES[key]], "dtype": str(np.dtype(dtype)), "begin": 0, "version": version}
+    text["part"] = PART
     payload = wire.with_text(json.dumps(text).encode(), np.full(SIZES[key], value, dtype).tobytes())
     return wire.Header(wire.INIT, key), payload
 
@@ -30,22 +36,73 @@ def optimizer_request(optimizer, tag=0):
 
 
 class Session:
-    """A core, and requests that reach it as they would by wire; every reply is kept with the bytes it had at first."""
+    """A core; requests reach it as they would by wire, partitions that it fetches and replies take their time.
 
-    def __init__(self, workers, policy):
+    pick(n): which of n transfers comes next, where the order is free. Without it nothing takes time.
+    """
+
+    def __init__(self, workers, policy, pick=None):
         self.core = ServerCore([f"worker {i}" for i in range(workers)], policy)
-        self.replies = {}
+        self.replies = {}  # (worker, tag) -> the bytes that have been received
+        self._pick = pick
+        self._payloads = {}  # (worker, payload tag) -> the worker's array, as bytes that have not been fetched
+        self._fetches = {}  # (worker, payload tag) -> partitions asked for, in order
+        self._leaving = {}  # (worker, reply tag) -> replies in order, with their bytes at the beginning
+        self._tags = 0
 
     def send(self, worker, header, payload=None):
-        parsed = wire.parse_request(wire.request(header, payload))
-        for reply in self.core.handle(worker, *parsed):
-            place = (reply.worker, reply.tag)
-            assert place not in self.replies, "answered twice"
-            self.replies[place] = (reply.data, reply.data.tobytes())
+        """A request with its payload behind it."""
+        self.send_all(worker, [(header, payload)])
 
-    def check_replies_never_changed(self):
-        for data, first_bytes in self.replies.values():
-            assert data.tobytes() == first_bytes
+    def send_all(self, worker, requests):
+        self._take(self.core.handle(worker, wire.parse_requests(wire.requests(requests))))
+        self.settle() if self._pick is None else self.some()
+
+    def offer(self, worker, header, gradient):
+        """A request whose payload is to be fetched."""
+        self._tags += 1
+        self._payloads[worker, self._tags] = gradient.view(np.uint8)
+        self.send(worker, header._replace(payload_tag=self._tags))
+
+    def _take(self, events):
+        for event in events:
+            if isinstance(event, Reply):
+                entry = (event, event.data.tobytes())
+                self._leaving.setdefault((event.worker, event.tag), []).append(entry)
+            else:
+                self._fetches.setdefault((event.push.worker, event.push.tag), []).append(event)
+
+    def some(self):
+        """Some of what is under way gets there."""
+        while self._transfers() and self._pick(3):
+            self._move(self._transfers()[self._pick(len(self._transfers()))])
+
+    def settle(self):
+        """Everything gets there."""
+        while transfers := self._transfers():
+            self._move(transfers[self._pick(len(transfers)) if self._pick else 0])
+
+    def _transfers(self):
+        return [(queues, place) for queues in (self._fetches, self._leaving) for place in queues if queues[place]]
+
+    def _move(self, transfer):
+        queues, place = transfer
+        event, *first_bytes = queues[place].pop(0) if queues is self._leaving else (queues[place].pop(0),)
+        if queues is self._leaving:
+            assert event.data.tobytes() == first_bytes[0], "a reply changed on its way"
+            if event.block is not None:
+                event.block.release()
+            self.replies[place] = self.replies.get(place, b"") + first_bytes[0]
+            return
+        array = self.core.target(event)
+        data, rest = np.split(self._payloads[place], [array.nbytes])
+        assert data.size == array.nbytes
+        array.view(np.uint8)[:] = data
+        self._payloads[place] = rest
+        self._take(self.core.arrived(event, array))
+
+    def all_fetched(self):
+        return not any(payload.size for payload in self._payloads.values())
 
 
 def gradient(dtype, key, worker, round_):
@@ -80,6 +137,14 @@ def interleaved(draw, programs):
         positions[worker] += 1
 
 
+def post(session, worker, header, value):
+    """A push of one partition brings its gradient along, a longer one lets it be fetched."""
+    if value is not None and value.size > PART:
+        session.offer(worker, header, value)
+    else:
+        session.send(worker, header, value)
+
+
 KINDS = {"push": wire.PUSH, "pull": wire.PULL, "pushpull": wire.PUSHPULL}
 
 
@@ -88,7 +153,7 @@ KINDS = {"push": wire.PUSH, "pull": wire.PULL, "pushpull": wire.PUSHPULL}
 def test_synchronous(programs, dtype, data):
     """Bits of sums in the order of the workers; a pull sees the version after its worker's last push, no other."""
     workers = len(programs)
-    session = Session(workers, Synchronous)
+    session = Session(workers, Synchronous, lambda n: data.draw(st.integers(0, n - 1)))
     reference = ReferenceStore(workers)
     for key in KEYS:
         reference.init(key, np.zeros(SIZES[key], dtype))
@@ -105,13 +170,50 @@ def test_synchronous(programs, dtype, data):
             pushed[worker][key] += 1
             value = gradient(dtype, key, worker, pushed[worker][key])
             reference.push(worker, key, [value])
-        session.send(worker, wire.Header(KINDS[call], key, tag, 0, pushed[worker][key]), value)
+        post(session, worker, wire.Header(KINDS[call], key, tag, 0, pushed[worker][key]), value)
         if call != "push":
             expected[worker, tag] = (key, pushed[worker][key])
+    session.settle()
     assert set(session.replies) == set(expected)
-    session.check_replies_never_changed()
+    assert session.all_fetched()
     for place, (key, version) in expected.items():
-        assert session.replies[place][1] == reference._versions[key][version].tobytes()
+        assert session.replies[place] == reference._versions[key][version].tobytes()
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+def test_calls_with_lists_against_calls_with_keys(workers, rounds, data):
+    """Some workers send the small keys of a round in one message, others each for itself, in orders of their own.
+
+    Each list is answered once, with all its values, exactly those of its round.
+    """
+    small = [key for key in KEYS if SIZES[key] <= PART]
+    session = Session(workers, Synchronous, lambda n: data.draw(st.integers(0, n - 1)))
+    reference = ReferenceStore(workers)
+    for key in small:
+        reference.init(key, np.zeros(SIZES[key], np.float32))
+    listed = [data.draw(st.booleans()) for _ in range(workers)]
+    calls = [[("init", key) for key in small]] + [[] for _ in range(workers - 1)]
+    for round_ in range(1, rounds + 1):
+        for worker in range(workers):
+            order = data.draw(st.permutations(small))
+            calls[worker] += [(round_, order)] if listed[worker] else [(round_, [key]) for key in order]
+    expected = {}
+    for tag, (worker, (call, keys)) in enumerate(interleaved(data.draw, calls)):
+        if call == "init":
+            session.send(worker, *init_request(keys, np.float32))
+            continue
+        requests = []
+        for key in keys:
+            value = gradient(np.float32, key, worker, call)
+            reference.push(worker, key, [value])
+            requests.append((wire.Header(wire.PUSHPULL, key, tag, 0, call), value))
+        session.send_all(worker, requests)
+        expected[worker, tag] = (call, keys)
+    session.settle()
+    assert set(session.replies) == set(expected)
+    for place, (round_, keys) in expected.items():
+        assert session.replies[place] == b"".join(reference._versions[key][round_].tobytes() for key in keys)
 
 
 @settings(max_examples=100)
@@ -126,11 +228,8 @@ def test_a_pull_is_not_answered_before_its_version_exists(programs, data):
     for tag, (worker, (call, key)) in enumerate(interleaved(data.draw, programs)):
         pushed[worker, key] += call != "pull"
         if call != "pull":
-            session.send(
-                worker,
-                wire.Header(KINDS[call], key, tag, 0, int(pushed[worker, key])),
-                np.ones(SIZES[key], np.float32),
-            )
+            header = wire.Header(KINDS[call], key, tag, 0, int(pushed[worker, key]))
+            post(session, worker, header, np.ones(SIZES[key], np.float32))
         else:
             session.send(worker, wire.Header(wire.PULL, key, tag, 0, int(pushed[worker, key])))
         if call != "push":
@@ -154,13 +253,77 @@ def test_asynchronous(programs, data):
         if call != "pull":
             value = np.arange(SIZES[key], dtype=np.float32) + tag + worker
             total[key] += value
-        session.send(worker, wire.Header(KINDS[call], key, tag), value)
+        post(session, worker, wire.Header(KINDS[call], key, tag), value)
         if call != "push":
-            assert session.replies[worker, tag][1] == total[key].tobytes()
+            assert session.replies[worker, tag] == total[key].tobytes()
     for key in KEYS:
         session.send(0, wire.Header(wire.PULL, key, 5000 + key))
-        assert session.replies[0, 5000 + key][1] == total[key].tobytes()
-    session.check_replies_never_changed()
+        assert session.replies[0, 5000 + key] == total[key].tobytes()
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3).flatmap(programs), st.data())
+def test_asynchronous_while_messages_take_their_time(programs, data):
+    """A pull sees all earlier pushes of its worker; what comes at the end is the sum; replies do not change."""
+    workers = len(programs)
+    session = Session(workers, Asynchronous, lambda n: data.draw(st.integers(0, n - 1)))
+    session.send(0, *optimizer_request(optimizers.create("test"), tag=999))
+    session.settle()
+    for key in KEYS:
+        session.send(0, *init_request(key, np.float32))
+    own = [[0.0] * len(SIZES) for _ in range(workers)]
+    pulls = {}
+    for tag, (worker, (call, key)) in enumerate(interleaved(data.draw, programs)):
+        value = None
+        if call != "pull":
+            # Powers of two tell who has been added: below 2^24 a float32 holds their sums exactly.
+            own[worker][key] += 8.0**worker
+            value = np.full(SIZES[key], 8.0**worker, np.float32)
+        post(session, worker, wire.Header(KINDS[call], key, tag), value)
+        if call != "push":
+            pulls[worker, tag] = (key, own[worker][key])
+    session.settle()
+    for (worker, tag), (_key, mine) in pulls.items():
+        found = np.frombuffer(session.replies[worker, tag], np.float32) // 8.0**worker % 8
+        assert (found == mine / 8.0**worker).all()
+    for key in KEYS:
+        session.send(0, wire.Header(wire.PULL, key, 5000 + key))
+    session.settle()
+    for key in KEYS:
+        found = np.frombuffer(session.replies[0, 5000 + key], np.float32)
+        assert (found == sum(own[worker][key] for worker in range(workers))).all()
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 3), st.lists(st.sampled_from(["sgd", "lamb", "adam"]), min_size=1, max_size=4), st.integers(0, 999)
+)
+def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
+    """Every worker pushes, flushes, then worker 0 sets another optimizer; the bits are those without any delay."""
+
+    def run(pick):
+        session = Session(workers, Synchronous, pick)
+        for key in KEYS:
+            session.send(0, *init_request(key, np.float32, value=1))
+        tag = 0
+        for round_, name in enumerate(names, 1):
+            for worker in range(workers):
+                for key in KEYS:
+                    header = wire.Header(wire.PUSH, key, 0, 0, round_)
+                    post(session, worker, header, gradient(np.float32, key, worker, round_))
+                tag += 1
+                session.send(worker, wire.Header(wire.FLUSH, 0, tag))
+            while len(session.replies) < tag:
+                session.some()
+            tag += 1
+            session.send(0, *optimizer_request(optimizers.create(name, learning_rate=0.1), tag))
+            session.settle()
+        for key in KEYS:
+            session.send(0, wire.Header(wire.PULL, key, 5000 + key, 0, len(names)))
+        session.settle()
+        return [session.replies[0, 5000 + key] for key in KEYS]
+
+    assert run(random.Random(seed).randrange) == run(None)
 
 
 @settings(max_examples=60)
@@ -180,7 +343,7 @@ def test_attributes_of_worker_0_hold_for_the_round(workers, rounds, data):
         else:
             session.send(worker, wire.Header(wire.PUSH, 0, 0, i, i), np.ones(3, np.float32))
     session.send(0, wire.Header(wire.PULL, 0, 1, 0, rounds))
-    value = np.frombuffer(session.replies[0, 1][1], np.float32)
+    value = np.frombuffer(session.replies[0, 1], np.float32)
     assert value.tolist() == [-workers * (2.0 ** (rounds + 1) - 2)] * 3
 
 
@@ -188,10 +351,24 @@ def test_order_requests():
     """FLUSH is answered at once, BYE by the last worker ends the server."""
     session = Session(2, Synchronous)
     session.send(1, wire.Header(wire.FLUSH, 0, 5))
-    assert session.replies[1, 5][1][:1] == b"\0"
+    assert session.replies[1, 5][:1] == b"\0"
     session.send(0, wire.Header(wire.BYE))
     assert not session.core.finished
     session.send(1, wire.Header(wire.BYE))
+    assert session.core.finished
+
+
+def test_what_no_round_needs_is_fetched_at_the_end():
+    """A worker that waits until its payloads have left must not wait for ever."""
+    session = Session(2, Synchronous)
+    session.send(0, *init_request(2, np.float32))
+    for round_ in (1, 2):
+        session.offer(0, wire.Header(wire.PUSH, 2, 0, 0, round_), np.ones(8, np.float32))
+    session.send(0, wire.Header(wire.BYE))
+    assert not session.all_fetched()
+    session.offer(1, wire.Header(wire.PUSH, 2, 0, 0, 1), np.ones(8, np.float32))
+    session.send(1, wire.Header(wire.BYE))
+    assert session.all_fetched()
     assert session.core.finished
 
 
@@ -202,16 +379,12 @@ def test_a_key_that_moves_goes_on_with_its_rounds():
     session.send(0, *init_request(0, np.float32, value=7, version=3))
     session.send(0, wire.Header(wire.PULL, 0, 8, 0, 3))
     assert set(session.replies) == {(0, 8)}
-    assert np.frombuffer(session.replies[0, 8][1], np.float32).tolist() == [7] * 3
+    assert np.frombuffer(session.replies[0, 8], np.float32).tolist() == [7] * 3
     session.send(0, wire.Header(wire.PUSH, 0, 0, 0, 4), np.ones(3, np.float32))
-    assert np.frombuffer(session.replies[1, 9][1], np.float32).tolist() == [2] * 3
+    assert np.frombuffer(session.replies[1, 9], np.float32).tolist() == [2] * 3
 
 
 def test_what_a_server_refuses():
-    import pytest
-
-    from mpikv.errors import MpikvError
-
     session = Session(2, Synchronous)
     session.send(0, *init_request(0, np.float32))
     with pytest.raises(MpikvError, match="worker 1"):

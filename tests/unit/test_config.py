@@ -11,7 +11,18 @@ from mpikv import Config, ConfigError, config
 
 def test_defaults():
     assert Config.from_environ({}) == Config()
-    assert Config() == Config(0, "spread", 1_000_000, "auto", 0, "auto", 300.0, "thread", "auto")
+    assert dataclasses.asdict(Config()) == {
+        "num_servers": 0,
+        "server_placement": "spread",
+        "bigarray_bound_elems": 1_000_000,
+        "partition_bytes": 1 << 20,
+        "algorithm": "auto",
+        "fake_hosts": 0,
+        "shared_memory": "auto",
+        "timeout_s": 300.0,
+        "progress": "thread",
+        "mpi": "auto",
+    }
 
 
 def test_every_variable():
@@ -19,6 +30,7 @@ def test_every_variable():
         "MPIKV_NUM_SERVERS": "2",
         "MPIKV_SERVER_PLACEMENT": "LAST",
         "MPIKV_BIGARRAY_BOUND": " 10 ",
+        "MPIKV_PARTITION_BYTES": "4096",
         "MPIKV_ALGORITHM": "Ring",
         "MPIKV_FAKE_HOSTS": "2",
         "MPIKV_SHARED_MEMORY": "OFF",
@@ -27,7 +39,18 @@ def test_every_variable():
         "MPIKV_MPI": "system",
     }
     assert set(environ) == {variable.name for variable in config.VARIABLES}
-    assert Config.from_environ(environ) == Config(2, "last", 10, "ring", 2, "off", 2.5, "calls", "system")
+    assert dataclasses.asdict(Config.from_environ(environ)) == {
+        "num_servers": 2,
+        "server_placement": "last",
+        "bigarray_bound_elems": 10,
+        "partition_bytes": 4096,
+        "algorithm": "ring",
+        "fake_hosts": 2,
+        "shared_memory": "off",
+        "timeout_s": 2.5,
+        "progress": "calls",
+        "mpi": "system",
+    }
 
 
 def test_every_field_has_a_variable_and_a_row_in_the_table():

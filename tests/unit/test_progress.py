@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 
@@ -354,4 +355,100 @@ def test_backoff_polls_then_yields_then_sleeps(monkeypatch):
     backoff.reset()
     naps.clear()
     backoff.pause()
-    assert naps == []
+    assert 0 < naps[0] < 1e-4  # after a long wait the next one is likely long, too: not a poll, but a short nap
+    backoff.reset()
+    naps.clear()
+    backoff.pause()
+    assert naps == []  # but that one was short
+
+
+class Mailbox:
+    """A transport that can be polled: `arrive` completes a request, `poll` then wakes its owner."""
+
+    def __init__(self):
+        self.owner = None
+        self.tests = 0
+        self.waiting, self.arrived = [], []
+
+    def receive(self):
+        message = Message(self, self.owner)
+        self.waiting.append(message)
+        return message
+
+    def poll(self):
+        for message in self.arrived:
+            message.done = True
+            if message.owner is not None:
+                message.owner.woken = True
+        self.arrived = []
+
+
+class Message:
+    def __init__(self, mailbox, owner):
+        self.mailbox, self.owner, self.done = mailbox, owner, False
+
+    def test(self):
+        self.mailbox.tests += 1
+        return self.done
+
+
+def test_who_waits_for_messages_is_not_asked_until_one_has_come():
+    mailbox = Mailbox()
+    engine = Engine(threaded=False, on_fatal=lambda error: None, transport=mailbox)
+
+    def two():
+        yield mailbox.receive()
+        yield mailbox.receive()
+        return "both"
+
+    transfers = [engine.start(two(), "") for _ in range(5)]
+    assert mailbox.tests == 5
+    for _ in range(10):
+        engine.step()
+    assert mailbox.tests == 5
+    mailbox.arrived.append(mailbox.waiting[3])
+    engine.step()
+    assert mailbox.tests == 7  # of the one: the first, then the second
+    mailbox.arrived += mailbox.waiting
+    engine.step()
+    mailbox.arrived += mailbox.waiting
+    engine.step()
+    assert [transfer.result for transfer in transfers] == ["both"] * 5
+
+
+def test_somebody_elses_message_is_asked_for_every_time():
+    mailbox = Mailbox()
+    engine = Engine(threaded=False, on_fatal=lambda error: None, transport=mailbox)
+    message = mailbox.receive()  # by nobody whom the engine could wake
+
+    def wait():
+        yield message
+
+    transfer = engine.start(wait(), "")
+    message.done = True
+    engine.step()
+    assert transfer.done
+
+
+def test_python_gives_way_sooner_while_something_is_under_way_and_only_then():
+    usual_s = sys.getswitchinterval()
+    engine = Engine(threaded=True, on_fatal=lambda error: None)
+    flag = Flag()
+
+    def wait():
+        yield flag
+
+    try:
+        transfer = engine.start(wait(), "")
+        deadline = time.monotonic() + 10
+        while sys.getswitchinterval() >= usual_s:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        flag.done = True
+        while sys.getswitchinterval() != usual_s:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert transfer.done
+    finally:
+        engine.stop()
+    assert sys.getswitchinterval() == usual_s

@@ -17,12 +17,20 @@ import _stages
 BASH = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
 
 
-def judged(lines: list[tuple[str, str]], status: int, tmp_path: Path, *, selected: bool = False, **job: object):
+def judged(
+    lines: list[tuple[str, str]],
+    status: int,
+    tmp_path: Path,
+    *,
+    selected: bool = False,
+    may_skip: bool = False,
+    **job: object,
+):
     """What a stage counts whose tests wrote these lines and that ended with this status."""
     report = tmp_path / "report"
     report.write_text("".join(json.dumps({"test": t, "outcome": o, "reason": "why"}) + "\n" for t, o in lines))
     counted = _stages.count(report)
-    stage = _stages.Stage("unit", "title", None, [], 60)
+    stage = _stages.Stage("unit", "title", None, [], 60, may_skip=may_skip)
     ended = Job(status, "", "", 1.0, **{"timed_out": False, **job})
     _stages.judge(stage, ended, counted, selected=selected)
     return counted
@@ -46,6 +54,13 @@ def test_a_stage_without_an_executed_test_has_failed(status: int, tmp_path: Path
     assert judged([], status, tmp_path, selected=True).failed == []  # -k selected others
 
 
+def test_a_stage_that_may_skip_says_why(tmp_path: Path) -> None:
+    assert judged([("a", "skipped")], 0, tmp_path, may_skip=True).failed == []
+    assert judged([("a", "skipped")], 0, tmp_path, may_skip=True).reasons == {"a": "why"}
+    assert len(judged([], 5, tmp_path, may_skip=True).failed) == 1  # nothing was even collected
+    assert len(judged([("a", "skipped"), ("b", "failed")], 1, tmp_path, may_skip=True).failed) == 1
+
+
 def test_a_status_that_no_test_explains_is_a_failure(tmp_path: Path) -> None:
     for selected in (False, True):
         assert len(judged([("a", "passed")], 3, tmp_path, selected=selected).failed) == 1
@@ -66,7 +81,7 @@ def test_stages() -> None:
     mpi = find_mpi()
     found = _stages.stages(mpi, mpi, quick=False)
     assert [stage.ranks for stage in found if stage.group == "mpi"] == [1, 2, 3, 4, 5]
-    assert {"unit", "mpi", "mpich", "runner", "jobs", "examples"} == {stage.group for stage in found}
+    assert {"unit", "mpi", "mpich", "runner", "jobs", "cluster", "examples"} == {stage.group for stage in found}
     # Every file of tests belongs to exactly one stage, but those under mpirun to several.
     for path in (ROOT / "tests").rglob("test_*.py"):
         name = str(path.relative_to(ROOT))

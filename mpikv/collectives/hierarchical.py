@@ -1,0 +1,239 @@
+"""Allreduce for several ranks on each of several hosts: every byte crosses a host's link once, whatever their number.
+
+Among c ranks of every host, its carriers, the buffer is divided in c lanes. The ranks of a host send what they have to
+add straight to the lane's carrier; the carriers of one lane, one on every host, form a ring; and each carrier sends
+what is finished to the ranks of its host. So all carriers use the link at the same time. All three go on side by side,
+segment by segment in the order of the ring, so that the work within the host is hidden behind the link. Short buffers,
+where steps count and not bytes, go through the direct algorithm or halving and doubling in place of the ring.
+
+c is the size of the smallest host. A host's further ranks belong to the lanes in turn: their chunks pass through the
+carrier, which costs a message within the host more. Chunk of host j: added in the order of the hosts j+1, j+2, ..., j,
+within a host in the order of the ranks from the carrier on, so by ranks alone.
+
+Cost for h hosts of c ranks: bytes out of each host 2(h-1)/h n; per rank 2(h-1) steps of n/(hc) elements across the
+link and 2(c-1)n/c elements within the host; scratch: c windows of segments. On one host this is `naive`, with one rank
+on every host `ring`. Restrictions: none.
+Source: Cho, Finkler, Kung and Hunter, BlueConnect, Proc. SysML (2019): reduce-scatter and allgather level by level.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.collectives import halving_doubling, naive
+from mpikv.collectives.ring import Circle, passing
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive
+from mpikv.keys import even_bounds
+from mpikv.transports.base import Group, Steps
+from mpikv.transports.topology import topology
+
+# One lane of up to so many bytes takes as long as a few messages: then fewer steps win over equal shares of the link.
+SHORT_BYTES = 32 << 10
+DIRECT_HOSTS = 4  # up to so many hosts every carrier may send to all others at once
+
+
+def bounds(n_elems: int, size: int, hosts: Sequence[str] | None = None) -> tuple[int, ...]:
+    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`.
+
+    With the host of each rank every host owns the same share, cut evenly over its ranks, so that all links carry the
+    same; without, every rank owns the same.
+    """
+    if hosts is None:
+        return even_bounds(n_elems, size)
+    members = topology(hosts).hosts
+    shares = np.diff(even_bounds(n_elems, len(members)))
+    lengths = np.zeros(size, np.int64)
+    for ranks, share in zip(members, shares, strict=True):
+        lengths[list(ranks)] = np.diff(even_bounds(int(share), len(ranks)))
+    return (0, *(int(end) for end in np.cumsum(lengths)))
+
+
+def owners(size: int) -> int:
+    """How many ranks, from 0 on, may own a chunk."""
+    return size
+
+
+class _Lane:
+    """This rank's place among hosts and lanes, and what passes through its host."""
+
+    def __init__(self, group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> None:
+        found = topology(group.hosts)
+        self.buf, self.tag = buf, tag
+        self.n_hosts, self.n_lanes = len(found.hosts), found.carriers
+        self.host, self.place = found.host_of[group.rank], found.local_rank[group.rank]
+        ranks_here = found.hosts[self.host]
+        self.n_here = len(ranks_here)
+        self.local = Group(group.transport, [group.ranks[rank] for rank in ranks_here])
+        # of each lane and host: the chunks of the ranks of the lane, its carrier's first
+        self.chunks = [
+            [[(chunks[rank], chunks[rank + 1]) for rank in ranks[lane :: self.n_lanes]] for ranks in found.hosts]
+            for lane in range(self.n_lanes)
+        ]
+        self.carries = self.place < self.n_lanes
+        if self.carries:
+            self.across = Group(group.transport, [group.ranks[ranks[self.place]] for ranks in found.hosts])
+        # of each rank of this host beyond the carriers: its place and the segments of its chunk
+        self.guests = {
+            place: list(cut((chunks[rank], chunks[rank + 1]), buf.itemsize, LINK_SEGMENT_BYTES))
+            for place, rank in enumerate(ranks_here)
+            if place >= self.n_lanes
+        }
+        self.short = buf.nbytes <= SHORT_BYTES * self.n_lanes
+
+    def steps(self, lane: int, *, reducing: bool) -> list[list[Span]]:
+        """The segments of a lane as they pass its carrier on this host."""
+        return passing(self.chunks[lane], self.host, self.buf.itemsize, LINK_SEGMENT_BYTES, reducing=reducing)
+
+    def by_lane(self, *, reducing: bool) -> list[tuple[int, Span]]:
+        """(lane, segment) of all lanes but this rank's own, the lanes in turn."""
+        others = [lane for lane in range(self.n_lanes) if lane != self.place]
+        segments = [[s for step in self.steps(lane, reducing=reducing) for s in step] for lane in others]
+        rows = itertools.zip_longest(*segments)
+        return [(lane, span) for row in rows for lane, span in zip(others, row, strict=True) if span is not None]
+
+    def view(self, span: Span) -> HostArray:
+        """That part of the buffer."""
+        return self.buf[span[0] : span[1]]
+
+    def sender(self, segments: Sequence[tuple[int, Span]], ready: Callable[[], int]) -> Sender:
+        """To ranks of this host, by place."""
+        return Sender(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW, ready)
+
+    def receiver(self, segments: Sequence[tuple[int, Span]]) -> Receiver:
+        """From ranks of this host, by place, into the buffer."""
+        return Receiver(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW)
+
+    def collector(self, segments: Sequence[Span]) -> Receiver:
+        """From all other ranks of this host, each segment in turn, added to the buffer."""
+        sources = [(self.place + i) % self.n_here for i in range(1, self.n_here)]
+        views = [self.view(span) for span in segments for _ in sources]
+        scratch = np.empty(
+            (min(LINK_WINDOW, len(views)), max((view.size for view in views), default=0)), self.buf.dtype
+        )
+        targets = [scratch[i % LINK_WINDOW, : view.size] for i, view in enumerate(views)]
+
+        def add(i: int) -> None:
+            np.add(targets[i], views[i], out=views[i])
+
+        return Receiver(
+            self.local, list(zip(sources * len(segments), targets, strict=True)), self.tag, LINK_WINDOW, take=add
+        )
+
+    def hosted(self) -> list[tuple[int, Span]]:
+        """(place, segment) of the ranks of this host whose chunks pass through this carrier."""
+        return [(place, span) for place, spans in self.guests.items() for span in spans if self._carries_for(place)]
+
+    def _carries_for(self, place: int) -> bool:
+        return place % self.n_lanes == self.place
+
+    def packed(self) -> tuple[HostArray, tuple[int, ...]]:
+        """A copy of this rank's lane, host after host, and the bounds of the hosts' parts in it."""
+        parts = [self.view(span) for spans in self.chunks[self.place] for span in spans]
+        lengths = [sum(end - begin for begin, end in spans) for spans in self.chunks[self.place]]
+        return np.concatenate(parts), (0, *itertools.accumulate(lengths))
+
+    def unpack(self, packed: HostArray, hosts: Iterable[int]) -> None:
+        """Write the parts of these hosts back."""
+        ends = list(itertools.accumulate(end - begin for spans in self.chunks[self.place] for begin, end in spans))
+        at = iter(ends)
+        for host, spans in enumerate(self.chunks[self.place]):
+            for span in spans:
+                end = next(at)
+                if host in hosts:
+                    self.view(span)[...] = packed[end - (span[1] - span[0]) : end]
+
+    def direct(self) -> ModuleType:
+        """The algorithm across hosts for short buffers. Halving and doubling where no host is folded."""
+        power_of_two = self.n_hosts & (self.n_hosts - 1) == 0
+        return halving_doubling if self.n_hosts > DIRECT_HOSTS and power_of_two else naive
+
+
+def _all() -> int:
+    return sys.maxsize
+
+
+def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+
+    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
+    Yields each request it must wait for.
+    """
+    if len(set(group.hosts)) == 1:
+        yield from naive.reduce_scatter(group, buf, chunks, tag)
+        return
+    lane = _Lane(group, buf, chunks, tag)
+    stages: list[Stage] = [lane.sender(lane.by_lane(reducing=True), _all)]
+    if not lane.carries:
+        stages.append(lane.receiver([(lane.place % lane.n_lanes, span) for span in lane.guests[lane.place]]))
+        yield from drive(*stages)
+        return
+    steps = lane.steps(lane.place, reducing=True)
+    segments = [span for step in steps for span in step]
+    collector = lane.collector(segments)
+    stages.append(collector)
+    hosted = lane.hosted()
+    if lane.short:
+        yield from drive(*stages)
+        packed, ends = lane.packed()
+        yield from lane.direct().reduce_scatter(lane.across, packed, ends, tag)
+        lane.unpack(packed, [lane.host])
+        yield from drive(lane.sender(hosted, _all))
+        return
+    n_others = lane.n_here - 1
+    ready = (lambda: collector.count // n_others) if n_others else None
+    circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=True, ready=ready)
+    # The chunks of this host come last, and the guests' after the carrier's own.
+    unhosted = len(segments) - len(hosted)
+    stages += [circle.receiver, circle.sender, lane.sender(hosted, lambda: circle.count() - unhosted)]
+    yield from drive(*stages)
+
+
+def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+    """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
+
+    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
+    """
+    if len(set(group.hosts)) == 1:
+        yield from naive.allgather(group, buf, chunks, tag)
+        return
+    lane = _Lane(group, buf, chunks, tag)
+    mine = lane.guests.get(lane.place, [])
+    incoming = [(at, span) for at, span in lane.by_lane(reducing=False) if span not in mine]
+    stages: list[Stage] = [lane.receiver(incoming)]
+    if not lane.carries:
+        stages.append(lane.sender([(lane.place % lane.n_lanes, span) for span in mine], _all))
+        yield from drive(*stages)
+        return
+    steps = lane.steps(lane.place, reducing=False)
+    segments = [span for step in steps for span in step]
+    hosted = lane.hosted()
+    guests = lane.receiver(hosted)
+    # Every finished segment goes to the other ranks of this host, but not back to where it came from.
+    came_from = {span: place for place, span in hosted}
+    receivers = [
+        [(place, span) for place in range(lane.n_here) if place not in (lane.place, came_from.get(span))]
+        for span in segments
+    ]
+    through = [0, *itertools.accumulate(len(places) for places in receivers)]
+    outgoing = [entry for entries in receivers for entry in entries]
+    if lane.short:
+        yield from drive(guests)
+        packed, ends = lane.packed()
+        yield from lane.direct().allgather(lane.across, packed, ends, tag)
+        lane.unpack(packed, range(lane.n_hosts))
+        yield from drive(*stages, lane.sender(outgoing, _all))
+        return
+    n_own = len(steps[0]) - len(hosted)
+
+    def ready() -> int:
+        return len(segments) if guests.done else n_own + guests.count
+
+    circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
+    stages += [guests, circle.receiver, circle.sender, lane.sender(outgoing, lambda: through[circle.count()])]
+    yield from drive(*stages)

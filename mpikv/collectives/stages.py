@@ -1,0 +1,145 @@
+"""Parts of a collective that run side by side, each as far as its messages allow.
+
+A stage moves itself on when asked and says whether anything moved; `drive` makes one generator of several. Stages tell
+each other how far they are through counts of the segments they have finished, always in the same order on both sides,
+so that one rank can receive the tenth segment, add the ninth and send the eighth at the same time.
+
+Cost: one `move` of each stage for each test.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from mpikv.arrays import HostArray
+from mpikv.transports.base import Group, Request, Steps
+
+# Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
+# is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
+# the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
+LINK_SEGMENT_BYTES = 60 << 10
+LINK_WINDOW = (
+    16  # segments under way in each direction: 1 MB, 40 ms at 200 Mbit/s, more than a nap or a switch of threads
+)
+# Between processes of one host longer segments cost fewer calls; four of them still stay in a core's own cache.
+HOST_SEGMENT_BYTES = 1 << 18
+HOST_WINDOW = 2
+
+Span = tuple[int, int]  # elements [begin, end) of a buffer
+
+
+class Stage(Protocol):
+    """A part of a collective. `done`: nothing is left to move."""
+
+    done: bool
+
+    def move(self) -> bool:
+        """Do what can be done without waiting; whether that was anything. Raises what went wrong."""
+        ...
+
+
+class _Moves:
+    """A request that is done when a stage has moved, or all are done. Only messages move it."""
+
+    wakes = True
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+
+    def test(self) -> bool:
+        moved = False
+        for stage in self._stages:
+            if not stage.done:
+                moved |= stage.move()
+        return moved or all(stage.done for stage in self._stages)
+
+
+def drive(*stages: Stage) -> Steps[None]:
+    """Move all stages on until all are done."""
+    moves = _Moves(stages)
+    while not all(stage.done for stage in stages):
+        yield moves
+
+
+def cut(span: Span, itemsize_bytes: int, segment_bytes: int) -> Iterator[Span]:
+    """A span in segments of at most so many bytes, at least one element each."""
+    step = max(1, segment_bytes // itemsize_bytes)
+    for first in range(*span, step):
+        yield first, min(first + step, span[1])
+
+
+class Sender:
+    """A stage that sends segments to given ranks, in order, a limited number at a time.
+
+    segments: (rank of the group, array). ready: how many of them, from the first on, may be sent by now.
+    """
+
+    def __init__(
+        self, group: Group, segments: Sequence[tuple[int, HostArray]], tag: int, window: int, ready: Callable[[], int]
+    ) -> None:
+        self._group, self._segments, self._tag, self._window, self._ready = group, segments, tag, window, ready
+        self._under_way: deque[Request] = deque()
+        self._sent = 0
+        self.done = not segments
+
+    def move(self) -> bool:
+        """Forget what has been sent, start what is ready."""
+        moved = False
+        while self._under_way and self._under_way[0].test():
+            self._under_way.popleft()
+            moved = True
+        ready = min(self._ready(), len(self._segments))
+        while self._sent < ready and len(self._under_way) < self._window:
+            dest, segment = self._segments[self._sent]
+            self._under_way.append(self._group.isend(segment, dest, self._tag))
+            self._sent += 1
+            moved = True
+        self.done = self._sent == len(self._segments) and not self._under_way
+        return moved
+
+
+class Receiver:
+    """A stage that receives segments from given ranks, in order, a limited number at a time.
+
+    targets: (rank of the group, array that segment is received into), where a target is free again, for another
+    segment, once `take(i)` has been called for segment i. count: how many have been received and taken.
+    may_take: how many, from the first on, may be taken by now.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        targets: Sequence[tuple[int, HostArray]],
+        tag: int,
+        window: int,
+        *,
+        take: Callable[[int], None] | None = None,
+        may_take: Callable[[], int] | None = None,
+    ) -> None:
+        self._group, self._targets, self._tag, self._window = group, targets, tag, window
+        self._take, self._may_take = take, may_take
+        self._under_way: deque[Request] = deque()
+        self._posted = 0
+        self.count = 0
+        self.done = not targets
+
+    def move(self) -> bool:
+        """Take what has come, ask for more."""
+        moved = False
+        limit = len(self._targets) if self._may_take is None else self._may_take()
+        while True:
+            while self._posted < len(self._targets) and len(self._under_way) < self._window:
+                source, target = self._targets[self._posted]
+                self._under_way.append(self._group.irecv(target, source, self._tag))
+                self._posted += 1
+            if not (self._under_way and self.count < limit and self._under_way[0].test()):
+                break
+            self._under_way.popleft()
+            if self._take is not None:
+                self._take(self.count)
+            self.count += 1
+            moved = True
+        self.done = self.count == len(self._targets)
+        return moved

@@ -1,0 +1,81 @@
+"""What a server's core asks its loop to do: send replies, fetch partitions that wait at workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+
+if TYPE_CHECKING:
+    from mpikv.server.memory import Block
+    from mpikv.server.shard import Push, Shard
+
+
+class Reply(NamedTuple):
+    """Send `data` to `worker` with `tag`. The array does not change before `block.release()` is called."""
+
+    worker: int
+    tag: int
+    data: HostArray
+    priority: int = 0
+    block: Block | None = None
+
+
+class Fetch(NamedTuple):
+    """Receive the next partition of a push, in the order of these events for one (worker, tag).
+
+    shard: None: it is received to be thrown away, `n_bytes` of it.
+    """
+
+    shard: Shard | None
+    push: Push
+    part: int
+    n_bytes: int = 0
+
+
+Event = Reply | Fetch
+
+
+class Batch:
+    """The answers to several pulls of one message: one reply, sent when all of them are there."""
+
+    def __init__(self, worker: int, tag: int, priority: int, count: int) -> None:
+        self._worker = worker
+        self._tag = tag
+        self._priority = priority
+        self._answers: list[list[HostArray]] = [[] for _ in range(count)]
+        self._missing = count
+
+    def add(self, index: int, values: HostArray) -> None:
+        """Keep a copy of the next partition of an answer."""
+        self._answers[index].append(values.copy().view(np.uint8))
+
+    def done(self) -> Reply | None:
+        """One answer is complete; the reply when it was the last one."""
+        self._missing -= 1
+        if self._missing:
+            return None
+        data = np.concatenate([values for answer in self._answers for values in answer])
+        return Reply(self._worker, self._tag, data, self._priority)
+
+
+class Answer:
+    """A pull of one shard. version: what it waits for. part: the next partition to be answered.
+
+    batch, index: it is that answer of the batch.
+    """
+
+    __slots__ = ("batch", "index", "part", "priority", "tag", "version", "worker")
+
+    def __init__(
+        self, worker: int, tag: int, version: int, *, priority: int, batch: Batch | None = None, index: int = 0
+    ) -> None:
+        self.worker = worker
+        self.tag = tag
+        self.version = version
+        self.priority = priority
+        self.batch = batch
+        self.index = index
+        self.part = 0

@@ -1,0 +1,309 @@
+"""One key's elements on one server: what is pushed to them, added, updated and pulled from them.
+
+Partitions are how the elements travel, units are what is added and updated at one time: one partition each, or, for an
+optimizer whose formula needs the whole value, all of them. Every worker's pushes of a key are taken in their order, a
+partition at a time, and only those of the round under way: a push that is a round ahead waits in its worker's memory.
+So a shard needs memory for its values, their states and one gradient per worker, usually much less, since what has
+been added is free again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.errors import MpikvError
+from mpikv.keys import KeyInfo, partitions
+from mpikv.optimizers.base import Optimizer, State
+from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
+from mpikv.optimizers.states import Part, join_states, slice_state
+from mpikv.server.events import Answer, Event, Fetch, Reply
+from mpikv.server.memory import Block, Pool
+from mpikv.server.policy import Policy
+from mpikv.wire import Header
+
+
+class Push:
+    """One worker's push of a shard that is not applied in full yet.
+
+    inline: the gradient, if it came with its header; else the partitions are fetched under `tag`. fetched, arrived: how
+    many of them were asked for, and are here. whole: where they come together for a unit of several partitions.
+    """
+
+    __slots__ = ("arrived", "attributes", "fetched", "inline", "priority", "round", "tag", "whole", "worker")
+
+    def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None) -> None:
+        self.worker = worker
+        self.round = round_
+        self.attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
+        self.tag = header.payload_tag
+        self.priority = header.priority
+        self.inline = inline
+        self.fetched = self.arrived = 0
+        self.whole: HostArray | None = None
+
+
+class Unit:
+    """Elements `[begin, end)` of the shard that are updated at one time.
+
+    seen: of each worker, how many pushes are applied or wait for those of others.
+    """
+
+    __slots__ = ("begin", "block", "end", "policy", "seen", "state", "version")
+
+    def __init__(self, begin: int, block: Block, policy: Policy, version: int, seen: list[int]) -> None:
+        self.begin = begin
+        self.end = begin + block.array.size
+        self.block = block
+        self.policy = policy
+        self.version = version
+        self.seen = seen
+        self.state: State | None = None
+
+
+class Shard:
+    """A key's elements from `begin` on that live on this server."""
+
+    def __init__(
+        self,
+        info: KeyInfo,
+        values: HostArray,
+        *,
+        begin: int,
+        part_elems: int,
+        version: int,
+        owner: Owner,
+        pool: Pool,
+        policy: Callable[[], Policy],
+        labels: Sequence[str],
+    ) -> None:
+        self.info = info
+        self.begin = begin
+        self._n = values.size
+        self.parts = partitions(0, values.size, part_elems)
+        self._owner = owner
+        self._pool = pool
+        self._labels = labels
+        self._sum_dtype = sum_dtype(info.dtype)
+        self._pushed = [version] * len(labels)
+        self._waiting: list[deque[Push]] = [deque() for _ in labels]
+        self._pulls: list[Answer] = []
+        bounds = self._bounds()
+        self.units = [
+            Unit(b, Block(self._copy(values[b:e]), pool), policy(), version, [version] * len(labels)) for b, e in bounds
+        ]
+        self._counts = self.units[0].policy.counts
+
+    def _copy(self, values: HostArray) -> HostArray:
+        array = self._pool.take(values.size, values.dtype)
+        np.copyto(array, values)
+        return array
+
+    # --- cutting
+
+    def _bounds(self) -> tuple[tuple[int, int], ...]:
+        optimizer = self._owner.optimizer_of(self.info.id)
+        return self.parts if optimizer is None or optimizer.elementwise else ((0, self._n),)
+
+    def _unit(self, part: int) -> Unit:
+        return self.units[part if len(self.units) > 1 else 0]
+
+    def regroup(self) -> None:
+        """Cut the units as the optimizer that is now in force wants them. Nothing may be on its way here."""
+        bounds, old = self._bounds(), self.units
+        if len(bounds) == len(old):
+            return
+
+        def cut(arrays: Sequence[HostArray]) -> list[HostArray]:
+            joined = np.concatenate(arrays)
+            for array in arrays:
+                self._pool.give(array)
+            return [self._copy(joined[begin:end]) for begin, end in bounds]
+
+        policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
+        values = np.concatenate([unit.block.array for unit in old])
+        states = [(unit.begin, unit.end, unit.state) for unit in old if unit.state is not None]
+        for unit in old:
+            unit.block.leave()
+        self.units = [
+            Unit(begin, Block(self._copy(values[begin:end]), self._pool), policy, old[0].version, list(old[0].seen))
+            for (begin, end), policy in zip(bounds, policies, strict=True)
+        ]
+        if states:
+            self.set_states(states)
+        self._pool.trim()  # memory of the old cut, most of which nobody will ask for again
+
+    # --- states
+
+    def states(self) -> list[Part]:
+        """The states of its units; those never updated have none."""
+        return [
+            Part(self.info.key, self.begin + unit.begin, self.begin + unit.end, unit.state)
+            for unit in self.units
+            if unit.state is not None
+        ]
+
+    def set_states(self, pieces: Sequence[tuple[int, int, State]]) -> None:
+        """Replace the states by those of pieces, given by elements of the shard; no piece: no state."""
+        for unit in self.units:
+            mine = [piece for piece in pieces if unit.begin <= piece[0] and piece[1] <= unit.end]
+            around = [piece for piece in pieces if piece[0] <= unit.begin and unit.end <= piece[1]]
+            if around:
+                begin, end, state = around[0]
+                unit.state = slice_state(state, unit.begin - begin, unit.end - begin, end - begin)
+            else:
+                moved = [(begin - unit.begin, end - unit.begin, state) for begin, end, state in mine]
+                unit.state = join_states(moved, unit.end - unit.begin) if moved else None
+
+    def forget_states(self) -> None:
+        """Its optimizer starts anew."""
+        for unit in self.units:
+            unit.state = None
+
+    # --- pushes
+
+    def push(self, worker: int, header: Header, inline: HostArray | None) -> list[Event]:
+        """A worker's next push: taken at once if it is here and of the round under way, else when it is its turn."""
+        n_bytes = self._n * self.info.dtype.itemsize
+        if inline is not None and inline.size != n_bytes:
+            raise MpikvError(
+                f"{self._labels[worker]} pushed {inline.size} bytes of key {self.info.key!r}, "
+                f"of which {n_bytes} live here"
+            )
+        self._pushed[worker] += 1
+        self._waiting[worker].append(Push(worker, self._pushed[worker], header, inline))
+        return self._advance(worker)
+
+    def _advance(self, worker: int) -> list[Event]:
+        """Take or ask for what this worker has and this shard can use now."""
+        events: list[Event] = []
+        queue = self._waiting[worker]
+        while queue:
+            push = queue[0]
+            if push.inline is not None:
+                if self._counts and self.units[0].version != push.round - 1:
+                    break
+                queue.popleft()
+                gradient = push.inline.view(self.info.dtype)
+                for unit in self.units:
+                    events += self._contribute(unit, push, self._copy(gradient[unit.begin : unit.end]))
+                continue
+            while push.fetched < len(self.parts):
+                if self._counts and self._unit(push.fetched).version != push.round - 1:
+                    break
+                events.append(Fetch(self, push, push.fetched))
+                push.fetched += 1
+            break
+        return events
+
+    def target(self, push: Push, part: int) -> HostArray:
+        """Memory for a partition that is now going to be received."""
+        begin, end = self.parts[part]
+        if len(self.units) > 1 or len(self.parts) == 1:
+            return self._pool.take(end - begin, self.info.dtype)
+        if push.whole is None:
+            push.whole = self._pool.take(self._n, self.info.dtype)
+        return push.whole[begin:end]
+
+    def arrived(self, push: Push, part: int, data: HostArray) -> list[Event]:
+        """A partition is here, in what `target` gave."""
+        push.arrived += 1
+        last = push.arrived == len(self.parts)
+        if last:
+            self._waiting[push.worker].popleft()
+        events: list[Event] = []
+        if push.whole is None:
+            events = self._contribute(self._unit(part), push, data)
+        elif last:
+            events = self._contribute(self.units[0], push, push.whole)
+        if last:
+            events += self._advance(push.worker)
+        return events
+
+    def drain(self) -> list[Event]:
+        """Ask for whatever workers still hold of rounds that will never be complete."""
+        events: list[Event] = []
+        for queue in self._waiting:
+            for push in queue:
+                if push.inline is None:
+                    rest = range(push.fetched, len(self.parts))
+                    lengths = [self.parts[part][1] - self.parts[part][0] for part in rest]
+                    item = self.info.dtype.itemsize
+                    events += [Fetch(None, push, part, n * item) for part, n in zip(rest, lengths, strict=True)]
+            queue.clear()
+        return events
+
+    def _contribute(self, unit: Unit, push: Push, gradient: HostArray) -> list[Event]:
+        unit.seen[push.worker] += 1
+        if gradient.dtype != self._sum_dtype:
+            wide = self._pool.take(gradient.size, self._sum_dtype)
+            np.copyto(wide, gradient)
+            self._pool.give(gradient)
+            gradient = wide
+        update = unit.policy.push(push.worker, gradient, push.attributes, self._pool.give)
+        if update is None:
+            return []
+        self._apply(unit, update.total, update.attributes)
+        unit.version += 1
+        events = self._answer()
+        if self._counts:
+            for worker, queue in enumerate(self._waiting):
+                if queue:
+                    events += self._advance(worker)
+        return events
+
+    def _apply(self, unit: Unit, total: HostArray, attributes: AttributesId) -> None:
+        optimizer = self._owner.optimizer_of(self.info.id)
+        if optimizer is None and total.dtype == unit.block.array.dtype:
+            unit.block.leave()
+            unit.block = Block(total, self._pool)
+            return
+        if unit.block.readers:
+            block = Block(self._copy(unit.block.array), self._pool)
+            unit.block.leave()
+            unit.block = block
+        unit.state = self._owner.update(self.info, unit.block.array, total, attributes, unit.state)
+        if optimizer is None or type(optimizer).update is Optimizer.update:
+            self._pool.give(total)
+        else:
+            self._pool.lose(total)  # a user's function may have made the gradient its state
+
+    # --- pulls
+
+    def pull(self, pull: Answer) -> list[Event]:
+        """Answer now, or when the version that it needs exists."""
+        if not self._counts:
+            pull.version = self._pushed[pull.worker]
+        events: list[Event] = []
+        if not self._serve(pull, events):
+            self._pulls.append(pull)
+        return events
+
+    def _answer(self) -> list[Event]:
+        """Answer every partition of every pull whose version exists."""
+        events: list[Event] = []
+        if self._pulls:
+            self._pulls = [pull for pull in self._pulls if not self._serve(pull, events)]
+        return events
+
+    def _serve(self, pull: Answer, events: list[Event]) -> bool:
+        """Answer the partitions of one pull whose version exists, in order; whether it is done."""
+        while pull.part < len(self.parts):
+            unit = self._unit(pull.part)
+            if (unit.version if self._counts else unit.seen[pull.worker]) < pull.version:
+                return False
+            begin, end = self.parts[pull.part]
+            values = unit.block.array[begin - unit.begin : end - unit.begin]
+            pull.part += 1
+            if pull.batch is None:
+                unit.block.readers += 1
+                events.append(Reply(pull.worker, pull.tag, values, pull.priority, unit.block))
+            else:
+                pull.batch.add(pull.index, values)
+        reply = None if pull.batch is None else pull.batch.done()
+        if reply is not None:
+            events.append(reply)
+        return True

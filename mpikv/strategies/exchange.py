@@ -1,0 +1,341 @@
+"""A worker's messages to servers and their answers.
+
+Every shard of a key travels in the way that was fixed when the key was agreed on: a small one behind its header, those
+of one call for one server in one message; a large one in partitions, straight from the array that it is in, which the
+server fetches one after the other. Answers come in the same partitions, straight into the array that is asked for;
+those to the small keys of one message come in one message.
+
+Cost: one copy of a small shard, none of a large one. A tag for each large shard, and for each answer, until it is done.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.errors import StallError
+from mpikv.keys import KeyInfo, ShardPlan, partitions
+from mpikv.observe.stall import Waiting
+from mpikv.strategies.base import Sink
+from mpikv.transports.base import Arrival, Request, Steps, Transport
+from mpikv.transports.progress import Running
+
+POLLS = 10  # then the core is given to whom we wait for, if it has none; the answer takes some tens of microseconds
+GLANCES = 60
+FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
+INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
+MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
+
+
+MISSING = "Not arrived"  # what a report says where workers are missing
+REPORTS = 64  # each is a question to all workers, answered within milliseconds
+
+
+def glance(request: Request) -> bool:
+    """Look whether it is done, for about as long as an answer takes when nobody is late."""
+    for i in range(GLANCES):
+        if request.test():
+            return True
+        if i >= POLLS:
+            os.sched_yield()
+    return False
+
+
+class Route(NamedTuple):
+    """How one shard travels. parts: bounds in the key's value; inline: behind its header."""
+
+    owner: int
+    begin: int
+    end: int
+    parts: tuple[tuple[int, int], ...]
+    inline: bool
+
+
+class ClientKey:
+    """One key as its client sees it."""
+
+    def __init__(self, info: KeyInfo, plan: ShardPlan, part_elems: int) -> None:
+        self.info = info
+        self.part_elems = part_elems
+        self.pushed = 0
+        self.move(plan)
+
+    def move(self, plan: ShardPlan) -> None:
+        """The key lives there from now on."""
+        self.plan = plan
+        self.routes = []
+        for shard in plan:
+            parts = partitions(shard.begin, shard.end, self.part_elems)
+            n_bytes = (shard.end - shard.begin) * self.info.dtype.itemsize
+            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES))
+        self.small = len(self.routes) == 1 and self.routes[0].inline
+
+
+class Item(NamedTuple):
+    """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number."""
+
+    key: ClientKey
+    total: HostArray | None
+    sink: Sink | None
+    attributes: int = 0
+
+
+class Tags:
+    """Numbers that nothing outstanding uses."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self._free = deque(range(first, first + count))
+        self.count = count
+
+    @property
+    def left(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """The one that was free for longest."""
+        return self._free.popleft()
+
+    def give(self, tags: Sequence[int]) -> None:
+        """They are free again."""
+        self._free.extend(tags)
+
+
+class Exchange:
+    """A call under way: a request that moves itself on, for whoever waits for it."""
+
+    def __init__(self, steps: Steps[None]) -> None:
+        self._running = Running(steps, "")
+
+    def test(self) -> bool:
+        """Whether it is done. Under the engine's lock."""
+        self._running.advance()
+        return self._running.test()
+
+    def steps(self) -> Steps[None]:
+        """For an engine, where nobody waits any more."""
+        yield self
+
+
+class Together:
+    """The one transfer of several keys. A wait for one of them looks after all of them.
+
+    check: raises when the wait for a key can never end.
+    """
+
+    def __init__(self, request: Request, waitings: Sequence[Waiting], check: Callable[[Waiting], None]) -> None:
+        self._request = request
+        self._waitings = waitings
+        self._check = check
+        self._tests = 0
+
+    def test(self) -> bool:
+        """Whether it is done."""
+        if self._request.test():
+            return True
+        self._tests += 1
+        if self._tests % 64 == 0:  # there may be hundreds of keys, and nothing of this is urgent
+            for waiting in self._waitings:
+                self._check(waiting)
+        return False
+
+    def explain(self, error: StallError, report: Callable[[Waiting], str]) -> None:
+        """Let the error be about a key that somebody has not come to, not about the first one."""
+        if MISSING in str(error):
+            return
+        for waiting in self._waitings[:REPORTS]:
+            text = report(waiting)
+            if MISSING in text:
+                raise StallError(text) from None
+
+
+class Client:
+    """One worker's end of the messages. Everything here is called under the engine's lock."""
+
+    def __init__(self, transport: Transport, servers: Sequence[int]) -> None:
+        self.transport = transport
+        self.reply_tags = Tags(wire.TAG_REPLY, wire.REPLY_TAGS)
+        self.payload_tags = Tags(1, wire.PAYLOAD_TAGS - 1)  # 0 says that there is none
+        self._servers = tuple(servers)
+        self._sends: deque[Request] = deque()
+        self.unsent = 0  # pushes whose payload has not left
+
+    def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
+        """Send one message."""
+        if len(self._sends) > FEW:
+            self.sent()
+        message = wire.request(*requests[0]) if len(requests) == 1 else wire.requests(requests)
+        self._sends.append(self.isend(message, server, wire.TAG_REQUEST))
+
+    def sent(self) -> bool:
+        """Whether every message has left."""
+        while self._sends and self._sends[0].test():
+            self._sends.popleft()
+        return not self._sends
+
+    def answer(self, server: int, header: wire.Header, payload: wire.Payload) -> Steps[bytes]:
+        """Ask one server something, and take its answer of whatever length."""
+        tag = self.reply_tags.take()
+        self.send(server, [(header._replace(reply_tag=tag), payload)])
+        arrival = Arrival(self.transport, tag)
+        yield arrival
+        data: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
+        yield arrival.incoming.receive(data)
+        self.reply_tags.give([tag])
+        return data.tobytes()
+
+    def ask_small(self, item: Item, value: HostArray) -> tuple[Request, int]:
+        """Push and pull one key that is one small shard, into `value`; the answer to wait for, and the tag to give."""
+        key = item.key
+        (route,) = key.routes
+        tag = self.reply_tags.take()
+        # The receive is there before the question leaves, so that the answer needs no copy on its way.
+        answer = self.irecv(value, route.owner, tag)
+        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed)
+        self.send(route.owner, [(header, item.total)])
+        return answer, tag
+
+    @staticmethod
+    def tags_needed(items: Sequence[Item]) -> tuple[int, int]:
+        """Reply tags and payload tags that a call takes at most."""
+        routes = [(item, route) for item in items for route in item.key.routes]
+        replies = sum(item.sink is not None for item, _ in routes)
+        return replies, sum(item.total is not None and not route.inline for item, route in routes)
+
+    def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
+        """Push, pull or both, of all items; ends when every answer is there and every array free again."""
+        values = [None if item.sink is None else item.sink.buffer() for item in items]
+        transfer = _Transfer(self, kind, priority)
+        transfer.send_small(items, values)
+        for item, value in zip(items, values, strict=True):
+            for route in item.key.routes:
+                if not route.inline:
+                    transfer.send_large(item, value, route)
+        yield from transfer.end()
+        for item, value in zip(items, values, strict=True):
+            if item.sink is not None and value is not None:
+                item.sink.deliver(value)
+
+    def isend(self, data: HostArray, server: int, tag: int) -> Request:
+        """Start sending to a server."""
+        return self.transport.isend(data, self._servers[server], tag)
+
+    def irecv(self, data: HostArray, server: int, tag: int) -> Request:
+        """Start receiving from a server."""
+        return self.transport.irecv(data, self._servers[server], tag)
+
+
+class _Transfer:
+    """The messages of one call."""
+
+    def __init__(self, client: Client, kind: int, priority: int) -> None:
+        self._client = client
+        self._kind = kind
+        self._priority = priority
+        self._receives: list[Request] = []
+        self._sends: list[Request] = []
+        self._reply_tags: list[int] = []
+        self._payload_tags: list[int] = []
+        self._joint: list[tuple[HostArray, list[HostArray]]] = []  # an answer to several keys, and their arrays
+        self._late: list[tuple[Request, HostArray, int, int]] = []
+
+    def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
+        key = item.key
+        return wire.Header(self._kind, key.info.id, reply_tag, item.attributes, key.pushed, payload_tag, self._priority)
+
+    def send_small(self, items: Sequence[Item], values: Sequence[HostArray | None]) -> None:
+        """The shards that travel behind their headers, in as few messages as there are servers."""
+        by_server: dict[int, list[_Small]] = {}
+        for item, value in zip(items, values, strict=True):
+            for route in item.key.routes:
+                if route.inline:
+                    by_server.setdefault(route.owner, []).append(_Small(item, value, route))
+        for server, small in by_server.items():
+            for chunk in _chunks(small):
+                tag = self._expect(server, [one.answer() for one in chunk if one.value is not None])
+                self._client.send(server, [(self._header(one.item, tag), one.payload()) for one in chunk])
+
+    def _expect(self, server: int, parts: list[HostArray]) -> int:
+        """Post the receive of an answer, before the question leaves, so that it needs no copy on its way."""
+        if not parts:
+            return 0
+        tag = self._client.reply_tags.take()
+        self._reply_tags.append(tag)
+        data = parts[0]
+        if len(parts) > 1:
+            data = np.empty(sum(part.nbytes for part in parts), np.uint8)
+            self._joint.append((data, parts))
+        self._receives.append(self._client.irecv(data, server, tag))
+        return tag
+
+    def send_large(self, item: Item, value: HostArray | None, route: Route) -> None:
+        """A header, and the partitions, which wait to be fetched."""
+        client, total, server = self._client, item.total, route.owner
+        reply_tag = payload_tag = 0
+        if value is not None:
+            reply_tag = client.reply_tags.take()
+            self._reply_tags.append(reply_tag)
+        if total is not None:
+            payload_tag = client.payload_tags.take()
+            self._payload_tags.append(payload_tag)
+        client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
+        one_array = total is not None and value is not None and np.may_share_memory(total, value)
+        for begin, end in route.parts:
+            if total is not None:
+                request = client.isend(total[begin:end], server, wire.TAG_PAYLOAD + payload_tag)
+                self._sends.append(request)
+                if one_array and value is not None:
+                    # The answer goes where the partition is sent from: MPI must be done with reading it first.
+                    self._late.append((request, value[begin:end], server, reply_tag))
+            if value is not None and not one_array:
+                self._receives.append(client.irecv(value[begin:end], server, reply_tag))
+
+    def end(self) -> Steps[None]:
+        """Wait for everything."""
+        for request, part, server, tag in self._late:
+            yield request
+            self._receives.append(self._client.irecv(part, server, tag))
+        yield from self._receives
+        for data, parts in self._joint:
+            at = 0
+            for part in parts:
+                part.view(np.uint8)[:] = data[at : at + part.nbytes]
+                at += part.nbytes
+        yield from self._sends
+        self._client.reply_tags.give(self._reply_tags)
+        self._client.payload_tags.give(self._payload_tags)
+
+
+class _Small(NamedTuple):
+    item: Item
+    value: HostArray | None
+    route: Route
+
+    def answer(self) -> HostArray:
+        """Where its answer goes."""
+        assert self.value is not None
+        return self.value[self.route.begin : self.route.end]
+
+    def payload(self) -> HostArray | None:
+        """What it pushes."""
+        total = self.item.total
+        return None if total is None else total[self.route.begin : self.route.end]
+
+
+def _chunks(small: list[_Small]) -> list[list[_Small]]:
+    """Cut into messages of about MESSAGE_BYTES."""
+    chunks: list[list[_Small]] = [[]]
+    n_bytes = 0
+    for one in small:
+        if n_bytes > MESSAGE_BYTES:
+            chunks.append([])
+            n_bytes = 0
+        chunks[-1].append(one)
+        n_bytes += wire.HEADER_BYTES + (one.route.end - one.route.begin) * one.item.key.info.dtype.itemsize
+    return chunks
