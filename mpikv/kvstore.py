@@ -312,12 +312,12 @@ class KVStore:
         self._check_open("pushpull")
         call = self._prepared.find(key, value, out)
         if call is not None:
-            if not call.run():
+            if not call.run(priority):
                 self._pushpull(key, value, out, priority).wait()
             return
         items, targets = self._pushpull_arguments(key, value, out)
         call = self._prepare(items, targets)
-        if call is None or not call.run():
+        if call is None or not call.run(priority):
             self._start_pushpull(items, targets, priority).wait()
         if call is not None:
             if all(isinstance(array, np.ndarray) for _, arrays in (*items, *targets) for array in arrays):

@@ -2,8 +2,8 @@
 
 A call is known by its keys and by the very array objects it was made with, in order. It is kept from its second coming
 on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys.
-What is not looked at again, for it would cost as much as the call: whether an array in a list was given another shape in
-place, or made read-only, since it was pushed last.
+What is not looked at again, for it would cost as much as the call: whether an array in a list was given another shape
+in place, or made read-only, since it was pushed last.
 
 Cost of finding a call: a comparison of identity per key.
 """

@@ -90,7 +90,7 @@ class PreparedCall(Protocol):
         """Whether it may still be made."""
         ...
 
-    def run(self) -> bool:
+    def run(self, priority: int = 0) -> bool:
         """Make it, blocking. False: nothing was done, push and pull in the ordinary way."""
         ...
 

@@ -35,8 +35,9 @@ from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.arena import Arena
+from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending
-from mpikv.strategies.direct_plans import in_place, overlap, plain, regions
+from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.meeting import MASK, Meeting, digest
 from mpikv.transports.shm import HostMemory, aligned
@@ -191,13 +192,8 @@ class Direct:
     ) -> DirectCall | None:
         """A call with one array per key; None where it cannot go the direct way."""
         lanes = [self._lanes[info.id] for info in infos]
-        flat = []
-        for info, lane, value, targets in zip(infos, lanes, values, outs, strict=True):
-            if lane.offset_bytes < 0 or not all(plain(array, info) for array in (value, *targets)):
-                return None
-            # As plain arrays: a reshaped np.matrix has two axes.
-            flat.append((np.asarray(value).reshape(-1), tuple(np.asarray(target).reshape(-1) for target in targets)))
-        if overlap(flat):
+        flat = flattened(infos, values, outs)
+        if flat is None or any(lane.offset_bytes < 0 for lane in lanes):
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
@@ -393,8 +389,8 @@ class DirectCall:
                 lane.forget()
             self._settled = self._direct.pushes_elsewhere
 
-    def run(self) -> bool:
-        """See `Direct.run`."""
+    def run(self, priority: int = 0) -> bool:
+        """See `Direct.run`. Nothing waits in a queue."""
         return self._direct.run(self)
 
     def release(self) -> None:

@@ -1,45 +1,17 @@
-"""What a direct call may be made of, and how its keys are put together.
-
-Pure but for the addresses of arrays: which arrays can be read and written where they are, which of them overlap, which
-lie side by side.
-"""
+"""How the keys of a direct call are put together: which arrays lie side by side, in the arena and in blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared import Piece, Plan, Region, in_place_plan
-from mpikv.keys import KeyInfo
 from mpikv.strategies.arena import Arena
+from mpikv.strategies.arguments import Flat
 from mpikv.transports.shm import ALIGN_BYTES
-
-Flat = tuple[HostArray, tuple[HostArray, ...]]  # a key's value and its outs, flat
-
-
-def plain(array: Any, info: KeyInfo) -> bool:
-    """Whether the values can be read and written where they are."""
-    return (
-        isinstance(array, np.ndarray)
-        and array.dtype == info.dtype
-        and array.flags.c_contiguous
-        and array.flags.aligned
-        and array.shape == info.shape
-    )
-
-
-def overlap(flat: Sequence[Flat]) -> bool:
-    """Whether writing a result could change a value that has not been read, or another key's result."""
-    spans = []
-    for value, outs in flat:
-        own = {(array.__array_interface__["data"][0], array.nbytes) for array in (value, *outs) if array.nbytes}
-        spans += [(begin, begin + n_bytes) for begin, n_bytes in own]
-    spans.sort()
-    return any(second[0] < first[1] for first, second in pairwise(spans))
 
 
 def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None]) -> Plan:

@@ -26,6 +26,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Pending, Sink
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
@@ -46,18 +47,16 @@ class PreparedExchange:
     valid = True
 
     def __init__(
-        self, strategy: PsStrategy, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, strategy: PsStrategy, infos: Sequence[KeyInfo], flat: Sequence[Flat], outs: Sequence[Sequence[Any]]
     ) -> None:
         self._strategy = strategy
-        # Views without a copy: the arrays are contiguous.
         self._entries = [
-            (info, np.asarray(value).reshape(-1), Sink(info, out))
-            for info, value, out in zip(infos, values, outs, strict=True)
+            (info, value, Sink(info, out)) for info, (value, _), out in zip(infos, flat, outs, strict=True)
         ]
 
-    def run(self) -> bool:
+    def run(self, priority: int = 0) -> bool:
         """Push and pull."""
-        self._strategy.blocking(self._entries)
+        self._strategy.blocking(self._entries, priority)
         return True
 
     def release(self) -> None:
@@ -239,13 +238,11 @@ class PsStrategy(DistributedStrategy):
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
     ) -> PreparedExchange | None:
-        """Straight from the caller's own arrays, where they are contiguous."""
-        for info, value in zip(infos, values, strict=True):
-            if not isinstance(value, np.ndarray) or value.dtype != info.dtype or not value.flags.c_contiguous:
-                return None
-        return PreparedExchange(self, infos, values, outs)
+        """Straight from the caller's own arrays, where no answer can overwrite what has not been sent."""
+        flat = flattened(infos, values, outs)
+        return None if flat is None else PreparedExchange(self, infos, flat, outs)
 
-    def blocking(self, entries: Sequence[Entry]) -> None:
+    def blocking(self, entries: Sequence[Entry], priority: int) -> None:
         """A `pushpull` by whoever waits for it, without the engine's thread."""
         if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
             info, total, sink = entries[0]
@@ -254,7 +251,7 @@ class PsStrategy(DistributedStrategy):
                 return
         items = self._items(entries)
         waitings = [self._waiting("pushpull", item.key) for item in items]
-        steps = self._client.exchange(wire.PUSHPULL, items, 0)
+        steps = self._client.exchange(wire.PUSHPULL, items, wire.clamped(priority))
         self._wait_or_leave(Exchange(steps), waitings)
 
     def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink) -> None:

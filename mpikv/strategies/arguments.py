@@ -1,0 +1,46 @@
+"""Which arrays of a call can be read and written where they are, so that nothing has to be copied first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.keys import KeyInfo
+
+Flat = tuple[HostArray, tuple[HostArray, ...]]  # a key's value and its outs, flat
+
+
+def flattened(infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]) -> list[Flat] | None:
+    """The arrays of a call as flat views; None where one of them cannot be used in its place, or where they overlap."""
+    flat: list[Flat] = []
+    for info, value, targets in zip(infos, values, outs, strict=True):
+        if not all(plain(array, info) for array in (value, *targets)):
+            return None
+        # As plain arrays: a reshaped np.matrix has two axes.
+        flat.append((np.asarray(value).reshape(-1), tuple(np.asarray(target).reshape(-1) for target in targets)))
+    return None if overlap(flat) else flat
+
+
+def plain(array: Any, info: KeyInfo) -> bool:
+    """Whether the values can be read and written where they are."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == info.dtype
+        and array.flags.c_contiguous
+        and array.flags.aligned
+        and array.shape == info.shape
+    )
+
+
+def overlap(flat: Sequence[Flat]) -> bool:
+    """Whether writing a result could change a value that has not been read, or another key's result."""
+    spans = []
+    for value, outs in flat:
+        own = {(array.__array_interface__["data"][0], array.nbytes) for array in (value, *outs) if array.nbytes}
+        spans += [(begin, begin + n_bytes) for begin, n_bytes in own]
+    spans.sort()
+    return any(second[0] < first[1] for first, second in pairwise(spans))
