@@ -34,6 +34,15 @@ provide_venv() {
         fail "apt-get could not install $package."
 }
 
+# `ip` and `tc`, with which the tests make hosts. Without them those tests are skipped, so this never fails.
+provide_iproute2() {
+    { command -v ip && command -v tc; } >/dev/null && return
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+    say "Installing iproute2 ..."
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq iproute2; } >/dev/null ||
+        say "apt-get could not install iproute2: tests that need it are skipped."
+}
+
 # provide DIR EXTRAS: the virtual environment DIR with this clone and its extras in it. Quick where that is so already.
 provide() {
     local dir=$1 extras=$2 stamp python

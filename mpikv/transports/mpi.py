@@ -10,8 +10,9 @@ moved.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -20,21 +21,29 @@ from mpikv.arrays import HostArray
 from mpikv.transports.base import Request
 from mpikv.transports.progress import wait_until
 
+FEW = 8  # requests: looking at so many costs as much as looking at one
+GLANCE_S = 50e-6  # some ten times what looking at a hundred requests takes
 HOST_BYTES = 256  # names are at most 255 bytes long (RFC 1035)
+
+
+class Owner(Protocol):
+    """Who starts transfers and wants to know when one is done."""
+
+    woken: bool
 
 
 class MpiRequest:
     """An MPI request; keeps the array alive that MPI reads or writes."""
 
-    __slots__ = ("_buf", "_request")
+    __slots__ = ("buf", "request")
 
     def __init__(self, request: MPI.Request, buf: object) -> None:
-        self._request = request
-        self._buf = buf
+        self.request = request
+        self.buf = buf
 
     def test(self) -> bool:
         """Whether MPI says it is done."""
-        return self._request.Test()
+        return self.request.Test()
 
 
 INT_LIMIT = 2**31  # counts from here on need MPI 4, which Open MPI 5 is not
@@ -53,6 +62,37 @@ def start(call: Callable[..., MPI.Request], buf: HostArray, *arguments: int) -> 
     request = MpiRequest(call([flat, 1, whole], *arguments), buf)
     whole.Free()  # MPI keeps it as long as the transfer needs it
     return request
+
+
+class PolledRequest:
+    """A request whose transport asks MPI about all that are under way at once.
+
+    One call, not one for each: with many transfers a step of the engine stays short, and beside Python code that
+    computes each call costs a wait for the interpreter's lock. owner: whose it is, told when it is done.
+    """
+
+    __slots__ = ("_transport", "buf", "done", "error", "owner")
+
+    def __init__(self, transport: MpiTransport, buf: object, owner: Owner | None) -> None:
+        self._transport = transport
+        self.buf: object = buf  # kept alive as long as MPI reads or writes it
+        self.owner = owner
+        self.done = False
+        self.error: MPI.Exception | None = None
+
+    def test(self) -> bool:
+        """Whether MPI says it is done."""
+        if not self.done:
+            self._transport.glance()
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def finish(self, error: MPI.Exception | None = None) -> None:
+        """It is done, or has failed."""
+        self.done, self.error, self.buf = True, error, None
+        if self.owner is not None:
+            self.owner.woken = True
 
 
 class MpiIncoming:
@@ -79,17 +119,63 @@ class MpiTransport:
         self.hosts = hosts
         self.sent_messages = 0
         self.sent_bytes = 0
+        self.owner: Owner | None = None
         self._status = MPI.Status()
+        self._under_way: list[PolledRequest] = []
+        self._requests: list[MPI.Request] = []  # of the same, in the same order
+        self._polled_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """MPI_Isend of the bytes of `buf`."""
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes
-        return start(self.comm.Isend, buf, dest, tag)
+        return self._polled(start(self.comm.Isend, buf, dest, tag))
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
         """MPI_Irecv into the bytes of `buf`."""
-        return start(self.comm.Irecv, buf, source, tag)
+        return self._polled(start(self.comm.Irecv, buf, source, tag))
+
+    def _polled(self, started: MpiRequest) -> PolledRequest:
+        polled = PolledRequest(self, started.buf, self.owner)
+        self._under_way.append(polled)
+        self._requests.append(started.request)
+        return polled
+
+    def poll(self) -> None:
+        """Ask MPI what is done."""
+        self._polled_s = time.monotonic()
+        if not self._requests:
+            return
+        try:
+            done = MPI.Request.Testsome(self._requests) or []
+        except MPI.Exception:
+            self._poll_each()
+            return
+        # From the last on, so that the one that fills a gap has not been looked at.
+        for i in sorted(done, reverse=True):
+            self._under_way[i].finish()
+            self._under_way[i], self._requests[i] = self._under_way[-1], self._requests[-1]
+            self._under_way.pop()
+            self._requests.pop()
+
+    def _poll_each(self) -> None:
+        """Some have failed: which?"""
+        left: list[tuple[PolledRequest, MPI.Request]] = []
+        for polled, request in zip(self._under_way, self._requests, strict=True):
+            try:
+                # What Testsome has completed is a null request by now, which is always done.
+                if request.Test():
+                    polled.finish()
+                else:
+                    left.append((polled, request))
+            except MPI.Exception as error:
+                polled.finish(error)
+        self._under_way, self._requests = [one for one, _ in left], [one for _, one in left]
+
+    def glance(self) -> None:
+        """`poll`, but where much is under way not more often than is worth it."""
+        if len(self._requests) <= FEW or time.monotonic() - self._polled_s > GLANCE_S:
+            self.poll()
 
     def probe(self, tag: int) -> MpiIncoming | None:
         """MPI_Improbe from any rank."""

@@ -13,21 +13,28 @@ Cost: a step is one `test` for each running generator. An idle engine wakes `1 /
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from mpikv.transports.base import Request, Steps
+from mpikv.transports.base import Request, Steps, Transport
 
 T = TypeVar("T")
 
 POLLS = 20  # an 8-byte message between two idle ranks is there within about ten polls
 YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
 FIRST_NAP_S = 20e-6
+SHORT_NAPS = 2  # after more of them, 200 us, a message was not about to come: it has crossed a link, or a rank is late
 LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
 RESUMES = 64  # of one generator in a row: a server with messages always waiting must not starve the others
-LONG_WAIT = 2000  # naps, about a second, after which they may be twice as long: a waiting rank then uses 3 % of a core
+LONG_WAIT = 1500  # naps, less than a second, after which they are three times as long: 3 % of a core for a waiting rank
+# Beside Python code that computes, the engine waits so long for the interpreter's lock each time: after a nap and after
+# each call of MPI and each addition, which give it up. With Python's own 5 ms most of a link stays idle.
+BUSY_SWITCH_S = 0.5e-3
+BUSY_NAP_S = 2e-3  # beside a program that computes: a link has much longer to do, and each wake-up takes 30 us from it
+PARKED_S = 50e-3  # while a caller does the work
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
@@ -39,8 +46,8 @@ class Backoff:
         self._turn = 0
 
     def reset(self) -> None:
-        """Something moved: poll again."""
-        self._turn = 0
+        """Something moved: poll again, but nap at once where it took several naps to come, as the next one will."""
+        self._turn = 0 if self._turn <= POLLS + YIELDS + SHORT_NAPS else POLLS + YIELDS
 
     def pause(self) -> None:
         """Let some time pass, more at each call in a row."""
@@ -50,7 +57,7 @@ class Backoff:
         if self._turn <= POLLS + YIELDS:
             os.sched_yield()
             return
-        longest_s = self._last_nap_s if self._turn < LONG_WAIT else 2 * self._last_nap_s
+        longest_s = self._last_nap_s if self._turn < LONG_WAIT else 3 * self._last_nap_s
         time.sleep(min(FIRST_NAP_S * 2 ** min(self._turn - POLLS - YIELDS, 20), longest_s))
 
 
@@ -62,6 +69,7 @@ class Running(Generic[T]):
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
+        self.woken = True  # something has happened since it was last moved on
         self._steps = steps
         self._waiting_for: Request | None = None
 
@@ -70,7 +78,7 @@ class Running(Generic[T]):
 
         Returns whether anything moved.
         """
-        moved = False
+        moved, self.woken = False, False
         for _ in range(RESUMES):
             if self.done:
                 break
@@ -91,7 +99,14 @@ class Running(Generic[T]):
                 # Ctrl-C: it was meant for the caller who happens to step, not for whoever waits for this transfer.
                 self.error, self.done = error, True
                 raise
+        else:
+            self.woken = True  # there may be more
         return moved
+
+    def may_move(self) -> bool:
+        """Whether moving it on is worth while: not if it waits for messages of its own, and none has come or gone."""
+        waiting_for = self._waiting_for
+        return self.woken or not (getattr(waiting_for, "wakes", False) or getattr(waiting_for, "owner", None) is self)
 
     def test(self) -> bool:
         """Whether it has ended. Raises the exception that ended it."""
@@ -133,10 +148,14 @@ class Engine:
     """Moves the transfers of one store on.
 
     threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
-    on_fatal: called with the exception that ended a service (a generator that must never end by one).
+    on_fatal: called with the exception that ended a service (a generator that must never end by one). transport: one
+    that can `poll`, and then wakes the `owner` of what is done.
     """
 
-    def __init__(self, *, threaded: bool, on_fatal: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, *, threaded: bool, on_fatal: Callable[[BaseException], None], transport: Transport | None = None
+    ) -> None:
+        self._transport: Any = transport if hasattr(transport, "poll") else None
         self._lock = threading.RLock()
         self._running: list[Running[Any]] = []
         self._services: list[Running[Any]] = []
@@ -159,7 +178,7 @@ class Engine:
         """Start a generator and run it as far as it goes at once."""
         running = Running(steps, name)
         with self._lock:
-            running.advance()
+            self._advance(running)
             if not running.done:
                 self._running.append(running)
                 self._wake.set()
@@ -177,18 +196,30 @@ class Engine:
         """Move everything on that can move; whether anything did."""
         with self._lock:
             moved = False
+            if self._transport is not None:
+                self._transport.poll()
             for running in self._services:
-                moved |= running.advance()
+                moved |= self._advance(running)
                 if running.error is not None and self.failure is None:
                     self.failure = running.error
                     self._on_fatal(running.error)
             ended = False
             for running in tuple(self._running):
-                moved |= running.advance()
-                ended |= running.done
+                if self._transport is None or running.may_move():
+                    moved |= self._advance(running)
+                    ended |= running.done
             if ended:
                 self._running = [running for running in self._running if not running.done]
             return moved
+
+    def _advance(self, running: Running[Any]) -> bool:
+        if self._transport is None:
+            return running.advance()
+        before, self._transport.owner = self._transport.owner, running
+        try:
+            return running.advance()
+        finally:
+            self._transport.owner = before
 
     def wait(
         self,
@@ -216,21 +247,35 @@ class Engine:
         finally:
             with self._lock:
                 self._callers -= 1
+                if self._running:
+                    self._wake.set()
 
     def _loop(self) -> None:
         backoff = Backoff(IDLE_NAP_S)
+        usual_s = None  # the user's switch interval, while ours is in force
         while not self._stopped:
+            with self._lock:
+                busy = bool(self._running) and self._callers == 0
+            if busy and sys.getswitchinterval() > BUSY_SWITCH_S:
+                usual_s = sys.getswitchinterval()
+                sys.setswitchinterval(BUSY_SWITCH_S)
+            elif not busy and usual_s is not None:
+                sys.setswitchinterval(usual_s)
+                usual_s = None
             if self._callers == 0 and self.step():
                 backoff.reset()
                 continue
             with self._lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
-                time.sleep(LAST_NAP_S)
+                time.sleep(BUSY_NAP_S)
             else:
-                # Between transfers only services listen; `start` wakes us for anything new.
-                self._wake.wait(IDLE_NAP_S)
+                # Between transfers only services listen; `start` wakes us for anything new. A caller who waits listens
+                # too, and wakes us when it goes.
+                self._wake.wait(IDLE_NAP_S if self._callers == 0 else PARKED_S)
                 self._wake.clear()
+        if usual_s is not None:
+            sys.setswitchinterval(usual_s)
 
     def stop(self) -> None:
         """End the thread and give up what still runs. Idempotent."""

@@ -1,0 +1,219 @@
+"""Allreduce across shaped links, against MPI's own and the bound that the links set.
+
+    python scripts/bench_links.py                    # as root: makes the hosts, prints the tables, removes the hosts
+
+Each host is a network namespace of this machine with a link of `--rate` Mbit/s out and as much in. For every number of
+hosts one job runs, in which these take turns: raw TCP between two hosts (its goodput B, with one socket and bytes that
+somebody counts at the receiver), in-place `MPI_Allreduce` through mpi4py, and a blocking `pushpull` of one float32 key
+by each algorithm asked for. The bound is 2(h-1)/h * S/B seconds for S bytes on h hosts: what every host must send at
+least (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)). Every result is checked. `bytes out` is what the
+interfaces of all hosts counted while the key was exchanged, per host, relative to 2(h-1)/h * S; packet headers are in.
+
+The row `plain sockets` is what this machine can do at all: the bytes of the bound, sent by every host to the next one
+through plain sockets at the same time. The pretended network runs on the same processors as the ranks, and with packets
+of 1500 bytes they are busy before the links are, from 3 hosts on with 2 processors; `--mtu 9000` leaves them room.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
+
+TCP_BYTES = 16 << 20
+TCP_PORT = 29777
+
+
+def main() -> int:
+    """Make the hosts and run one job for each number of them; or be a rank of such a job."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", default="2,3,4", help="numbers of hosts (default 2,3,4)")
+    parser.add_argument("--ranks-per-host", default="1", help="e.g. 1,2 (default 1)")
+    parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each link in each direction (default 200)")
+    parser.add_argument("--mib", default="16,64", help="sizes in MiB (default 16,64)")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default 3)")
+    parser.add_argument("--algorithms", default="auto", help="of MPIKV_ALGORITHM (default auto)")
+    parser.add_argument("--mpi", choices=("openmpi", "mpich"), default="openmpi")
+    parser.add_argument("--mca", action="append", default=[], help="NAME=VALUE, an MCA parameter for Open MPI")
+    parser.add_argument("--mtu", type=int, default=1500, help="bytes of the longest packet (default 1500)")
+    parser.add_argument("--json", type=Path, help="write all measured times to this file")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        run_rank(options)
+        return 0
+
+    import jobs  # noqa: PLC0415 - beside the tests; ranks do not need them
+    from namespaces import missing, network  # noqa: PLC0415
+
+    reason = missing()
+    mpi = jobs.find_mpi(options.mpi)
+    if reason or mpi is None:
+        print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
+        return 1
+    arguments = [sys.argv[0], "--rank", *sys.argv[1:]]
+    extra = [word for one in options.mca for word in ("--mca", *one.split("=", 1))]
+    for n_hosts in map(int, options.hosts.split(",")):
+        for ranks in map(int, options.ranks_per_host.split(",")):
+            with network(n_hosts, options.rate, options.mtu) as hosts:
+                job = jobs.mpirun(
+                    n_hosts * ranks,
+                    ["python", *arguments],
+                    mpi=hosts.mpi(mpi),
+                    options=[*hosts.options(mpi, ranks), *extra],
+                    timeout_s=1200,
+                    env={name: value for name, value in os.environ.items() if name.startswith("MPIKV_")},
+                )
+            print(job.output if job.status == 0 else f"{job.output}status {job.status}", end="", flush=True)
+            if job.status != 0:
+                return 1
+    return 0
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """One rank: take turns, rank 0 prints a line for each size."""
+    import numpy as np  # noqa: PLC0415
+    from mpi4py import MPI  # noqa: PLC0415
+
+    from mpikv import Config, kv  # noqa: PLC0415
+
+    comm = MPI.COMM_WORLD
+    names = options.algorithms.split(",")
+    host_names = comm.allgather(socket.gethostname())
+    hosts = list(dict.fromkeys(host_names))
+    h, p = len(hosts), comm.Get_size()
+    is_first = host_names.index(host_names[comm.Get_rank()]) == comm.Get_rank()  # of its host: counts its bytes
+    stores = {name: kv.create("dist_sync", config=Config.from_environ().with_(algorithm=name)) for name in names}
+    results: list[dict[str, Any]] = []
+    sockets = Neighbours(comm, host_names)
+    if comm.Get_rank() == 0:
+        print(
+            f"\n{h} hosts of {p // h} ranks, {options.rate:g} Mbit/s each way, {options.mpi}, median of {options.turns}"
+        )
+        print(f"{'MiB':>5} {'TCP MB/s':>9} {'bound s':>8} {'what':>22} {'s':>8} {'% of bound':>10} {'bytes out':>9}")
+    for n_mib in map(int, options.mib.split(",")):
+        n_bytes = n_mib << 20
+        value = np.empty(n_bytes // 4, np.float32)
+        for store in stores.values():
+            store.init(n_mib, value)
+        goodputs: list[float] = []
+        times: dict[str, list[float]] = {}
+        sent: dict[str, list[float]] = {}
+        for turn in range(options.turns + 1):
+            comm.Barrier()
+            goodput = raw_tcp(comm, host_names.index(hosts[1])) if h > 1 else None
+            contenders: dict[str, Callable[[], object]] = {
+                "plain sockets": partial(sockets.move, 2 * (h - 1) * n_bytes // h),
+                "MPI_Allreduce": partial(comm.Allreduce, MPI.IN_PLACE, value),
+            }
+            contenders |= {name: partial(store.pushpull, n_mib, value) for name, store in stores.items()}
+            for name, call in contenders.items():
+                value[:] = comm.Get_rank() + 1
+                comm.Barrier()
+                time.sleep(0.05)  # let the link's queue and its tokens come to rest
+                before_bytes = sent_bytes()
+                comm.Barrier()
+                start_s = time.perf_counter()
+                call()
+                seconds = comm.allreduce(time.perf_counter() - start_s, MPI.MAX)
+                out = comm.allreduce(sent_bytes() - before_bytes if is_first else 0) / h
+                if name != "plain sockets" and not (value == p * (p + 1) / 2).all():
+                    raise SystemExit(f"{name} gave a wrong sum")
+                if turn:
+                    times.setdefault(name, []).append(seconds)
+                    sent.setdefault(name, []).append(out / (2 * (h - 1) / h * n_bytes))
+            if turn and goodput:
+                goodputs.append(goodput)
+        if comm.Get_rank() == 0:
+            goodput = float(np.median(goodputs))
+            bound_s = 2 * (h - 1) / h * n_bytes / goodput
+            for name, seconds_of in times.items():
+                s, out = float(np.median(seconds_of)), float(np.median(sent[name]))
+                line = f"{n_mib:>5} {goodput / 1e6:9.2f} {bound_s:8.3f} {name:>22} {s:8.3f}"
+                print(f"{line} {100 * bound_s / s:10.1f} {out:9.3f}", flush=True)
+                results.append({"hosts": h, "ranks": p, "bytes": n_bytes, "goodput": goodputs, "name": name,
+                                "seconds": seconds_of, "sent": sent[name]})  # fmt: skip
+    for store in stores.values():
+        store.close()
+    if comm.Get_rank() == 0 and options.json:
+        with options.json.open("a") as file:
+            file.writelines(json.dumps(result) + "\n" for result in results)
+
+
+def sent_bytes() -> int:
+    """What this host's interface has sent."""
+    (line,) = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("eth0:"))
+    return int(line.split(":")[1].split()[8])
+
+
+class Neighbours:
+    """Plain connections from the first rank of each host to that of the next. Collective."""
+
+    def __init__(self, comm: Any, host_names: list[str]) -> None:
+        first = [host_names.index(host) for host in dict.fromkeys(host_names)]
+        self._comm, self._open = comm, comm.Get_rank() in first
+        address = None
+        if self._open:
+            server = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
+            address = server.getsockname()
+        addresses = comm.allgather(address)
+        if self._open:
+            after = first[(first.index(comm.Get_rank()) + 1) % len(first)]
+            self._out = socket.create_connection(addresses[after])
+            self._in, _ = server.accept()
+            server.close()
+
+    def move(self, n_bytes: int) -> None:
+        """Send so many bytes to the next host and receive as many from the one before."""
+        if self._open:
+            sender = threading.Thread(target=self._out.sendall, args=(bytes(n_bytes),))
+            sender.start()
+            buffer, got = bytearray(1 << 18), 0
+            while got < n_bytes:
+                got += self._in.recv_into(buffer)
+            sender.join()
+        quiet_barrier(self._comm)
+
+
+def quiet_barrier(comm: Any) -> None:
+    """Wait for the other ranks without taking the processors from those that still have something to do."""
+    waiting = comm.Ibarrier()
+    while not waiting.Test():
+        time.sleep(0.001)
+
+
+def raw_tcp(comm: Any, receiver: int) -> float:
+    """Bytes per second of one TCP connection from rank 0 to rank `receiver`, counted there. Collective."""
+    goodput = 0.0
+    if comm.Get_rank() == receiver:
+        with socket.create_server((socket.gethostbyname(socket.gethostname()), TCP_PORT)) as server:
+            comm.send(server.getsockname(), 0)
+            peer, _ = server.accept()
+        with peer:
+            buffer = bytearray(1 << 18)
+            got = peer.recv_into(buffer)
+            begin_s, first = time.perf_counter(), got
+            while got < TCP_BYTES:
+                got += peer.recv_into(buffer)
+            goodput = (got - first) / (time.perf_counter() - begin_s)
+    elif comm.Get_rank() == 0:
+        address = comm.recv(source=receiver)
+        with socket.create_connection(address) as connection:
+            connection.sendall(bytes(TCP_BYTES))
+    quiet_barrier(comm)
+    return float(comm.bcast(goodput, receiver))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""How much communication a backward pass hides, across shaped links.
+
+    python scripts/bench_overlap.py                  # as root: makes the hosts, prints the table, removes the hosts
+
+Each host is a network namespace of this machine with a link of `--rate` Mbit/s out and as much in. A synthetic backward
+pass has `--layers` layers, last one first. Each computes for a while, then hands its gradient to `pushpull_async`;
+after the pass the values are waited for. The work of a layer is chosen so that computing alone takes as long as
+communicating alone. Computing is either BLAS (matrix products on one thread, which release Python's global lock) or a
+loop in pure Python (which never does).
+
+The pretended network runs on the same processors as the ranks, and with packets of 1500 bytes it takes a third of two
+of them at 200 Mbit/s. So computing is also measured beside plain sockets that move the same bytes at the same time, in
+processes that do nothing else: what is lost to them is lost to the pretended network, not to the store.
+
+hidden: (computing alone + communicating alone - both together) / communicating alone.
+slowed: time spent computing while gradients are under way, against computing alone. sockets: the same beside the
+sockets. calls: what the calls of `pushpull_async` took themselves. idle: computing beside an open store in which
+nothing is under way, against computing before there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
+
+SOCKET_PORT = 29778
+MATRIX = 160  # columns: a product takes some 100 us
+
+
+def main() -> int:
+    """Make the hosts and run one job; or be a rank of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default 2)")
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each link in each direction (default 200)")
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--kib", type=int, default=512, help="KiB of each layer's gradient (default 512)")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each measurement (default 3)")
+    parser.add_argument("--compute", default="blas,python", help="blas, python (default both)")
+    parser.add_argument("--mpi", choices=("openmpi", "mpich"), default="openmpi")
+    parser.add_argument("--mtu", type=int, default=1500, help="bytes of the longest packet (default 1500)")
+    parser.add_argument("--sockets", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sockets:
+        run_sockets(options.sockets[0], int(options.sockets[1]))
+        return 0
+    if options.rank:
+        run_rank(options)
+        return 0
+
+    import jobs  # noqa: PLC0415 - beside the tests; ranks do not need them
+    from namespaces import missing, network  # noqa: PLC0415
+
+    reason = missing()
+    mpi = jobs.find_mpi(options.mpi)
+    if reason or mpi is None:
+        print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
+        return 1
+    with network(options.hosts, options.rate, options.mtu) as hosts:
+        job = jobs.mpirun(
+            options.hosts * options.ranks_per_host,
+            ["python", sys.argv[0], "--rank", *sys.argv[1:]],
+            mpi=hosts.mpi(mpi),
+            options=hosts.options(mpi, options.ranks_per_host),
+            timeout_s=600,
+            env={name: value for name, value in os.environ.items() if name.startswith("MPIKV_")},
+        )
+    print(job.output, end="", flush=True)
+    return job.status
+
+
+def run_sockets(peer: str, n_bytes: int) -> None:
+    """Send `n_bytes` to the next host and receive as many, each time a line comes in; a line goes out when done."""
+    server = socket.create_server(("", SOCKET_PORT))
+    print(flush=True)
+    sys.stdin.readline()
+    out = socket.create_connection((peer, SOCKET_PORT))
+    incoming, _ = server.accept()
+    block, buffer = bytes(1 << 18), bytearray(1 << 18)
+
+    def send() -> None:
+        for _ in range(n_bytes // len(block)):
+            out.sendall(block)
+
+    while sys.stdin.readline():
+        sender = threading.Thread(target=send)
+        sender.start()
+        got = 0
+        while got < n_bytes // len(block) * len(block):
+            got += incoming.recv_into(buffer)
+        sender.join()
+        print(flush=True)
+
+
+def blas() -> Callable[[int], None]:
+    """Units of work that release the global lock."""
+    import numpy as np  # noqa: PLC0415
+
+    a, c = np.ones((MATRIX, MATRIX), np.float32), np.empty((MATRIX, MATRIX), np.float32)
+
+    def work(units: int) -> None:
+        for _ in range(units):
+            np.matmul(a, a, out=c)
+
+    return work
+
+
+def pure_python() -> Callable[[int], None]:
+    """Units of work that hold it."""
+
+    def work(units: int) -> None:
+        total = 0
+        for i in range(units * 1000):
+            total += i & 7
+
+    return work
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """One rank: calibrate, take turns, rank 0 prints a line for each kind of computing."""
+    import numpy as np  # noqa: PLC0415
+    from mpi4py import MPI  # noqa: PLC0415
+
+    from mpikv import kv  # noqa: PLC0415
+
+    comm = MPI.COMM_WORLD
+    layers = range(options.layers)
+    kinds = {"blas": blas, "python": pure_python}
+    n = options.kib * 256
+
+    def timed(call: Callable[[], None]) -> float:
+        comm.Barrier()
+        time.sleep(0.1)  # let the link come to rest
+        comm.Barrier()
+        start_s = time.perf_counter()
+        call()
+        return time.perf_counter() - start_s
+
+    def most(seconds: float) -> float:
+        return float(comm.allreduce(seconds, MPI.MAX))
+
+    names = comm.allgather(socket.gethostname())
+    hosts = list(dict.fromkeys(names))
+    carrier = None
+    if names.index(names[comm.Get_rank()]) == comm.Get_rank():
+        peer = hosts[(hosts.index(socket.gethostname()) + 1) % len(hosts)]
+        n_bytes = 2 * (len(hosts) - 1) * options.layers * options.kib * 1024 // len(hosts)
+        command = [sys.executable, sys.argv[0], "--sockets", peer, str(n_bytes)]
+        carrier = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
+
+    def tell_carrier() -> None:
+        if carrier is not None:
+            carrier.stdin.write("\n")
+            carrier.stdin.flush()
+
+    def hear_carrier() -> None:
+        if carrier is not None:
+            carrier.stdout.readline()
+
+    hear_carrier()
+    comm.Barrier()
+    tell_carrier()
+    works = {name: kinds[name]() for name in options.compute.split(",")}
+    before = {name: unit_s(work) for name, work in works.items()}
+    store = kv.create("dist_sync")
+    grads = [np.empty(n, np.float32) for _ in layers]
+    store.init(list(layers), grads)
+
+    def fill() -> None:
+        for grad in grads:
+            grad[:] = 1
+
+    def check() -> None:
+        if not all((grad == comm.Get_size()).all() for grad in grads):
+            raise SystemExit("a wrong sum")
+
+    def communicate() -> None:
+        for layer in reversed(layers):
+            store.pushpull_async(layer, grads[layer])
+        store.wait_all()
+
+    if comm.Get_rank() == 0:
+        size = f"{options.layers} layers of {options.kib} KiB"
+        print(f"{options.hosts} hosts of {options.ranks_per_host} ranks, {options.rate:g} Mbit/s each way, {size}")
+        print(f"{'computing':>9} {'comm s':>7} {'comp s':>7} {'both s':>7} {'hidden %':>8} {'slowed %':>8} "
+              f"{'sockets %':>9} {'calls ms':>8} {'idle %':>7}")  # fmt: skip
+    for name, work in works.items():
+        fill()
+        communication_s = most(timed(communicate))
+        communication_s = most(timed(communicate))
+        units = max(1, int(communication_s / options.layers / comm.allreduce(before[name], MPI.MAX)))
+        rows = []
+        for _ in range(options.turns):
+            communication_s = most(timed(communicate))
+            idle_s = unit_s(work)
+            computing_s = timed(lambda work=work, units=units: [work(units) for _ in layers])
+            tell_carrier()
+            beside_s = timed(lambda work=work, units=units: [work(units) for _ in layers])
+            hear_carrier()
+            calls_s = spent_s = 0.0
+            fill()
+
+            def both(work: Callable[[int], None] = work, units: int = units) -> None:
+                nonlocal calls_s, spent_s
+                for layer in reversed(layers):
+                    at = [time.perf_counter()]
+                    work(units)
+                    at.append(time.perf_counter())
+                    store.pushpull_async(layer, grads[layer])
+                    spent_s += at[1] - at[0]
+                    calls_s += time.perf_counter() - at[1]
+                store.wait_all()
+
+            together_s = most(timed(both))
+            check()
+            alone_s = most(computing_s)
+            rows.append(
+                (
+                    communication_s,
+                    alone_s,
+                    together_s,
+                    100 * (alone_s + communication_s - together_s) / communication_s,
+                    100 * most(spent_s / computing_s - 1),
+                    100 * most(beside_s / computing_s - 1),
+                    1e3 * most(calls_s),
+                    100 * most(idle_s / before[name] - 1),
+                )
+            )
+        row = [float(value) for value in np.median(rows, axis=0)]
+        if comm.Get_rank() == 0:
+            print(f"{name:>9} {row[0]:7.3f} {row[1]:7.3f} {row[2]:7.3f} {row[3]:8.1f} {row[4]:8.1f} "
+                  f"{row[5]:9.1f} {row[6]:8.1f} {row[7]:7.1f}", flush=True)  # fmt: skip
+    store.close()
+    if carrier is not None:
+        carrier.communicate()
+
+
+def unit_s(work: Callable[[int], None]) -> float:
+    """Seconds of one unit of work, undisturbed as far as the machine lets us."""
+    found = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        work(400)
+        found.append((time.perf_counter() - start_s) / 400)
+    return min(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
