@@ -26,6 +26,7 @@ T = TypeVar("T")
 POLLS = 20  # an 8-byte message between two idle ranks is there within about ten polls
 YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
 FIRST_NAP_S = 20e-6
+NAP_GROWTH = 1.3  # a nap is then about a quarter of the time waited so far: what comes meanwhile is seen so much later
 SHORT_NAPS = 2  # after more of them, 200 us, a message was not about to come: it has crossed a link, or a rank is late
 LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
 RESUMES = 64  # of one generator in a row: a server with messages always waiting must not starve the others
@@ -39,7 +40,7 @@ IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
 class Backoff:
-    """Poll, then yield, then sleep in steps that double up to `last_nap_s`."""
+    """Poll, then yield, then sleep in steps that grow up to `last_nap_s`."""
 
     def __init__(self, last_nap_s: float = LAST_NAP_S) -> None:
         self._last_nap_s = last_nap_s
@@ -58,7 +59,7 @@ class Backoff:
             os.sched_yield()
             return
         longest_s = self._last_nap_s if self._turn < LONG_WAIT else 3 * self._last_nap_s
-        time.sleep(min(FIRST_NAP_S * 2 ** min(self._turn - POLLS - YIELDS, 20), longest_s))
+        time.sleep(min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s))
 
 
 class Running(Generic[T]):
