@@ -30,7 +30,7 @@ NAP_GROWTH = 1.3  # a nap is then about a quarter of the time waited so far: wha
 SHORT_NAPS = 2  # after more of them, 200 us, a message was not about to come: it has crossed a link, or a rank is late
 LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
 RESUMES = 64  # of one generator in a row: a server with messages always waiting must not starve the others
-LONG_WAIT = 1500  # naps, less than a second, after which they are three times as long: 3 % of a core for a waiting rank
+LONG_WAIT = 1200  # naps, less than a second, after which they are four times as long: 4 % of a core for a waiting rank
 # Beside Python code that computes, the engine waits so long for the interpreter's lock each time: after a nap and after
 # each call of MPI and each addition, which give it up. With Python's own 5 ms most of a link stays idle.
 BUSY_SWITCH_S = 0.5e-3
@@ -58,7 +58,7 @@ class Backoff:
         if self._turn <= POLLS + YIELDS:
             os.sched_yield()
             return
-        longest_s = self._last_nap_s if self._turn < LONG_WAIT else 3 * self._last_nap_s
+        longest_s = self._last_nap_s if self._turn < LONG_WAIT else 4 * self._last_nap_s
         time.sleep(min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s))
 
 
