@@ -17,8 +17,11 @@ Scratch: `SLOTS` chunks per rank. Restrictions: one host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import setitem
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +36,10 @@ TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
 
+MANY = 8  # copies from which on a loop in C pays
+
 Copy = tuple[Any, Any]  # destination and source: two arrays or two memoryviews
+WHOLE = slice(None)
 Wait = Callable[[Callable[[], bool]], None]
 
 
@@ -57,13 +63,37 @@ def summed(
     return Sum(out, tuple(sources), tuple(copies), after, sum_dtype(sources[0].dtype) != sources[0].dtype)
 
 
+class Copies:
+    """Copies to be made one after another."""
+
+    __slots__ = ("destinations", "sources")
+
+    def __init__(self) -> None:
+        self.destinations: list[Any] = []
+        self.sources: list[Any] = []
+
+    def add(self, copies: Iterable[Copy]) -> None:
+        """Some more."""
+        for destination, source in copies:
+            self.destinations.append(destination)
+            self.sources.append(source)
+
+    def __iter__(self) -> Iterator[Copy]:
+        return zip(self.destinations, self.sources, strict=True)
+
+    @property
+    def n_bytes(self) -> int:
+        """What they copy."""
+        return sum(destination.nbytes for destination in self.destinations)
+
+
 @dataclass
 class Chunk:
     """What one rank does for one chunk."""
 
-    fills: list[Copy] = field(default_factory=list)
+    fills: Copies = field(default_factory=Copies)
     sums: list[Sum] = field(default_factory=list)
-    drains: list[Copy] = field(default_factory=list)
+    drains: Copies = field(default_factory=Copies)
 
 
 @dataclass
@@ -189,7 +219,7 @@ def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:
     for region in group:
         n, dtype = region.result.size, region.result.dtype
         views = [slots.tiny(rank, turn, offset, n, dtype) for rank in ranks]
-        chunk.fills += _fills(views[me], region.pieces)
+        chunk.fills.add(_fills(views[me], region.pieces))
         # All ranks write the same bits into the result, which must not hold anything in between.
         if len(region.pieces) == 1 and region.pieces[0].outs:
             first, *others = region.pieces[0].outs
@@ -197,7 +227,7 @@ def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:
         else:
             total = np.empty(n, dtype)
             chunk.sums.append(summed(total, views, [region.result]))
-            chunk.drains += _drains(Region(total, region.pieces))
+            chunk.drains.add(_drains(Region(total, region.pieces)))
         offset += aligned(region.result.nbytes)
     return _priced(Plan([chunk], alone=True))
 
@@ -213,14 +243,14 @@ def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
         if len(region.pieces) == 1 and value is not None:
             # One array: this rank's own part need not go through the slot.
             own = value[begin:end]
-            chunk.fills += [copy_of(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b]
+            chunk.fills.add(copy_of(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b)
         else:
             own = views[me][begin:end]
-            chunk.fills += _fills(views[me], region.pieces)
+            chunk.fills.add(_fills(views[me], region.pieces))
         if begin < end:
             sources = tuple(own if rank == me else views[rank][begin:end] for rank in range(size))
             chunk.sums.append(summed(region.result[begin:end], sources))
-        chunk.drains += _drains(region)
+        chunk.drains.add(_drains(region))
         offset += aligned(region.result.nbytes)
     return chunk
 
@@ -317,13 +347,13 @@ def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np
                 elif staged:
                     mine = key.values[me]
                     assert mine is not None
-                    chunk.fills.append(copy_of(slots.view(me, slot, offset, end - begin, dtype), mine[begin:end]))
+                    chunk.fills.add([copy_of(slots.view(me, slot, offset, end - begin, dtype), mine[begin:end])])
                 if staged:
                     offset += aligned((end - begin) * dtype.itemsize)
             if staged:
                 room = CHUNK_BYTES - offset
             done += take
-        chunks[-1].drains += [copy_of(out, key.result) for out in key.outs]
+        chunks[-1].drains.add(copy_of(out, key.result) for out in key.outs)
     return _priced(Plan(chunks))
 
 
@@ -333,7 +363,7 @@ def _bound(update: Callable[[HostArray], None], total: HostArray) -> Callable[[]
 
 def _priced(plan: Plan) -> Plan:
     for chunk in plan.chunks:
-        plan.copied_bytes += sum(destination.nbytes for destination, _ in (*chunk.fills, *chunk.drains))
+        plan.copied_bytes += chunk.fills.n_bytes + chunk.drains.n_bytes
         for one in chunk.sums:
             plan.added_bytes += one.out.nbytes * (len(one.sources) - 1)
             plan.copied_bytes += sum(copy.nbytes for copy in one.copies)
@@ -350,10 +380,13 @@ def copy_of(destination: HostArray, source: HostArray) -> Copy:
     return destination.view(np.uint8).data, source.view(np.uint8).data
 
 
-def copy_all(copies: Sequence[Copy]) -> None:
+def copy_all(copies: Copies) -> None:
     """Do copies one after another."""
-    for destination, source in copies:
-        destination[:] = source
+    if len(copies.sources) < MANY:
+        for destination, source in copies:
+            destination[:] = source
+    else:
+        deque(map(setitem, copies.destinations, repeat(WHOLE), copies.sources), maxlen=0)
 
 
 def add_all(sums: Sequence[Sum]) -> None:

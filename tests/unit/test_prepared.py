@@ -218,3 +218,15 @@ def test_arguments_that_make_no_sense_are_not_found():
         ([np.zeros(2)], [X], None),
     ):
         assert prepared.find(*arguments) is None
+
+
+def test_other_arrays_with_equal_values_are_other_arrays():
+    for n in (0, 1, 2, 5):
+        arrays = [np.ones(n), np.ones(n), np.ones(n)]
+        prepared, call = known((["a", "b", "c"], arrays, None))
+        assert prepared.find(["a", "b", "c"], list(arrays), None) is call
+        for i in range(3):
+            for other in (np.ones(n), np.ones(n + 1), np.ones((n, 1)), None, 1.0):
+                changed = [*arrays]
+                changed[i] = other
+                assert prepared.find(["a", "b", "c"], changed, None) is None, (n, i, other)
