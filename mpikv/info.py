@@ -30,8 +30,6 @@ ARRAY_LIBRARIES = {
     "torch": ("torch",),
     "jax": ("jax",),
 }
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
 
 
 class Row(NamedTuple):
@@ -54,7 +52,7 @@ def show(environ: Mapping[str, str] | None = None) -> int:
             print(f"{row.label:{width}}  {'ERROR: ' if row.problem else ''}{row.text}".rstrip())
         sys.stdout.flush()
     elif failed:
-        time.sleep(SILENT_S)
+        time.sleep(launcher.SILENT_S)
     return 1 if failed else 0
 
 
@@ -73,7 +71,7 @@ def _own_rows() -> Iterator[Row]:
 
 def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
     """This process's rank, and what is known of MPI."""
-    said_rank = int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
+    said_rank = launcher.said_rank(environ)
     try:
         config = Config.from_environ(environ)
     except ConfigError:

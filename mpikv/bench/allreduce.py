@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mpikv.arrays import HostArray
@@ -13,9 +15,8 @@ from mpikv.bench.raw import raw_contender
 from mpikv.bench.report import table_header
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import sweep
-from mpikv.bench.stores import Way, forced, has_shared, store_contender
+from mpikv.bench.stores import Way, forced, store_contender
 
-NO_SHARED = "no arrays in shared memory: this mpikv has no store.zeros"
 NO_RAW = "no raw MPI: MPI libraries cannot add {dtype}"
 
 
@@ -27,16 +28,18 @@ def sizes_of(session: Session) -> list[int]:
 
 def run(session: Session) -> None:
     """Collective."""
-    sizes = sizes_of(session)
+    compare_sizes(session, _contenders)
+
+
+def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int], list[Contender]]) -> None:
+    """One array of each size of the sweep. contenders(session, pattern, n_bytes): who takes turns. Collective."""
     session.progress.say(table_header())
-    if not has_shared():
-        session.note(NO_SHARED)
     if not mpi_can_add(session.dtype):
         session.note(NO_RAW.format(dtype=session.dtype.name))
     pattern = Pattern(session.dtype, session.job.rank, session.job.size)
-    for n_bytes in sizes:
+    for n_bytes in sizes_of(session):
         probes = session.probes(n_bytes)
-        session.compare(n_bytes, 1, _contenders(session, pattern, n_bytes), probes)
+        session.compare(n_bytes, 1, contenders(session, pattern, n_bytes), probes)
 
 
 def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
@@ -45,9 +48,8 @@ def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Conten
     array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
     way = Way("ordinary", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
     made = [store_contender(job, pattern, way, [array])]
-    if has_shared():
-        shared = Way("shared", way.shapes, dtype, way.config, shared=True, single=True)
-        made.append(store_contender(job, pattern, shared))
+    shared = Way("shared", way.shapes, dtype, way.config, shared=True, single=True)
+    made.append(store_contender(job, pattern, shared))
     for algorithm in session.options.algorithms:
         made.append(store_contender(job, pattern, forced(way, algorithm), [array]))
     if mpi_can_add(dtype):

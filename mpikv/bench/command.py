@@ -17,10 +17,11 @@ from mpikv.bench.progress import Progress, can_draw
 from mpikv.bench.report import Row
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short, sweep
-from mpikv.bench.start import BAD_INPUT, LINES, SILENT_S, check_ranks, environment_rank, run_mpirun
+from mpikv.bench.start import BAD_INPUT, LINES, check_ranks, environment_rank, run_mpirun
 from mpikv.bench.tcp import between_hosts
 from mpikv.config import Config
 from mpikv.errors import ConfigError
+from mpikv.transports import launcher
 
 BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "allreduce": allreduce.run,
@@ -45,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         if environment_rank() == 0:
             print(f"mpikv bench: error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(SILENT_S)
+            time.sleep(launcher.SILENT_S)
         return BAD_INPUT
     return _measure(options, job)
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.bench import gloo
-from mpikv.bench.allreduce import NO_RAW, NO_SHARED
+from mpikv.bench.allreduce import NO_RAW
 from mpikv.bench.job import mpi_can_add
 from mpikv.bench.models import Shape
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import packed_contender, raw_contender
 from mpikv.bench.report import table_header
 from mpikv.bench.session import Session
-from mpikv.bench.stores import Way, has_shared, store_contender
+from mpikv.bench.stores import Way, store_contender
 
 
 def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:
@@ -28,10 +28,7 @@ def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:
     arrays: list[HostArray] = [np.zeros(shape, dtype) for shape in shapes]
     config = job.config.with_(num_servers=0)
     made = [store_contender(job, pattern, Way("ordinary", shapes, dtype, config), arrays)]
-    if has_shared():
-        made.append(store_contender(job, pattern, Way("shared", shapes, dtype, config, shared=True)))
-    else:
-        session.note(NO_SHARED)
+    made.append(store_contender(job, pattern, Way("shared", shapes, dtype, config, shared=True)))
     if mpi_can_add(dtype):
         made += [raw_contender(job, pattern, arrays), packed_contender(job, pattern, arrays)]
     else:

@@ -11,32 +11,23 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.bench import gloo
-from mpikv.bench.allreduce import NO_RAW, NO_SHARED, sizes_of
+from mpikv.bench.allreduce import compare_sizes
 from mpikv.bench.job import mpi_can_add
 from mpikv.bench.lists import compare_lists
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import raw_contender
-from mpikv.bench.report import table_header
 from mpikv.bench.session import Session
-from mpikv.bench.stores import Way, has_shared, store_contender
+from mpikv.bench.stores import Way, store_contender
 
 
 def run(session: Session) -> None:
     """Collective."""
-    options, job = session.options, session.job
+    options = session.options
     if options.keys:
         compare_lists(session, ((max(1, options.key_bytes // session.dtype.itemsize),),) * options.keys)
-        return
-    session.progress.say(table_header())
-    if not has_shared():
-        session.note(NO_SHARED)
-    if not mpi_can_add(session.dtype):
-        session.note(NO_RAW.format(dtype=session.dtype.name))
-    pattern = Pattern(session.dtype, job.rank, job.size)
-    for n_bytes in sizes_of(session):
-        probes = session.probes(n_bytes)
-        session.compare(n_bytes, 1, _contenders(session, pattern, n_bytes), probes)
+    else:
+        compare_sizes(session, _contenders)
 
 
 def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
@@ -45,9 +36,8 @@ def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Conten
     plain = Way("in place", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
     ways = [plain, replace(plain, what="out=", out=True), replace(plain, what="sgd", optimizer="sgd")]
     made = [store_contender(job, pattern, way, [array]) for way in ways]
-    if has_shared():
-        shared = [replace(way, what=f"shared, {way.what}", shared=True) for way in (ways[0], ways[2])]
-        made += [store_contender(job, pattern, way) for way in shared]
+    shared = [replace(way, what=f"shared, {way.what}", shared=True) for way in (ways[0], ways[2])]
+    made += [store_contender(job, pattern, way) for way in shared]
     if mpi_can_add(dtype):
         made.append(raw_contender(job, pattern, [array]))
     if "gloo" in session.options.vs:

@@ -21,8 +21,6 @@ from mpikv.bench.progress import follow
 from mpikv.errors import ConfigError
 from mpikv.transports import launcher
 
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
 BAD_INPUT = 2
 VERSION_S = 20.0  # for `mpirun --version` on a slow file system
 # NumPy would start a thread per core in every rank.
@@ -37,7 +35,7 @@ def environment_rank(environ: Mapping[str, str] | None = None) -> int:
     environ = os.environ if environ is None else environ
     if launcher.find(environ) is None:
         return 0  # a batch script has SLURM_PROCID, too
-    return int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
+    return launcher.said_rank(environ)
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,13 +46,13 @@ class Parser(argparse.ArgumentParser):
         if environment_rank() == 0:
             super().print_help(file)  # type: ignore[arg-type] # argparse says SupportsWrite
         else:
-            time.sleep(SILENT_S)
+            time.sleep(launcher.SILENT_S)
 
     def error(self, message: str) -> NoReturn:
         """Print how it is used and what is wrong; status 2."""
         if environment_rank() == 0:
             super().error(message)
-        time.sleep(SILENT_S)
+        time.sleep(launcher.SILENT_S)
         raise SystemExit(BAD_INPUT)
 
 

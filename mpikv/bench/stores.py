@@ -50,8 +50,7 @@ class _Use:
         if way.optimizer:
             self.store.set_optimizer(optimizers.create(way.optimizer, learning_rate=1.0))
         if way.shared:
-            made: Any = self.store
-            arrays = made.zeros(list(way.shapes), dtype=way.dtype)
+            arrays = self.store.zeros(list(way.shapes), dtype=way.dtype)
         elif arrays is None:
             arrays = [np.zeros(shape, way.dtype) for shape in way.shapes]
         self.arrays: Sequence[HostArray] = arrays
@@ -116,11 +115,6 @@ def store_contender(
         return most(job.comm, use.count(job.comm))
 
     return Contender(way.what, use.prepare, use.run, use.check, use.close, counts)
-
-
-def has_shared(store_class: type = kv.KVStore) -> bool:
-    """Whether this mpikv has arrays in shared memory."""
-    return hasattr(store_class, "zeros")
 
 
 def forced(way: Way, algorithm: str) -> Way:

@@ -39,7 +39,7 @@ from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.workers import Predicate, Workers
-from mpikv.transports.meeting import MASK, Meeting, digest
+from mpikv.transports.meeting import Meeting, digest, history_hash
 from mpikv.transports.shm import HostMemory, aligned
 
 
@@ -215,7 +215,7 @@ class Direct:
         places = [None if one is None or kind == "staged" else self.arena.memory.offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places))
         call.slots = {self._workers.slot_of(info) for info in infos}
-        call.hash = sum(self._keys[info.id].digest for info in infos) & MASK
+        call.hash = history_hash(self._keys[info.id].digest for info in infos)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
         for info in infos:

@@ -25,6 +25,8 @@ HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
 # run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
 SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
 
 
 class Launcher(NamedTuple):
@@ -45,6 +47,11 @@ def find(environ: Mapping[str, str] | None = None) -> Launcher | None:
         if environ.get(variable, "").isdigit():
             return Launcher(int(environ[variable]), variable, program())
     return None
+
+
+def said_rank(environ: Mapping[str, str]) -> int:
+    """The rank that the environment gives this process, 0 if none. A batch script's own environment has one, too."""
+    return int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
 
 
 def program() -> str:

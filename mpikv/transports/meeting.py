@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from mpikv.transports.progress import Backoff
 from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, fence
@@ -202,6 +202,6 @@ class Meeting:
             fence()
 
 
-def history_hash(digests: Sequence[int]) -> int:
+def history_hash(digests: Iterable[int]) -> int:
     """The sum of keys' digests: the same in whatever order they are pushed."""
     return sum(digests) & MASK
