@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import sys
 import threading
@@ -28,8 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
+import _hosts  # lies beside this file
 
 TCP_BYTES = 16 << 20
 TCP_PORT = 29777
@@ -40,44 +38,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", default="2,3,4", help="numbers of hosts (default 2,3,4)")
     parser.add_argument("--ranks-per-host", default="1", help="e.g. 1,2 (default 1)")
-    parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each link in each direction (default 200)")
     parser.add_argument("--mib", default="16,64", help="sizes in MiB (default 16,64)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default 3)")
     parser.add_argument("--algorithms", default="auto", help="of MPIKV_ALGORITHM (default auto)")
-    parser.add_argument("--mpi", choices=("openmpi", "mpich"), default="openmpi")
-    parser.add_argument("--mca", action="append", default=[], help="NAME=VALUE, an MCA parameter for Open MPI")
-    parser.add_argument("--mtu", type=int, default=1500, help="bytes of the longest packet (default 1500)")
     parser.add_argument("--json", type=Path, help="write all measured times to this file")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    _hosts.add_options(parser)
     options = parser.parse_args()
     if options.rank:
         run_rank(options)
         return 0
 
-    import jobs  # noqa: PLC0415 - beside the tests; ranks do not need them
-    from namespaces import missing, network  # noqa: PLC0415
-
-    reason = missing()
-    mpi = jobs.find_mpi(options.mpi)
-    if reason or mpi is None:
-        print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
-        return 1
-    arguments = [sys.argv[0], "--rank", *sys.argv[1:]]
-    extra = [word for one in options.mca for word in ("--mca", *one.split("=", 1))]
     for n_hosts in map(int, options.hosts.split(",")):
         for ranks in map(int, options.ranks_per_host.split(",")):
-            with network(n_hosts, options.rate, options.mtu) as hosts:
-                job = jobs.mpirun(
-                    n_hosts * ranks,
-                    ["python", *arguments],
-                    mpi=hosts.mpi(mpi),
-                    options=[*hosts.options(mpi, ranks), *extra],
-                    timeout_s=1200,
-                    env={name: value for name, value in os.environ.items() if name.startswith("MPIKV_")},
-                )
-            print(job.output if job.status == 0 else f"{job.output}status {job.status}", end="", flush=True)
-            if job.status != 0:
-                return 1
+            status = _hosts.run(options, n_hosts, ranks)
+            if status != 0:
+                return status
     return 0
 
 

@@ -21,17 +21,14 @@ nothing is under way, against computing before there was one.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cluster")]
+import _hosts  # lies beside this file
 
 SOCKET_PORT = 29778
 MATRIX = 160  # columns: a product takes some 100 us
@@ -42,15 +39,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="number of hosts (default 2)")
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=200, help="Mbit/s of each link in each direction (default 200)")
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--kib", type=int, default=512, help="KiB of each layer's gradient (default 512)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each measurement (default 3)")
     parser.add_argument("--compute", default="blas,python", help="blas, python (default both)")
-    parser.add_argument("--mpi", choices=("openmpi", "mpich"), default="openmpi")
-    parser.add_argument("--mtu", type=int, default=1500, help="bytes of the longest packet (default 1500)")
     parser.add_argument("--sockets", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    _hosts.add_options(parser)
     options = parser.parse_args()
     if options.sockets:
         run_sockets(options.sockets[0], int(options.sockets[1]))
@@ -59,25 +53,7 @@ def main() -> int:
         run_rank(options)
         return 0
 
-    import jobs  # noqa: PLC0415 - beside the tests; ranks do not need them
-    from namespaces import missing, network  # noqa: PLC0415
-
-    reason = missing()
-    mpi = jobs.find_mpi(options.mpi)
-    if reason or mpi is None:
-        print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
-        return 1
-    with network(options.hosts, options.rate, options.mtu) as hosts:
-        job = jobs.mpirun(
-            options.hosts * options.ranks_per_host,
-            ["python", sys.argv[0], "--rank", *sys.argv[1:]],
-            mpi=hosts.mpi(mpi),
-            options=hosts.options(mpi, options.ranks_per_host),
-            timeout_s=600,
-            env={name: value for name, value in os.environ.items() if name.startswith("MPIKV_")},
-        )
-    print(job.output, end="", flush=True)
-    return job.status
+    return _hosts.run(options, options.hosts, options.ranks_per_host, timeout_s=600)
 
 
 def run_sockets(peer: str, n_bytes: int) -> None:
