@@ -6,21 +6,26 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | variable | default | meaning |
 |---|---|---|
 | `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
-| `MPIKV_SERVER_PLACEMENT` | spread | `spread`: every host gets its share of the servers; `last`: the last ranks |
+| `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
 | `MPIKV_PARTITION_BYTES` | 1048576 | bytes of the pieces in which a big value travels to a server and back |
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
-| `MPIKV_SHARED_MEMORY` | auto | `auto`: workers of one host share memory where they can; `off`: only messages |
+| `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError` |
 | `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
 | `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
+| `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
+| `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
+| `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
 """
 
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -29,6 +34,13 @@ from mpikv.errors import ConfigError
 
 PREFIX = "MPIKV_"
 TEST_PREFIX = "MPIKV_TEST_"  # belongs to the test runner, never read by the library
+# Signals that cannot be caught, or that say that the program itself has gone wrong or that its terminal has changed.
+NOT_TO_STOP_BY = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "TRAP"} | {
+    *("CHLD", "CLD", "CONT", "PIPE", "TTIN", "TTOU", "URG", "WINCH")
+}
+PLACEMENTS = ("spread", "hosts", "last")  # of the servers among the hosts
+AUTO_INTERFACE = "auto"
+INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical")
 
 
@@ -64,6 +76,45 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def _signals(text: str) -> str:
+    """Names without SIG, each once, in the order given."""
+    names = [name.strip().upper().removeprefix("SIG") for name in text.split(",") if name.strip()]
+    for name in names:
+        if f"SIG{name}" not in signal.Signals.__members__:
+            raise ValueError(f"names no signal by {name!r}; give names such as TERM,USR1,USR2")
+        if name in NOT_TO_STOP_BY:
+            raise ValueError(f"has {name}, which cannot be handled or means something else; give TERM or USR1")
+    return ",".join(dict.fromkeys(names))
+
+
+def _text(text: str) -> str:
+    return text.strip()
+
+
+def _interface(text: str) -> str:
+    """Names and networks, each once, in the order given; a network as its own address, 10.1.2.3/8 as 10.0.0.0/8."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    entries = []
+    for word in words:
+        if "/" in word or word.count(".") == 3 or ":" in word:
+            try:
+                entries.append(str(ipaddress.ip_network(word, strict=False)))
+            except ValueError:
+                raise ValueError(f"has {word!r}, which is no network; write one as 10.0.0.0/8") from None
+        elif len(word) > INTERFACE_NAME_CHARS or len(word.split()) > 1:
+            raise ValueError(f"has {word!r}, which is no name of an interface; give one as eth0, several as eth0,ib0")
+        else:
+            entries.append(word)
+    if not entries or (AUTO_INTERFACE in (entry.lower() for entry in entries) and len(entries) > 1):
+        raise ValueError("is neither auto nor interfaces (eth0) or networks (10.0.0.0/8), separated by commas")
+    return AUTO_INTERFACE if entries[0].lower() == AUTO_INTERFACE else ",".join(dict.fromkeys(entries))
+
+
+def interface_entries(value: str) -> list[str]:
+    """The names and networks of a valid MPIKV_INTERFACE but `auto`. ValueError with the end of a sentence."""
+    return _interface(value).split(",")
+
+
 class Variable(NamedTuple):
     """One `MPIKV_*` variable: `parse` reads its text, or raises ValueError with the end of a sentence."""
 
@@ -74,7 +125,7 @@ class Variable(NamedTuple):
 
 VARIABLES = (
     Variable("MPIKV_NUM_SERVERS", "num_servers", _integer(0)),
-    Variable("MPIKV_SERVER_PLACEMENT", "server_placement", _one_of("spread", "last")),
+    Variable("MPIKV_SERVER_PLACEMENT", "server_placement", _one_of(*PLACEMENTS)),
     Variable("MPIKV_BIGARRAY_BOUND", "bigarray_bound_elems", _integer(1)),
     Variable("MPIKV_PARTITION_BYTES", "partition_bytes", _integer(1)),
     Variable("MPIKV_ALGORITHM", "algorithm", _one_of(*ALGORITHMS)),
@@ -83,6 +134,9 @@ VARIABLES = (
     Variable("MPIKV_TIMEOUT_S", "timeout_s", _seconds),
     Variable("MPIKV_PROGRESS", "progress", _one_of("thread", "calls")),
     Variable("MPIKV_MPI", "mpi", _one_of("auto", "system")),
+    Variable("MPIKV_INTERFACE", "interface", _interface),
+    Variable("MPIKV_STOP_SIGNALS", "stop_signals", _signals),
+    Variable("MPIKV_STOP_FILE", "stop_file", _text),
 )
 
 
@@ -100,6 +154,9 @@ class Config:
     timeout_s: float = 300.0
     progress: str = "thread"
     mpi: str = "auto"
+    interface: str = AUTO_INTERFACE
+    stop_signals: str = ""
+    stop_file: str = ""
 
     def __post_init__(self) -> None:
         for variable in VARIABLES:

@@ -28,8 +28,9 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.transports import abort, library, shm
+from mpikv.transports import abort, bell, library, shm, signals
 from mpikv.transports.base import Transport
+from mpikv.transports.local import LocalTransport, local_transport, ranks_here
 from mpikv.transports.topology import pretended
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def create(
         _guard_if_ranks_exist()
         raise
     if not spec.distributed:
-        return KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device)
+        store = KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device, stop_file=config.stop_file)
+        return _listening(store, config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -83,7 +85,7 @@ def _guard_if_ranks_exist() -> None:
 
 
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
-    library.prepare(config.mpi)
+    library.prepare(config.mpi, config.interface)
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI, which only a dist store may do
 
     from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
@@ -116,17 +118,32 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     except MpikvError:
         transport.close()
         raise
-    if transport.rank in roles.servers:
-        _be_server(transport, roles, spec, config)
-    memory = None
+
+    def gather_all(data: bytes) -> list[bytes]:
+        return allgather_bytes(transport, data, config.timeout_s, nobody)
+
+    def gather(data: bytes) -> list[bytes]:
+        everybodys = gather_all(data)
+        return [everybodys[rank] for rank in ranks_here(transport)]
+
+    # What is missing is no error: messages do the same, `mpikv info` says why.
+    memory, links = None, None
+    if wants_memory(roles, spec, config, transport.hosts) or wants_links(roles, spec, config, transport.hosts):
+        here = ranks_here(transport)
+        memory, _ = shm.open_host_memory(here.index(transport.rank), len(here), gather)
     if wants_memory(roles, spec, config, transport.hosts):
-        # What is missing is no error: messages do the same, `mpikv info` says why.
-        memory, _ = shm.open_host_memory(
-            transport.rank, transport.size, lambda data: allgather_bytes(transport, data, config.timeout_s, nobody)
-        )
+        memory = shm.on_all_hosts(memory, gather_all)
+    if wants_links(roles, spec, config, transport.hosts):
+        links = None if memory is None else server_links(transport, memory, roles, config)
+        (bell.stand_by if links is None else links.bell.connect)(gather)
+    if transport.rank in roles.servers:
+        _be_server(transport, roles, spec, config, links)
     threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    strategy = worker_strategy(transport, roles, spec, config, threaded=threaded, on_fatal=_fatal, memory=memory)
-    return _registered(KVStore(name, strategy, on_device=spec.on_device, on_close=None), strategy)
+    strategy = worker_strategy(
+        transport, roles, spec, config, threaded=threaded, on_fatal=_fatal, memory=memory, links=links
+    )
+    store = KVStore(name, strategy, on_device=spec.on_device, stop_file=config.stop_file)
+    return _registered(_listening(store, config), strategy)
 
 
 def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
@@ -137,6 +154,8 @@ def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
         "MPIKV_ALGORITHM": config.algorithm,
         "MPIKV_FAKE_HOSTS": config.fake_hosts,
         "MPIKV_SHARED_MEMORY": config.shared_memory,
+        "MPIKV_STOP_SIGNALS": config.stop_signals,
+        "MPIKV_STOP_FILE": config.stop_file,
     }
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
     return {"type": type_, "num_servers": config.num_servers, "settings": settings}
@@ -185,16 +204,31 @@ def _type_name(fields: list[bool]) -> str:
     return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
 
 
-def server_core(hosts: tuple[str, ...], roles: Roles, spec: StoreSpec) -> ServerCore:
+def server_core(
+    hosts: tuple[str, ...], roles: Roles, spec: StoreSpec, links: LocalTransport | None = None
+) -> ServerCore:
     """The state machine of one server."""
     labels = [f"worker {i} on {hosts[rank]}" for i, rank in enumerate(roles.workers)]
-    return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous)
+    memory = None if links is None else links.segment
+    return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous, memory)
 
 
 def wants_memory(roles: Roles, spec: StoreSpec, config: Config, hosts: Sequence[str]) -> bool:
-    """Whether the workers use memory that they share: several of them, on one host, who own the keys themselves."""
+    """Whether workers use memory that they share: several of them on some host, who own the keys themselves."""
     automatic = config.shared_memory == "auto" and config.algorithm == "auto"
-    return automatic and spec.synchronous and not roles.servers and len(hosts) > 1 and len(set(hosts)) == 1
+    return automatic and spec.synchronous and not roles.servers and len(set(hosts)) < len(hosts)
+
+
+def wants_links(roles: Roles, spec: StoreSpec, config: Config, hosts: Sequence[str]) -> bool:
+    """Whether workers and servers of one host talk through memory, where there are any."""
+    owned_by_servers = bool(roles.servers) or not spec.synchronous
+    return config.shared_memory == "auto" and owned_by_servers and len(set(hosts)) < len(hosts)
+
+
+def server_links(transport: Transport, memory: shm.HostMemory, roles: Roles, config: Config) -> LocalTransport | None:
+    """The transport between workers and servers of this rank's host; None where it is not one or the other's."""
+    servers = roles.servers or roles.workers
+    return local_transport(transport, memory, roles.workers, servers, config.partition_bytes)
 
 
 def worker_strategy(
@@ -206,13 +240,15 @@ def worker_strategy(
     threaded: bool,
     on_fatal: Callable[[BaseException], None],
     memory: shm.HostMemory | None = None,
+    links: LocalTransport | None = None,
 ) -> Strategy:
     """The strategy of a worker: who owns the keys follows from the type and the number of servers."""
     if spec.synchronous and not roles.servers:
         return AllreduceStrategy(transport, config, threaded=threaded, on_fatal=on_fatal, memory=memory)
     service = None
     if not roles.servers:
-        service = serve(transport, roles.workers, server_core(transport.hosts, roles, spec))
+        core = server_core(transport.hosts, roles, spec, links)
+        service = serve(transport if links is None else links, roles.workers, core)
     return PsStrategy(
         transport,
         roles.workers,
@@ -222,12 +258,21 @@ def worker_strategy(
         threaded=threaded,
         on_fatal=on_fatal,
         service=service,
+        local=links,
     )
 
 
-def _be_server(transport: Transport, roles: Roles, spec: StoreSpec, config: Config) -> None:
+def _be_server(
+    transport: Transport, roles: Roles, spec: StoreSpec, config: Config, links: LocalTransport | None
+) -> None:
     """Serve, then end the process."""
-    run_server(transport, roles.workers, server_core(transport.hosts, roles, spec), config.timeout_s)
+    listener = _stop_signals(config)
+    listener.install()
+    core = server_core(transport.hosts, roles, spec, links)
+    run_server(transport if links is None else links, roles.workers, core, config.timeout_s, listener.why)
+    listener.end()
+    if links is not None:
+        links.close()
     transport.close()
     raise SystemExit(0)
 
@@ -237,6 +282,19 @@ def _fatal(error: BaseException) -> None:
     guard = abort.guard()
     if guard is not None:
         guard.fail("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+
+
+def _stop_signals(config: Config) -> signals.StopSignals:
+    return signals.StopSignals([name for name in config.stop_signals.split(",") if name])
+
+
+def _listening(store: KVStore, config: Config) -> KVStore:
+    """Let signals ask all workers to stop, until the store is closed."""
+    if config.stop_signals:
+        listener = _stop_signals(config)
+        listener.install()
+        store._listen_for(listener.why, listener.restore)
+    return store
 
 
 def _registered(store: KVStore, strategy: Strategy) -> KVStore:

@@ -1,8 +1,4 @@
-"""The store: MXNet's calls, brought to one form and handed to a strategy.
-
-Every call form (one key or a list, one array or one per device, a key repeated in a list) becomes a list of items, one
-per key; a worker's device arrays are summed here; shapes and dtypes are checked here, before anything is sent.
-"""
+"""The store: MXNet's calls, brought to one form (calls.py) and handed to a strategy."""
 
 from __future__ import annotations
 
@@ -10,34 +6,17 @@ import builtins
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from mpikv import optimizers, shapes
-from mpikv.arrays import (
-    check_writable,
-    dtype_named,
-    flat_copy,
-    host_view,
-    is_array,
-    is_device,
-    shape_and_dtype,
-    sum_devices,
-)
-from mpikv.errors import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch, UnsupportedError
-from mpikv.keys import Key, KeyInfo, check_key
+from mpikv.arrays import dtype_named, flat_copy, host_view
+from mpikv.calls import CallForms, Item, Keys, Targets, Values
+from mpikv.errors import KeyExists, MpikvError, UnsupportedError
+from mpikv.keys import Key
 from mpikv.prepared import PreparedCalls
-from mpikv.strategies.base import Pending, PreparedCall, Sink, Strategy, Updater
-
-Array = Any  # NumPy, CuPy, or anything with DLPack
-Keys = Key | Sequence[Key]
-Values = Any  # an array, a list of arrays (one per device), or a list of either (one per key)
-
-
-class _Item(NamedTuple):
-    key: Key
-    arrays: list[Array]
+from mpikv.strategies.base import Pending, Sink, Strategy, Updater
 
 
 class Request:
@@ -72,14 +51,22 @@ class KVStore:
     """
 
     def __init__(
-        self, name: str, strategy: Strategy, *, on_device: bool, on_close: Callable[[], None] | None = None
+        self,
+        name: str,
+        strategy: Strategy,
+        *,
+        on_device: bool,
+        on_close: Callable[[], None] | None = None,
+        stop_file: str = "",
     ) -> None:
         self._name = name
         self._strategy = strategy
-        self._on_device = on_device
+        self._forms = CallForms(strategy, on_device=on_device)
         self._on_close = on_close
+        self._stop_file = stop_file  # where a trainer saves when the workers stop
+        self._stopped = False
+        self._restore_signals: Callable[[], None] = lambda: None
         self._closed = False
-        self._key_type: builtins.type | None = None
         self._namespaces = 0
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
@@ -108,6 +95,37 @@ class KVStore:
             raise ValueError(f"unknown capability {capability!r}; known is 'optimizer'")
         return True
 
+    # --- stopping together
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether all workers stop here. To be read once per step, at the same place by every worker.
+
+        True from the first read on at which all workers have agreed to stop, after `request_stop` or one of the
+        signals of `MPIKV_STOP_SIGNALS` at any rank; every worker then makes the same last calls (saving, `close`).
+        Synchronous: the same read, counted from the start, on every worker. Asynchronous: each worker's next one, at
+        which it waits for the others. Sends nothing until somebody asked; then blocks while the workers agree, and
+        raises StallError where one of them is out of reach.
+        """
+        self._check_open("stop_requested")
+        self._stopped = self._strategy.stop_requested()
+        return self._stopped
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop together, as a signal would: their `stop_requested` will tell. Local."""
+        self._check_open("request_stop")
+        self._strategy.request_stop("request_stop()")
+
+    def _listen_for(self, asked: Callable[[], str | None], restore: Callable[[], None]) -> None:
+        """Stop when `asked()` says why. restore: gives back what `asked` comes from, when the store is closed."""
+        self._strategy.listen_for(asked)
+        self._restore_signals = restore
+
+    def _decide(self, call: str, attempt: Callable[[], Any]) -> Any:
+        """Worker 0 tries something; every worker gets its result or its error. Collective."""
+        self._check_open(call)
+        return self._strategy.decide(call, attempt)
+
     @property
     def _shares_memory(self) -> bool:
         """Whether all workers are on one host and share memory there."""
@@ -123,60 +141,6 @@ class KVStore:
         if self._closed:
             raise MpikvError(f"{call} on a closed store ({self._name}, worker {self.rank} of {self.num_workers})")
 
-    def _where(self) -> str:
-        return f"worker {self.rank} of {self.num_workers}"
-
-    def _key(self, key: Any) -> Key:
-        checked = check_key(key)
-        if self._key_type is not None and type(checked) is not self._key_type:
-            raise TypeError(
-                f"key {checked!r} is {type(checked).__name__}, but the keys of this store are "
-                f"{self._key_type.__name__}; a store does not mix them"
-            )
-        return checked
-
-    def _items(self, call: str, keys: Keys, values: Values) -> list[_Item]:
-        """One item per key, in the order of first appearance, with all arrays of that key."""
-        if not isinstance(keys, (list, tuple)):
-            keys, values = [keys], [values]  # type: ignore[list-item]
-        elif not isinstance(values, (list, tuple)):
-            raise TypeError(f"{call}: a list of keys needs a list of values, not {type(values).__name__}")
-        if len(keys) != len(values):
-            raise ValueError(f"{call}: {len(keys)} keys but {len(values)} values")
-        found: dict[Key, list[Array]] = {}
-        for key, value in zip(keys, values, strict=True):
-            arrays = list(value) if isinstance(value, (list, tuple)) else [value]
-            if not arrays:
-                raise ValueError(f"{call}: key {key!r} has an empty list of arrays")
-            checked = self._key(key)
-            for array in arrays:
-                if not is_array(array):
-                    raise TypeError(
-                        f"{call}: the value of key {key!r} is {type(array).__name__}, "
-                        "not an array (NumPy, CuPy or anything with DLPack)"
-                    )
-            found.setdefault(checked, []).extend(arrays)
-        return [_Item(key, arrays) for key, arrays in found.items()]
-
-    def _info(self, call: str, key: Key) -> KeyInfo:
-        info = self._strategy.lookup(key)
-        if info is None:
-            known = [entry.key for entry in self._strategy.infos()]
-            some = ", ".join(repr(entry) for entry in known[:8]) + (", ..." if len(known) > 8 else "")
-            raise KeyNotInitialized(
-                f"{call}: key {key!r} was never initialised ({self._where()}); "
-                + (f"the store holds {some}" if known else "the store holds no key")
-            )
-        return info
-
-    def _check_value(self, call: str, info: KeyInfo, array: Array, *, dtype: bool) -> None:
-        shape, found = shape_and_dtype(array, f"{call}: the value of key {info.key!r}")
-        if shape != info.shape or (dtype and found != info.dtype):
-            raise ShapeMismatch(
-                f"{call}: key {info.key!r} is {info.dtype} {info.shape}, this array is {found} {shape} "
-                f"({self._where()}); nothing was sent"
-            )
-
     # --- init
 
     def init(self, key: Keys, value: Values) -> None:
@@ -187,14 +151,14 @@ class KVStore:
         worker when workers bring different shapes or dtypes.
         """
         self._check_open("init")
-        items = self._items("init", key, value)
+        items = self._forms.items("init", key, value)
         values = []
         for item in items:
             if len(item.arrays) != 1:
                 raise ValueError(f"init: key {item.key!r} has {len(item.arrays)} arrays; a key is initialised with one")
             if self._strategy.lookup(item.key) is not None:
                 raise KeyExists(
-                    f"init: key {item.key!r} is there already ({self._where()}); nothing was changed. "
+                    f"init: key {item.key!r} is there already ({self._forms.where()}); nothing was changed. "
                     "Push to change its value."
                 )
             what = f"init: the value of key {item.key!r}"
@@ -203,12 +167,12 @@ class KVStore:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")
         if values:
             self._strategy.init(values)
-            self._key_type = type(values[0][0])
+            self._forms.key_type = type(values[0][0])
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """`init` then `pull`: worker 0's value lands in every worker's `out`. Collective, blocks."""
         self._check_open("broadcast")
-        self._items("broadcast", key, out)
+        self._forms.items("broadcast", key, out)
         self.init(key, value)
         self.pull(key, out, priority)
 
@@ -219,8 +183,8 @@ class KVStore:
 
         shape: an int or a tuple, or a list of them for a list of arrays that lie side by side. Their values are
         undefined (`zeros` sets them). Such an array is this worker's own, like any other; only a `pushpull` of it in
-        place, without an optimizer, is done without a copy. The array then *is* the store's value of the key until the
-        next push: what is written into it, a later `pull` of the key returns. The memory is given back at the end of
+        place, without an optimizer, is done without a copy. With all workers on one host the array then *is* the
+        store's value of the key until the next push: what is written into it, a later `pull` of the key returns. The memory is given back at the end of
         the process. Where workers cannot share memory the arrays are ordinary ones. Collective over the workers, same
         arguments on each (else ShapeMismatch on all); blocks.
         """
@@ -245,17 +209,6 @@ class KVStore:
 
     # --- push and pull
 
-    def _start_push(self, call: str, items: list[_Item]) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
-        """Check everything, then sum over devices; so an error leaves nothing half sent."""
-        infos = [self._info(call, item.key) for item in items]
-        for info, item in zip(infos, items, strict=True):
-            for array in item.arrays:
-                self._check_value(call, info, array, dtype=True)
-        return [
-            (info, sum_devices(item.arrays, f"{call}: the value of key {info.key!r}", on_device=self._on_device))
-            for info, item in zip(infos, items, strict=True)
-        ]
-
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Sum arrays over this worker's devices, then over the workers.
 
@@ -267,27 +220,8 @@ class KVStore:
 
     def _push(self, key: Keys, value: Values, priority: int) -> Request:
         self._check_open("push")
-        totals = self._start_push("push", self._items("push", key, value))
+        totals = self._forms.totals("push", self._forms.items("push", key, value))
         return Request(self._strategy, self._strategy.push_many(totals, priority))
-
-    def _outs(self, call: str, keys: Keys, out: Values) -> tuple[list[tuple[KeyInfo, list[Array]]], Any]:
-        """The arrays to write into for each key; new ones, and what to return, where `out` is None."""
-        if out is None:
-            wanted = list(keys) if isinstance(keys, (list, tuple)) else [keys]
-            infos = [self._info(call, self._key(key)) for key in wanted]
-            arrays = [np.empty(info.shape, info.dtype) for info in infos]
-            grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
-            for info, array in zip(infos, arrays, strict=True):
-                grouped.setdefault(info.id, (info, []))[1].append(array)
-            return list(grouped.values()), arrays if isinstance(keys, (list, tuple)) else arrays[0]
-        targets = []
-        for item in self._items(call, keys, out):
-            info = self._info(call, item.key)
-            for array in item.arrays:
-                check_writable(array, f"{call}: out of key {item.key!r}")
-                self._check_value(call, info, array, dtype=False)
-            targets.append((info, item.arrays))
-        return targets, None
 
     def pull(self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
         """Write stored values into `out`: one array per key or a list of them, in the key's shape, any dtype.
@@ -300,7 +234,7 @@ class KVStore:
 
     def _pull(self, key: Keys, out: Values, priority: int) -> Request:
         self._check_open("pull")
-        targets, result = self._outs("pull", key, out)
+        targets, result = self._forms.outs("pull", key, out)
         pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
         return Request(self._strategy, pending, result)
 
@@ -315,8 +249,8 @@ class KVStore:
             if not call.run(priority):
                 self._pushpull(key, value, out, priority).wait()
             return
-        items, targets = self._pushpull_arguments(key, value, out)
-        call = self._prepare(items, targets)
+        items, targets = self._forms.pushpull_arguments(key, value, out)
+        call = self._forms.prepare(items, targets)
         if call is None or not call.run(priority):
             self._start_pushpull(items, targets, priority).wait()
         if call is not None:
@@ -325,44 +259,13 @@ class KVStore:
             else:
                 call.release()  # a tensor may come with other memory next time
 
-    def _prepare(self, items: list[_Item], targets: list[tuple[KeyInfo, list[Array]]]) -> PreparedCall | None:
-        """A shorter way for these arguments. Raises what is wrong with them."""
-        outs = {info.key: arrays for info, arrays in targets}
-        arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
-        if not items or any(len(item.arrays) != 1 for item in items) or any(is_device(array) for array in arrays):
-            return None
-        infos = [self._info("pushpull", item.key) for item in items]
-        for info, item in zip(infos, items, strict=True):
-            self._check_value("pushpull", info, item.arrays[0], dtype=True)
-        return self._strategy.prepare(
-            infos,
-            [host_view(item.arrays[0], "pushpull") for item in items],
-            [[host_view(array, "pushpull") for array in outs[item.key]] for item in items],
-        )
-
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
         self._check_open("pushpull")
-        return self._start_pushpull(*self._pushpull_arguments(key, value, out), priority)
+        return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority)
 
-    def _pushpull_arguments(
-        self, key: Keys, value: Values, out: Values
-    ) -> tuple[list[_Item], list[tuple[KeyInfo, list[Array]]]]:
-        """What to push, and where to write the results."""
-        items = self._items("pushpull", key, value)
-        if out is None:
-            targets = [(self._info("pushpull", item.key), item.arrays) for item in items]
-            for info, arrays in targets:
-                for array in arrays:
-                    check_writable(array, f"pushpull: the value of key {info.key!r}, with out=None")
-        else:
-            targets = self._outs("pushpull", key, out)[0]
-        if {item.key for item in items} != {info.key for info, _ in targets}:
-            raise ValueError("pushpull: `out` is for other keys than `value`")
-        return items, targets
-
-    def _start_pushpull(self, items: list[_Item], targets: list[tuple[KeyInfo, list[Array]]], priority: int) -> Request:
+    def _start_pushpull(self, items: list[Item], targets: Targets, priority: int) -> Request:
         sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
-        totals = self._start_push("pushpull", items)
+        totals = self._forms.totals("pushpull", items)
         pending = self._strategy.pushpull_many([(info, total, sinks[info.id]) for info, total in totals], priority)
         return Request(self._strategy, pending)
 
@@ -412,8 +315,8 @@ class KVStore:
         """`set_optimizer` for these keys alone, so that two trainers on one store do not meet."""
         self._check_open("set_optimizer")
         for key in keys:
-            self._info("set_optimizer", self._key(key))
-        self._strategy.set_optimizer(optimizer, [self._key(key) for key in keys])
+            self._forms.info("set_optimizer", self._forms.key(key))
+        self._strategy.set_optimizer(optimizer, [self._forms.key(key) for key in keys])
 
     def _bucket(self, keys: Sequence[Key]) -> None:
         """Let a trainer's keys, in the order in which they will be pushed, share messages. Collective."""
@@ -421,7 +324,7 @@ class KVStore:
 
     def _skip(self, key: Key) -> None:
         """A key given to `_bucket` is not pushed in this round, by no worker."""
-        self._strategy.skip(self._info("skip", key))
+        self._strategy.skip(self._forms.info("skip", key))
 
     def _new_namespace(self) -> int:
         """A number for a new trainer; the same on all workers that make their trainers in the same order."""
@@ -494,6 +397,8 @@ class KVStore:
             self._strategy.abandon()
             raise
         finally:
+            if not self._stopped:  # else a signal may come late to this rank, which must not end by it
+                self._restore_signals()
             if self._on_close is not None:
                 self._on_close()
 

@@ -7,7 +7,7 @@ per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -171,3 +171,44 @@ def _copy_into(replica: Any, value: Any, what: str) -> None:
         replica[...] = value
     else:
         arrays.write(replica, arrays.host_view(value if arrays.is_array(value) else np.asarray(value), what), what)
+
+
+def named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
+    """name -> parameter, in the order in which they go through the store."""
+    if isinstance(params, Mapping):
+        pairs = [(name, params[name]) for name in sorted(params)]
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)) and not arrays.is_array(params):
+        listed = list(params)
+        pairs = [(getattr(parameter, "name", None) or str(i), parameter) for i, parameter in enumerate(listed)]
+    else:
+        raise TypeError(f"params is a dict or a list of parameters, not {type(params).__name__}")
+    result: dict[str, Any] = {}
+    for name, parameter in pairs:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a parameter is a str, got {name!r}")
+        # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
+        if not (isinstance(parameter, Parameter) or (hasattr(parameter, "data") and hasattr(parameter, "grad"))):
+            raise TypeError(
+                f"parameter {name!r} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
+                "mpikv.Parameter(array)"
+            )
+        if name in result:
+            raise ValueError(f"two parameters are called {name!r}; pass a dict with a name for each")
+        if any(parameter is other for other in result.values()):
+            raise ValueError(f"parameter {name!r} comes twice; pass each parameter once")
+        if isinstance(parameter, Parameter) and parameter.name is None:
+            parameter.name = name
+        result[name] = parameter
+    if not result:
+        raise ValueError("there are no parameters to train")
+    return result
+
+
+def list_data(parameter: Any) -> list[Any]:
+    """The weight on every device, of a parameter of any kind."""
+    return list(parameter.list_data()) if hasattr(parameter, "list_data") else [parameter.data]
+
+
+def list_grad(parameter: Any) -> list[Any]:
+    """The gradient on every device, of a parameter of any kind."""
+    return list(parameter.list_grad()) if hasattr(parameter, "list_grad") else [parameter.grad]

@@ -16,7 +16,6 @@ Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +23,11 @@ from mpikv import arrays, kv, optimizers, spec
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
-from mpikv.parameter import Parameter
+from mpikv.parameter import Parameter, list_data, list_grad, named
+from mpikv.trainer_files import TrainerFiles
 
 
-class Trainer:
+class Trainer(TrainerFiles):
     """Applies an optimizer to a set of parameters.
 
     params: a dict name -> parameter (sorted by name, as in gluon) or a list or other iterable of them. A parameter
@@ -58,17 +58,18 @@ class Trainer:
         compression_params: Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:
-        self._params = _named(params)
+        self._params = named(params)
         self._optimizer = optimizers.create(optimizer, **dict(optimizer_params or {}))
         self._scale = self._optimizer.rescale_grad
         self._steps = 0
-        several = any(len(_list_data(p)) > 1 for p in self._params.values())
+        several = any(len(list_data(p)) > 1 for p in self._params.values())
         self._store = _store(kvstore, several)
         self._on_store = _updates_on_store(self._store, update_on_kvstore)
         if compression_params:
             if self._store is None:
                 raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
             self._store.set_gradient_compression(compression_params)
+        self._check_stop_file()
         number = 0 if self._store is None else self._store._new_namespace()
         self._keys = {name: f"trainer{number}/{name}" for name in self._params}
         self._apply_factors()
@@ -83,8 +84,8 @@ class Trainer:
 
     def _start(self) -> None:
         """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
-        data = {name: _list_data(parameter) for name, parameter in self._params.items()}
-        trained = [name for name in self._params if not self._is_frozen(name)]
+        data = {name: list_data(parameter) for name, parameter in self._params.items()}
+        trained = self._trained = [name for name in self._params if not self._is_frozen(name)]
         if self._store is not None:
             # Parameters that are not trained too: statistics of a batch normalisation must agree at the start.
             keys = list(self._keys.values())
@@ -115,10 +116,10 @@ class Trainer:
         assert self._store is not None
         by_dtype: dict[str, list[str]] = {}
         for name in trained:
-            _, dtype = arrays.shape_and_dtype(_list_data(self._params[name])[0], f"parameter {name!r}")
+            _, dtype = arrays.shape_and_dtype(list_data(self._params[name])[0], f"parameter {name!r}")
             by_dtype.setdefault(str(dtype), []).append(name)
         for dtype_name, names in sorted(by_dtype.items()):
-            shapes = [tuple(_list_data(self._params[name])[0].shape) for name in names]
+            shapes = [tuple(list_data(self._params[name])[0].shape) for name in names]
             for name, memory in zip(names, self._store.zeros(shapes, dtype_name), strict=True):
                 parameter = self._params[name]
                 if isinstance(parameter, Parameter):
@@ -147,7 +148,7 @@ class Trainer:
         if self._store is None or self._is_frozen(name) or batch_size is None or self._store._shares_memory:
             return
         self._check_batch_size(batch_size)
-        replicas = _list_grad(self._params[name])
+        replicas = list_grad(self._params[name])
         if any(replica is None for replica in replicas):
             raise ValueError(f"push_grad: grad is None in {name!r}; call it after the gradient has been written")
         self._finish_waiting()
@@ -189,7 +190,7 @@ class Trainer:
             self._allreduce(grads)
             self._update(grads)
         self._handed.clear()
-        self._steps += 1
+        self._count_step()
 
     def _skip_frozen(self) -> None:
         """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
@@ -199,7 +200,7 @@ class Trainer:
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()
-        outs = {name: _list_data(self._params[name]) for name in grads}
+        outs = {name: list_data(self._params[name]) for name in grads}
         if wait and not self._handed:
             store.pushpull([self._keys[name] for name in grads], list(grads.values()), out=list(outs.values()))
             return
@@ -233,7 +234,7 @@ class Trainer:
         if self._on_store and self._store is not None:
             trained = [name for name in self._params if not self._is_frozen(name)]
             keys = [self._keys[name] for name in trained]
-            self._store.pull(keys, [_list_data(self._params[name]) for name in trained])
+            self._store.pull(keys, [list_data(self._params[name]) for name in trained])
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Replace every gradient by the sum over devices and workers. `update_on_kvstore=False` only. Blocks.
@@ -248,7 +249,7 @@ class Trainer:
         self._need_own_updates("update")
         self._rescale(batch_size)
         self._update(self._grads(ignore_stale_grad))
-        self._steps += 1
+        self._count_step()
 
     def _allreduce(self, grads: dict[str, list[Any]]) -> None:
         if self._store is not None:
@@ -269,7 +270,7 @@ class Trainer:
 
     def _update(self, grads: dict[str, list[Any]]) -> None:
         for name, replicas in grads.items():
-            self._local.apply(self._keys[name], _list_data(self._params[name]), replicas[0])
+            self._local.apply(self._keys[name], list_data(self._params[name]), replicas[0])
 
     def _grads(self, ignore_stale_grad: bool) -> dict[str, list[Any]]:
         """The gradients of every trained parameter, one per device; nothing is sent before all are there."""
@@ -278,12 +279,12 @@ class Trainer:
         for name, parameter in self._params.items():
             if self._is_frozen(name):
                 continue
-            replicas = _list_grad(parameter)
+            replicas = list_grad(parameter)
             if any(replica is None for replica in replicas):
                 if ignore_stale_grad:
                     parameter.grad = copy.deepcopy(parameter.data)
                     parameter.grad[...] = 0
-                    replicas = _list_grad(parameter)
+                    replicas = list_grad(parameter)
                 else:
                     missing.append(name)
             result[name] = replicas
@@ -320,7 +321,7 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate; with a schedule that of the last step, counted from the making of this trainer."""
+        """The learning rate; with a schedule that of the last step (`steps`)."""
         schedule = self._optimizer.lr_scheduler
         return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
 
@@ -349,70 +350,6 @@ class Trainer:
                 own = float(getattr(parameter, attribute, 1.0))
                 if name in factors or own != 1.0 or self._keys[name] in factors:
                     factors[self._keys[name]] = factors.get(name, 1.0) * own
-
-    # --- states
-
-    def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
-
-        Where the store makes the updates: collective, worker 0 writes. Otherwise local, and all workers would write the
-        same: let one of them do it.
-        """
-        if self._on_store and self._store is not None:
-            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-            self._store._save_optimizer_states_for(trained, fname, dump_optimizer=True)
-        else:
-            self._local.save_states(os.fspath(fname))
-
-    def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
-
-        The trainer that reads is the one that wrote: the first, second, ... of its store, with the same names.
-        Raises StatesFileError or OSError, on every worker, and has changed nothing then.
-        """
-        if self._on_store and self._store is not None:
-            self._store.load_optimizer_states(fname)
-        else:
-            self._local.load_states(os.fspath(fname))
-
-
-def _named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
-    """name -> parameter, in the order in which they go through the store."""
-    if isinstance(params, Mapping):
-        named = [(name, params[name]) for name in sorted(params)]
-    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)) and not arrays.is_array(params):
-        listed = list(params)
-        named = [(getattr(parameter, "name", None) or str(i), parameter) for i, parameter in enumerate(listed)]
-    else:
-        raise TypeError(f"params is a dict or a list of parameters, not {type(params).__name__}")
-    result: dict[str, Any] = {}
-    for name, parameter in named:
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a parameter is a str, got {name!r}")
-        # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
-        if not (isinstance(parameter, Parameter) or (hasattr(parameter, "data") and hasattr(parameter, "grad"))):
-            raise TypeError(
-                f"parameter {name!r} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
-                "mpikv.Parameter(array)"
-            )
-        if name in result:
-            raise ValueError(f"two parameters are called {name!r}; pass a dict with a name for each")
-        if any(parameter is other for other in result.values()):
-            raise ValueError(f"parameter {name!r} comes twice; pass each parameter once")
-        if isinstance(parameter, Parameter) and parameter.name is None:
-            parameter.name = name
-        result[name] = parameter
-    if not result:
-        raise ValueError("there are no parameters to train")
-    return result
-
-
-def _list_data(parameter: Any) -> list[Any]:
-    return list(parameter.list_data()) if hasattr(parameter, "list_data") else [parameter.data]
-
-
-def _list_grad(parameter: Any) -> list[Any]:
-    return list(parameter.list_grad()) if hasattr(parameter, "list_grad") else [parameter.grad]
 
 
 def _store(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:

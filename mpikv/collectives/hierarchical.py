@@ -59,7 +59,7 @@ def owners(size: int) -> int:
     return size
 
 
-class _Lane:
+class Lanes:
     """This rank's place among hosts and lanes, and what passes through its host."""
 
     def __init__(self, group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> None:
@@ -127,10 +127,13 @@ class _Lane:
 
     def hosted(self) -> list[tuple[int, Span]]:
         """(place, segment) of the ranks of this host whose chunks pass through this carrier."""
-        return [(place, span) for place, spans in self.guests.items() for span in spans if self._carries_for(place)]
+        return self.guests_of(self.place)
 
-    def _carries_for(self, place: int) -> bool:
-        return place % self.n_lanes == self.place
+    def guests_of(self, carrier: int) -> list[tuple[int, Span]]:
+        """The same of another carrier of this host."""
+        return [
+            (place, span) for place, spans in self.guests.items() for span in spans if place % self.n_lanes == carrier
+        ]
 
     def packed(self) -> tuple[HostArray, tuple[int, ...]]:
         """A copy of this rank's lane, host after host, and the bounds of the hosts' parts in it."""
@@ -167,7 +170,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
     if len(set(group.hosts)) == 1:
         yield from naive.reduce_scatter(group, buf, chunks, tag)
         return
-    lane = _Lane(group, buf, chunks, tag)
+    lane = Lanes(group, buf, chunks, tag)
     stages: list[Stage] = [lane.sender(lane.by_lane(reducing=True), _all)]
     if not lane.carries:
         stages.append(lane.receiver([(lane.place % lane.n_lanes, span) for span in lane.guests[lane.place]]))
@@ -202,7 +205,7 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     if len(set(group.hosts)) == 1:
         yield from naive.allgather(group, buf, chunks, tag)
         return
-    lane = _Lane(group, buf, chunks, tag)
+    lane = Lanes(group, buf, chunks, tag)
     mine = lane.guests.get(lane.place, [])
     incoming = [(at, span) for at, span in lane.by_lane(reducing=False) if span not in mine]
     stages: list[Stage] = [lane.receiver(incoming)]

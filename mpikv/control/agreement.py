@@ -121,18 +121,23 @@ class Agreement:
             verdicts += self._untangle(stuck)
         return verdicts
 
+    def blocked(self) -> set[int]:
+        """The workers that wait for a verdict."""
+        return {worker for worker, items in self._waiting.items() if items}
+
     def _stuck(self) -> set[int]:
         """The workers that wait for each other and for nobody else, so that none of them can move by itself.
 
         Starts from all who wait, and takes out who waits for somebody outside, until nothing changes.
         """
-        stuck = {worker for worker, items in self._waiting.items() if items}
-        everybody = len(self._labels)
+        stuck = self.blocked()
         while stuck:
+            # Mostly the first of those outside is missing everywhere, so that this is no look at all workers per item.
+            outside = self._waiting.keys() - stuck
             lacks_outsider = {
                 item
                 for item, proposal in self._open.items()
-                if len(proposal.payloads) + len(stuck) < everybody or len(proposal.payloads.keys() | stuck) < everybody
+                if any(worker not in proposal.payloads for worker in outside)
             }
             movable = {worker for worker in stuck if not self._waiting[worker].isdisjoint(lacks_outsider)}
             if not movable:

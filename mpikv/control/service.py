@@ -3,9 +3,11 @@
 A listener, one generator in the progress engine, receives every control message and acts on it at once, also while this
 rank's program computes. So a rank that waits too long can ask the others what they are doing, and tells its user.
 
-Kinds of messages: `propose` (to worker 0), `verdict` (from worker 0), `left` (a worker has closed; with its number of
-pushes per key), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard
-nothing for long; answered by `pong`).
+Kinds of messages: `propose` (to worker 0), `verdicts` (from worker 0), `left` (to worker 0: a worker has closed, with
+its number of pushes per key) and `gone` (from worker 0 to those still at work: how few pushes others left with; see
+leaving.py), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard nothing
+for long; answered by `pong`). To stop together (stop.py): `wish` (to worker 0, also from a server), `stop` (worker 0's
+orders), `reads` (the answers).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
+from mpikv.control.leaving import Departures, Fewest
+from mpikv.control.stop import Answer, Leader, Order, Reader
 from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.keys import Key
 from mpikv.observe.activity import Activity
@@ -59,10 +63,49 @@ class Proposal:
         return None not in self.replies.values()
 
 
+class Said:
+    """A request that is done when a function says something."""
+
+    def __init__(self, asked: Callable[[], str | None]) -> None:
+        self._asked = asked
+
+    def test(self) -> bool:
+        """Whether it does."""
+        return self._asked() is not None
+
+
+class _Listening:
+    """A request that is done when a message has come; besides it looks after what is due at a time."""
+
+    def __init__(self, arrival: Arrival, look_after: Callable[[], None]) -> None:
+        self._arrival = arrival
+        self._look_after = look_after
+
+    def test(self) -> bool:
+        """Whether it has."""
+        self._look_after()
+        return self._arrival.test()
+
+
+class Held:
+    """A request: the read of `stop_requested` that waits for the workers' decision."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.said: bool | None = None
+
+    def test(self) -> bool:
+        """Whether it may return."""
+        if self.said is None:
+            self.said, _ = self._reader.read()
+        return self.said is not None
+
+
 class Control:
     """One worker's end of the control messages.
 
-    workers: the workers' ranks. agreement: at worker 0 the state machine, elsewhere None. pushes: key id -> how often
+    workers: the workers' ranks. agreement: at worker 0 the state machine, elsewhere None. common_steps: whether all
+    workers make the same steps (synchronous stores). pushes: key id -> how often
     this worker has pushed that key. on_verdict(item, reply): called for every verdict when it comes; final ones come in
     the same order on every worker. check_key(key): raises what became of a key that workers did not agree on after all.
     """
@@ -75,6 +118,7 @@ class Control:
         agreement: Agreement | None,
         *,
         timeout_s: float,
+        common_steps: bool,
         pushes: Callable[[], dict[int, int]],
         on_verdict: Callable[[Item, Reply], None],
         check_key: Callable[[Key], None],
@@ -91,11 +135,17 @@ class Control:
         self._on_verdict = on_verdict
         self._check_key = check_key
         self._proposals: list[Proposal] = []
-        self._left: dict[int, dict[int, int]] = {}
+        self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
+        self._departures = None if agreement is None else Departures(workers.size)
         self._answers: dict[int, dict[str, Any]] = {}
         self._question = 0
         self._sending: list[Request] = []
         self.sent_messages = 0  # counted since the start
+        self._reader = Reader(common=common_steps)
+        self._leader = None if agreement is None else Leader(workers.size, common=common_steps)
+        self._asked: Callable[[], str | None] = lambda: None
+        self._wished = False
+        self._ended = False  # all workers have closed the store
 
     # --- sending
 
@@ -106,10 +156,10 @@ class Control:
         self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
 
     def sent(self) -> bool:
-        """Whether everything this worker sent has left."""
+        """Whether everything this worker sent has left, and nothing more comes in answer to it."""
         with self.engine.lock:
             self._sending = [request for request in self._sending if not request.test()]
-            return not self._sending
+            return not self._sending and (self._leader is None or self._leader.settled)
 
     # --- agreeing
 
@@ -144,11 +194,16 @@ class Control:
         return reply.unwrap()
 
     def _deliver(self, verdicts: Sequence[Verdict]) -> None:
+        if self._leader is not None and self._agreement is not None:
+            self._order(self._leader.blocked(self._agreement.blocked()))
+        others: dict[int, list[Verdict]] = {}
         for verdict in verdicts:
             if verdict.worker == self._workers.rank:
                 self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
             else:
-                self._send(self._workers.ranks[verdict.worker], {"kind": "verdict", "verdict": list(verdict)})
+                others.setdefault(verdict.worker, []).append(verdict)
+        for worker, some in others.items():
+            self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": some})
 
     def _decided(self, item: Item, reply: Reply) -> None:
         self._on_verdict(item, reply)
@@ -157,16 +212,89 @@ class Control:
                 proposal.replies[item] = reply
                 break
         self._proposals = [proposal for proposal in self._proposals if not proposal.test()]
+        if item[0] == "close" and reply.error is None:
+            self._ended = True
+            if self._leader is not None:
+                self._leader.end()
+
+    # --- stopping together
+
+    def wish(self, why: str) -> None:
+        """Ask all workers to stop. Local. why: who or what asked, for the one line that worker 0 prints."""
+        with self.engine.lock:
+            if not self._wished and not self._ended:
+                self._wished = True
+                self._wish(f"{why} at {self.labels[self._workers.rank]}")
+
+    def _wish(self, text: str) -> None:
+        if self._leader is None:
+            self._send(self._workers.ranks[0], {"kind": "wish", "text": text})
+        elif orders := self._leader.wish():
+            print(f"mpikv: {text}: all workers stop after their step", file=sys.stderr, flush=True)
+            self._order(orders)
+
+    def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
+        """A service that wishes to stop as soon as `asked()` says why."""
+        self._asked = asked
+        yield Said(asked)
+        self.wish(asked() or "")
+
+    def _order(self, orders: Sequence[Order]) -> None:
+        for worker, kind, value in orders:
+            if worker == self._workers.rank:
+                self._obey(kind, value)
+            else:
+                self._send(self._workers.ranks[worker], {"kind": "stop", "order": kind, "value": value})
+
+    def _obey(self, kind: str, value: int) -> None:
+        self._answer(self._reader.obey(kind, value))
+
+    def _answer(self, answer: Answer | None) -> None:
+        if answer is None:
+            return
+        if self._leader is None:
+            self._send(self._workers.ranks[0], {"kind": "reads", "worker": self._workers.rank, "answer": list(answer)})
+        else:
+            self._order(self._leader.answer(self._workers.rank, answer))
+
+    def stop_requested(self) -> bool:
+        """One read, see stop.py. Blocks while workers agree. Raises StallError where they do not come to it."""
+        why = self._asked()
+        if why is not None:
+            self.wish(why)
+        with self.engine.lock:
+            said, answer = self._reader.read()
+            self._answer(answer)
+            if said is None:
+                said, _ = self._reader.read()  # the answer may have been the last one that was missing
+        if said is None:
+            held = Held(self._reader)
+            self.wait(held, Waiting("stop_requested"))
+            said = held.said
+        return bool(said)
 
     # --- leaving
 
     def leave(self, pushes: dict[int, int]) -> None:
-        """Tell the other workers that this one pushes nothing any more."""
-        message = {"kind": "left", "worker": self._workers.rank, "pushes": sorted(pushes.items())}
+        """Tell worker 0, and so the others, that this one pushes nothing any more."""
         with self.engine.lock:
-            for worker, rank in enumerate(self._workers.ranks):
-                if worker != self._workers.rank:
-                    self._send(rank, message)
+            if self._departures is not None:
+                self._departures.add(self._workers.rank, pushes, time.monotonic())
+            else:
+                message = {"kind": "left", "worker": self._workers.rank, "pushes": sorted(pushes.items())}
+                self._send(self._workers.ranks[0], message)
+
+    def _pass_on(self) -> None:
+        """At worker 0: tell who has left."""
+        if self._departures is not None:
+            for worker, fewest in self._departures.due(time.monotonic()):
+                self._send(self._workers.ranks[worker], {"kind": "gone", "fewest": fewest})
+
+    def _know(self, fewest: Sequence[Fewest]) -> None:
+        for one in fewest:
+            known = self._fewest.get(one.key_id)
+            if known is None or one.pushes < known.pushes:
+                self._fewest[one.key_id] = one
 
     # --- listening
 
@@ -174,7 +302,7 @@ class Control:
         """The listener: receives and acts for ever."""
         while True:
             arrival = Arrival(self._transport, wire.TAG_CONTROL)
-            yield arrival
+            yield _Listening(arrival, self._pass_on)
             data = np.empty(arrival.incoming.n_bytes, np.uint8)
             yield arrival.incoming.receive(data)
             self._act(arrival.incoming.source, wire.parse_control(data))
@@ -186,12 +314,16 @@ class Control:
                 raise MpikvError(f"{self.me}: a proposal from rank {source} came here instead of to worker 0")
             items = [(topic, name, payload) for topic, name, payload in message["items"]]
             self._deliver(self._agreement.propose(message["worker"], items))
-        elif kind == "verdict":
-            verdict = Verdict(*message["verdict"])
-            error = None if verdict.error is None else (verdict.error[0], verdict.error[1])
-            self._decided((verdict.topic, verdict.name), Reply(verdict.result, error, verdict.final))
+        elif kind == "verdicts":
+            for verdict in (Verdict(*fields) for fields in message["verdicts"]):
+                error = None if verdict.error is None else (verdict.error[0], verdict.error[1])
+                self._decided((verdict.topic, verdict.name), Reply(verdict.result, error, verdict.final))
         elif kind == "left":
-            self._left[message["worker"]] = dict(message["pushes"])
+            if self._departures is not None:
+                self._departures.add(message["worker"], dict(message["pushes"]), time.monotonic())
+                self._know(tuple(self._departures.fewest.values()))
+        elif kind == "gone":
+            self._know([Fewest(*one) for one in message["fewest"]])
         elif kind == "where":
             here = {"kind": "here", "worker": self._workers.rank, "question": message["question"]}
             pushes = self._pushes().get(message["key_id"], 0)
@@ -199,6 +331,13 @@ class Control:
         elif kind == "here":
             if message["question"] == self._question:
                 self._answers[message["worker"]] = message
+        elif kind == "wish":
+            self._wish(message["text"])
+        elif kind == "stop":
+            self._obey(message["order"], message["value"])
+        elif kind == "reads":
+            if self._leader is not None:
+                self._order(self._leader.answer(message["worker"], Answer(*message["answer"])))
         elif kind == "ping":
             self._send(source, {"kind": "pong"})
         else:
@@ -224,13 +363,12 @@ class Control:
             self._check_key(waiting.key)
         if waiting.round is None or waiting.key_id is None:
             return
-        for worker, pushes in self._left.items():
-            done = pushes.get(waiting.key_id, 0)
-            if done < waiting.round:
-                raise PeerError(
-                    f"{self.me}, {waiting}: {self.labels[worker]} closed its store after {done} pushes of this key, "
-                    f"so that round {waiting.round} can never be complete (did its program end early?)"
-                )
+        fewest = self._fewest.get(waiting.key_id)
+        if fewest is not None and fewest.pushes < waiting.round:
+            raise PeerError(
+                f"{self.me}, {waiting}: {self.labels[fewest.worker]} closed its store after {fewest.pushes} pushes of "
+                f"this key, so that round {waiting.round} can never be complete (did its program end early?)"
+            )
 
     def report(self, waiting: Waiting, waited_s: float) -> str:
         """Ask every other worker where it is, and say it."""

@@ -12,10 +12,11 @@ Source: PKWARE APPNOTE 6.3 (zip); NumPy enhancement proposal 1 (.npy).
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import json
 import os
 import struct
+import uuid
 import zipfile
 from collections.abc import Callable, Sequence
 from math import prod
@@ -31,7 +32,7 @@ VERSION = 1
 _CHUNK_BYTES = 1 << 20  # read at a time, so that an array is not held twice
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date: equal states make equal files
 
-# What zipfile, struct, json and ast raise where a file is not what it says; OSError: a seek to an impossible place.
+# What zipfile, struct and json raise where a file is not what it says; OSError: a seek to an impossible place.
 _DAMAGE = (
     zipfile.BadZipFile,
     EOFError,
@@ -42,13 +43,39 @@ _DAMAGE = (
     OSError,
     OverflowError,
     RuntimeError,
-    SyntaxError,
     TypeError,
     ValueError,
     struct.error,
 )
 # Beside the dtypes of weights: a user's own state may count and flag.
 _DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
+
+
+def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
+    """Make a file of what `write` writes, whole or not at all: beside its place first, then renamed. Local, blocks.
+
+    Raises what `write` raises, and OSError; a file that is there already then stays as it was.
+    """
+    # The file that a symbolic link points to is replaced, not the link.
+    target = os.path.realpath(os.fsdecode(path))
+    beside = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with open(beside, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)
+        raise
+    # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
+    with contextlib.suppress(OSError):
+        directory = os.open(os.path.dirname(target), os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: Sequence[HostArray]) -> None:
@@ -126,7 +153,9 @@ def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: 
     n_bytes = prod(shape) * stored.itemsize
     with archive.open(name) as member:
         found = _npy_header(member.read(10), member.read)
-        if found != {"descr": stored.str, "fortran_order": False, "shape": shape}:
+        # As NumPy writes it; not parsed, since ast.literal_eval fails now and then beside other threads (CPython issue
+        # 106905, in 3.10 and early 3.11 and 3.12).
+        if found != f"{{'descr': {stored.str!r}, 'fortran_order': False, 'shape': {shape}, }}":
             damaged(origin, f"damaged: {name} describes itself as {found}, and the header says {dtype}{shape}")
         if member.tell() + n_bytes != archive.getinfo(name).file_size:
             damaged(origin, f"damaged: {name} does not hold {n_bytes} bytes of values")
@@ -141,8 +170,8 @@ def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: 
     return array.view(BFLOAT16) if dtype == BFLOAT16 else array
 
 
-def _npy_header(prefix: bytes, read: Callable[[int], bytes]) -> object:
+def _npy_header(prefix: bytes, read: Callable[[int], bytes]) -> str:
     """What a .npy array of version 1.0 says of itself. NumPy's own reader repairs and warns; this one does not."""
     if prefix[:8] != b"\x93NUMPY\x01\x00":
         raise ValueError(f"an array that begins with {prefix[:8]!r}")
-    return ast.literal_eval(read(int.from_bytes(prefix[8:], "little")).decode("latin1"))
+    return read(int.from_bytes(prefix[8:], "little")).decode("latin1").strip()

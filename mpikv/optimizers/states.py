@@ -11,12 +11,10 @@ numbers of updates).
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
 import os
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,7 +24,7 @@ import numpy as np
 from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.keys import Key, check_key
-from mpikv.optimizers.archive import damaged, read_archive, write_archive
+from mpikv.optimizers.archive import damaged, read_archive, replace_file, write_archive
 from mpikv.optimizers.base import State
 
 STATES = "mpikv optimizer states"
@@ -80,26 +78,7 @@ def save_states(
     optimizer, meta: JSON. Raises UnsupportedError for a state that cannot be saved, TypeError where optimizer or meta
     is no JSON, OSError; a file that is there already stays as it was.
     """
-    # The file that a symbolic link points to is replaced, not the link.
-    target = os.path.realpath(os.fsdecode(path))
-    beside = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        with open(beside, "xb") as file:
-            _write_states(file, entries, optimizer, meta)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(beside)
-        raise
-    # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
-    with contextlib.suppress(OSError):
-        directory = os.open(os.path.dirname(target), os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    replace_file(path, lambda file: _write_states(file, entries, optimizer, meta))
 
 
 def load_states(path: str | os.PathLike[str]) -> StatesFile:

@@ -23,7 +23,7 @@ from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
-from mpikv.server.memory import Pool
+from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.shard import Shard
 
@@ -35,12 +35,13 @@ _DATA = (wire.PUSH, wire.PULL, wire.PUSHPULL)
 class ServerCore:
     """All that one server owns.
 
-    labels: the workers' names in errors. policy(workers): makes the policy of a new unit.
+    labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
+    to be, default memory of this process.
     """
 
-    def __init__(self, labels: Sequence[str], policy: Callable[[int], Policy]) -> None:
+    def __init__(self, labels: Sequence[str], policy: Callable[[int], Policy], memory: Source | None = None) -> None:
         self.owner = Owner()
-        self.pool = Pool()
+        self.pool = Pool(memory)
         self._labels = labels
         self._policy = policy
         self._shards: dict[int, Shard] = {}
@@ -81,7 +82,7 @@ class ServerCore:
         return self._counted(events)
 
     def arrived(self, fetch: Fetch, data: HostArray) -> list[Event]:
-        """A partition that was asked for is here, in the array that `target` gave."""
+        """A partition that was asked for is here, in the array that `target` gave, or that was lent to the pool."""
         self._coming[fetch.push.worker] -= 1
         if fetch.shard is None:
             return []

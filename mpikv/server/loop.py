@@ -2,7 +2,8 @@
 
 `serve` is a generator, so that the same loop runs alone in a server rank and beside everything else in a worker's
 progress engine. Of each worker's partitions `WINDOW` are on their way at a time, and of the replies to it as many: what
-is more waits here, larger priorities first. A partition so finds the memory of one that has just been added.
+is more waits here, larger priorities first. A partition so finds the memory of one that has just been added. Those of
+workers that share memory with the server are not received at all where they can be added from where they are.
 
 A server rank that has heard nothing for the time limit asks the workers whether they are there: they may well compute
 for longer than that, and answer from their progress thread.
@@ -13,8 +14,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -23,11 +25,17 @@ from mpikv.arrays import HostArray
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Reply
-from mpikv.transports.base import Incoming, Request, Steps, Transport
+from mpikv.transports.base import Done, Incoming, Request, Steps, Transport
+from mpikv.transports.local import HELD, LocalTransport
+from mpikv.transports.local_requests import Arrived, Receiving
 from mpikv.transports.progress import Backoff, Running
 
-YIELDS = 250  # idle turns, about a millisecond, in which others may have the core before the first nap: a worker that
-# pushes again at once, as it does with small values, must not find the server asleep
+YIELD_S = 1e-3  # in which others may have the core before the first nap: a worker that pushes again at once, as it does
+# with small values, must not find the server asleep
+# With more ranks than cores a server that finds nobody to give its core to keeps two workers on another one. It sleeps,
+# and its core takes one of them; then it wakes beside a worker, and changes places with that at each of its yields.
+ALONE = 3  # yields in a row that came back at once
+ALONE_S = 3e-6
 COPIED_BYTES = 2048  # replies up to here: copying one costs less than asking when it has left
 FEW = 16  # copied replies that may wait to be forgotten
 WINDOW = 3  # one is received while one is added and one is announced; more only fall out of the cache
@@ -40,8 +48,20 @@ class _Peer:
         self.rank = rank
         self.fetches: list[tuple[int, int, Fetch]] = []  # heaps of (-priority, order, what)
         self.replies: list[tuple[int, int, Reply]] = []
-        self.receiving: deque[tuple[Request, Fetch, HostArray]] = deque()
+        self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
+        self.held = 0  # partitions in the worker's memory
         self.sending: deque[tuple[Request, Reply]] = deque()
+
+
+class _Flushing:
+    """A request: the last records leave."""
+
+    def __init__(self, local: LocalTransport | None) -> None:
+        self._local = local
+
+    def test(self) -> bool:
+        """Whether they have left."""
+        return self._local is None or self._local.flushed
 
 
 class _Traffic:
@@ -49,6 +69,7 @@ class _Traffic:
 
     def __init__(self, transport: Transport, workers: Sequence[int], core: ServerCore) -> None:
         self._transport = transport
+        self._local = transport if isinstance(transport, LocalTransport) else None
         self._core = core
         self._peers = [_Peer(rank) for rank in workers]
         self._index = {rank: worker for worker, rank in enumerate(workers)}
@@ -61,19 +82,30 @@ class _Traffic:
 
     def test(self) -> bool:
         """Whether a message or a partition has come, or a reply has left that others waited for."""
-        if self._message is None:
-            incoming = self._transport.probe(wire.TAG_REQUEST)
-            if incoming is not None:
-                data: HostArray = np.empty(incoming.n_bytes, np.uint8)
-                self._message = (incoming.receive(data), self._index[incoming.source], data)
-        if self._message is not None and not self._complete:
-            self._complete = self._message[0].test()
+        self._look()
         found = self._complete
         for peer in self._peers:
             found |= bool(peer.receiving) and peer.receiving[0][0].test()
         if self._sending:
             found |= self._reap()
         return found
+
+    def _look(self) -> None:
+        """Take the next message, where there is none."""
+        if self._message is None:
+            incoming = self._transport.probe(wire.TAG_REQUEST)
+            if incoming is not None:
+                self._message = self._receive(incoming)
+        if self._message is not None and not self._complete:
+            self._complete = self._message[0].test()
+
+    def _receive(self, incoming: Incoming) -> tuple[Request, int, HostArray]:
+        worker = self._index[incoming.source]
+        data = incoming.data if isinstance(incoming, Arrived) else None
+        if data is not None:
+            return Done(), worker, data
+        data = np.empty(incoming.n_bytes, np.uint8)
+        return incoming.receive(data), worker, data
 
     def _reap(self) -> bool:
         """Forget replies that have left; whether that lets others go, or was the last one."""
@@ -91,22 +123,28 @@ class _Traffic:
     def idle(self) -> bool:
         """Whether every reply has left."""
         self._forget(0)
-        return not self._sending and not self._copied
+        flushed = self._local is None or self._local.flushed
+        return not self._sending and not self._copied and flushed
 
     def last(self) -> Request:
         """What is to be waited for when no more requests come."""
-        return self if self._sending else self._copied[0]
+        if self._sending:
+            return self
+        return self._copied[0] if self._copied else _Flushing(self._local)
 
     def handle(self) -> None:
         """Handle what has come, and start what follows from it."""
-        if self._message is not None and self._complete:
+        for _ in self._peers:  # what all of them have sent, but not more while partitions wait
+            if self._message is None or not self._complete:
+                break
             _, worker, data = self._message
             self._message, self._complete = None, False
             self._take(self._core.handle(worker, wire.parse_requests(data)))
+            self._look()
         for peer in self._peers:
             if peer.receiving and peer.receiving[0][0].test():
-                _, fetch, array = peer.receiving.popleft()
-                self._take(self._core.arrived(fetch, array))
+                request, fetch, array = peer.receiving.popleft()
+                self._take(self._core.arrived(fetch, self._borrowed(peer, request, fetch) if array is None else array))
             if peer.fetches or peer.replies:
                 self._start(peer)
 
@@ -124,12 +162,36 @@ class _Traffic:
                 heappush(peer.fetches, (-event.push.priority, self._order, event))
                 self._start(peer)
 
+    def _borrowed(self, peer: _Peer, request: Receiving, fetch: Fetch) -> HostArray:
+        """A partition that is here, where its worker has it; copied where many of that worker's are held already."""
+        assert fetch.shard is not None
+        assert request.view is not None
+        data = request.view.view(fetch.shard.info.dtype)
+        if peer.held >= HELD or not fetch.shard.borrows:
+            array = self._core.target(fetch)
+            np.copyto(array, data)
+            request.release()
+            return array
+
+        def give_back() -> None:
+            peer.held -= 1
+            request.release()
+
+        peer.held += 1
+        self._core.pool.lend(data, give_back)
+        return data
+
     def _start(self, peer: _Peer) -> None:
         while peer.fetches and len(peer.receiving) < WINDOW:
             fetch = heappop(peer.fetches)[2]
+            tag = wire.TAG_PAYLOAD + fetch.push.tag
+            if self._local is not None and fetch.shard is not None and self._local.reaches(peer.rank):
+                peer.receiving.append(
+                    (self._local.borrow(fetch.shard.part_bytes(fetch.part), peer.rank, tag), fetch, None)
+                )
+                continue
             array = self._core.target(fetch)
-            request = self._transport.irecv(array, peer.rank, wire.TAG_PAYLOAD + fetch.push.tag)
-            peer.receiving.append((request, fetch, array))
+            peer.receiving.append((self._transport.irecv(array, peer.rank, tag), fetch, array))
         while peer.replies and len(peer.sending) < WINDOW:
             self._send(peer, heappop(peer.replies)[2])
 
@@ -139,7 +201,7 @@ class _Traffic:
             self._copied.popleft()
 
     def _send(self, peer: _Peer, reply: Reply) -> None:
-        if reply.data.nbytes <= COPIED_BYTES:
+        if reply.data.nbytes <= COPIED_BYTES and (self._local is None or not self._local.reaches(peer.rank)):
             data = reply.data.copy() if reply.block is not None else reply.data
             self._copied.append(self._transport.isend(data, peer.rank, reply.tag))
             if reply.block is not None:
@@ -166,29 +228,49 @@ def serve(transport: Transport, workers: Sequence[int], core: ServerCore) -> Ste
         traffic.handle()
 
 
-def run_server(transport: Transport, workers: Sequence[int], core: ServerCore, timeout_s: float) -> None:
-    """Serve in this thread until the end. Raises what the core raises, and StallError when all workers are silent."""
+def run_server(
+    transport: Transport,
+    workers: Sequence[int],
+    core: ServerCore,
+    timeout_s: float,
+    asked_to_stop: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Serve in this thread until the end. Raises what the core raises, and StallError when all workers are silent.
+
+    asked_to_stop: who or what asked this rank to end the program after its step, or None; worker 0 is told once.
+    """
     running = Running(serve(transport, workers, core), "server")
-    backoff = Backoff()
-    idle_turns = 0
+    backoff = Backoff(sleep=transport.bell.sleep) if isinstance(transport, LocalTransport) else Backoff()
+    idle_since_s: float | None = None
+    told = False
+    crowded = isinstance(transport, LocalTransport) and transport.crowded
+    alone = 0
+    control = transport.inner if isinstance(transport, LocalTransport) else transport  # what workers listen to
     pings: list[Request] = []  # MPI reads their arrays until they are sent
     heard_s = asked_s = time.monotonic()
     while not running.test():
         moved = running.advance()
         # What comes here besides requests are answers to our own pings, for which there is time when all is quiet.
-        incoming = None if moved else transport.probe(wire.TAG_CONTROL)
+        incoming = None if moved else control.probe(wire.TAG_CONTROL)
         if incoming is not None:
             incoming.receive(np.empty(incoming.n_bytes, np.uint8))
         if moved or incoming is not None:
             heard_s = asked_s = time.monotonic()
             backoff.reset()
-            idle_turns = 0
+            idle_since_s = None
             continue
-        idle_turns += 1
-        if idle_turns < YIELDS:
-            os.sched_yield()
-            continue
+        if not told and (why := asked_to_stop()) is not None:
+            told = True
+            text = f"{why} at the server of rank {transport.rank} on {transport.hosts[transport.rank]}"
+            pings.append(control.isend(wire.control({"kind": "wish", "text": text}), workers[0], wire.TAG_CONTROL))
         now_s = time.monotonic()
+        if idle_since_s is None:
+            idle_since_s = now_s
+        if now_s - idle_since_s < YIELD_S and alone < ALONE:
+            os.sched_yield()
+            alone = alone + 1 if crowded and time.monotonic() - now_s < ALONE_S else 0
+            continue
+        alone = 0
         if now_s - asked_s > timeout_s:
             if asked_s > heard_s:
                 hosts = ", ".join(f"worker {i} on {transport.hosts[rank]}" for i, rank in enumerate(workers))
@@ -198,5 +280,5 @@ def run_server(transport: Transport, workers: Sequence[int], core: ServerCore, t
                 )
             asked_s = now_s
             ping = wire.control({"kind": "ping"})
-            pings += [transport.isend(ping, rank, wire.TAG_CONTROL) for rank in workers]
+            pings += [control.isend(ping, rank, wire.TAG_CONTROL) for rank in workers]
         backoff.pause()

@@ -6,24 +6,45 @@ come into arrays that were used before, the last one first, which the cache may 
 A reply is sent straight from the value's own memory. Until it has left, the value must not change: `Block` counts its
 readers, and an update that comes too early goes into a copy.
 
+On a host whose workers share memory with the server all of it lies there, so that they read values where they are. What
+they push stays in their memory, *lent*, until it has been added; nothing is ever written into it.
+
 Cost: what is free stays held, `Pool.held_bytes` in all; it never grows beyond what was in use at one time.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 
 
-class Pool:
-    """Arrays by their size. held_bytes: all that this pool ever made and still has, in use or free."""
+class Source(Protocol):
+    """Where memory comes from that others can see."""
 
-    def __init__(self) -> None:
+    def take(self, n_bytes: int) -> HostArray | None:
+        """(n_bytes,) of uint8; None when there is no more."""
+        ...
+
+    def give(self, array: HostArray) -> None:
+        """Take it back."""
+        ...
+
+
+class Pool:
+    """Arrays by their size. held_bytes: all that this pool ever made and still has, in use or free.
+
+    source: where its memory comes from, else it is this process's own.
+    """
+
+    def __init__(self, source: Source | None = None) -> None:
         self.held_bytes = 0
+        self._source = source
         self._free: dict[int, list[HostArray]] = {}
+        self._lent: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """An array (n_elems,) of any content."""
@@ -32,19 +53,46 @@ class Pool:
         if free:
             return free.pop().view(dtype)
         self.held_bytes += n_bytes
-        return np.empty(n_elems, dtype)
+        array = None if self._source is None else self._source.take(n_bytes)
+        return np.empty(n_elems, dtype) if array is None else array.view(dtype)
 
     def give(self, array: HostArray) -> None:
-        """Give back an array that nobody uses any more: one that `take` returned, or an equal of it."""
-        self._free.setdefault(array.nbytes, []).append(array.view(np.uint8))
+        """Give back an array that nobody uses any more: one that `take` returned, an equal of it, or a lent one."""
+        lent = self._lent.pop(id(array), None) if self._lent else None
+        if lent is not None:
+            lent[1]()
+        else:
+            self._free.setdefault(array.nbytes, []).append(array.view(np.uint8))
 
-    def lose(self, array: HostArray) -> None:
-        """An array of this pool's that somebody else may keep."""
-        self.held_bytes -= array.nbytes
+    def lend(self, array: HostArray, give_back: Callable[[], None]) -> None:
+        """Note that `array`, this very object, is in somebody else's memory, who gets it back by `give`."""
+        self._lent[id(array)] = (array, give_back)
+
+    def own(self, array: HostArray) -> HostArray:
+        """`array`, or a copy of it where it was lent."""
+        if id(array) not in self._lent:
+            return array
+        copy = self.take(array.size, array.dtype)
+        np.copyto(copy, array)
+        self.give(array)
+        return copy
+
+    def add(self, total: HostArray, other: HostArray) -> HostArray:
+        """`total + other`, in the memory of `total` unless that was lent; both are given up."""
+        out = total if id(total) not in self._lent else self.take(total.size, total.dtype)
+        np.add(total, other, out=out)
+        if out is not total:
+            self.give(total)
+        self.give(other)
+        return out
 
     def trim(self) -> None:
         """Let go of everything that is free."""
-        self.held_bytes -= sum(n_bytes * len(free) for n_bytes, free in self._free.items())
+        for n_bytes, free in self._free.items():
+            self.held_bytes -= n_bytes * len(free)
+            for array in free:
+                if self._source is not None:
+                    self._source.give(array)
         self._free.clear()
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from mpikv.arrays import HostArray
 from mpikv.optimizers.owner import AS_SET, AttributesId
 
-Give = Callable[[HostArray], None]
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
@@ -25,15 +22,23 @@ class Update(NamedTuple):
     attributes: AttributesId
 
 
+class Memory(Protocol):
+    """Whose memory gradients are in (memory.Pool)."""
+
+    def add(self, total: HostArray, other: HostArray) -> HostArray:
+        """Their sum; both are given up."""
+        ...
+
+
 class Policy(Protocol):
     """Decides, for one unit, what is applied when."""
 
     counts: bool
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, give: Give) -> Update | None:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
         """One worker's gradient, which becomes the policy's own (1-D, in the dtype of the sum).
 
-        give: takes back arrays that are not needed any more.
+        memory: adds, and takes back what is not needed any more.
         """
         ...
 
@@ -61,7 +66,7 @@ class Synchronous:
         self._early: dict[int, HostArray] = {}
         self._attributes: AttributesId = AS_SET
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, give: Give) -> Update | None:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
         """Add to the round; the last worker's gradient completes it."""
         if worker == 0:
             # Attributes may differ between workers only by mistake; worker 0's hold, so that the result is fixed.
@@ -74,8 +79,7 @@ class Synchronous:
             if self._total is None:
                 self._total = part
             else:
-                np.add(self._total, part, out=self._total)
-                give(part)
+                self._total = memory.add(self._total, part)
             self._next_worker += 1
             part = self._early.pop(self._next_worker, None)
         if self._next_worker < self._num_workers:
@@ -105,7 +109,7 @@ class Asynchronous:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, give: Give) -> Update | None:
+    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
         """The gradient itself."""
         return Update(gradient, attributes)
 

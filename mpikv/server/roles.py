@@ -1,11 +1,23 @@
-"""Who is a server: a pure function of the ranks' hosts and of what was asked for."""
+"""Who is a server: a pure function of the ranks' hosts and of what was asked for.
+
+Three placements. `spread`: every host gives its share, so that every host's link carries the same. `hosts`: hosts of
+their own, whole ones, where processors and links serve nobody else. `last`: the last ranks, wherever they run. Rank 0
+stays a worker as long as there is another rank to take. Every rank computes the same from the same list of hosts; how
+the launcher numbers the ranks (in blocks, cyclically, hosts of different sizes) does not matter to the first two.
+
+Cost: one pass over the ranks, and for `hosts` over the hosts that could be chosen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mpikv.config import PLACEMENTS
 from mpikv.errors import ConfigError
+from mpikv.transports.topology import topology
+
+MANY = 8  # more numbers than these are said as the first ones and the last
 
 
 class Roles(NamedTuple):
@@ -16,12 +28,19 @@ class Roles(NamedTuple):
 
 
 def assign(hosts: Sequence[str], num_servers: int, placement: str = "spread") -> Roles:
-    """Choose `num_servers` of the ranks as servers. hosts: the host of each rank.
+    """Choose `num_servers` of the ranks as servers. hosts: the host of each rank; placement: one of `PLACEMENTS`.
 
-    `spread`: each host in turn gives its last rank that is still a worker, so that every host gets its share and rank 0
-    stays a worker as long as possible; `last`: the last ranks. ConfigError when no worker would be left.
+    `spread`: each host in turn gives its last rank that is still a worker. `hosts`: all ranks of some hosts, the last
+    ones where there is a choice, never those of rank 0's host. `last`: the last ranks. Raises ConfigError when no
+    worker would be left, or when no set of whole hosts has just so many ranks; the text says which numbers work.
     """
     size = len(hosts)
+    if placement not in PLACEMENTS:
+        raise ConfigError(
+            f"servers are placed by {', '.join(PLACEMENTS)}, not by {placement!r} (MPIKV_SERVER_PLACEMENT)"
+        )
+    if num_servers < 0:
+        raise ConfigError(f"{num_servers} servers are asked for; the least is 0 (MPIKV_NUM_SERVERS)")
     if num_servers >= size:
         raise ConfigError(
             f"{num_servers} servers among {size} ranks leave no worker: "
@@ -29,15 +48,52 @@ def assign(hosts: Sequence[str], num_servers: int, placement: str = "spread") ->
         )
     if placement == "last":
         servers = set(range(size - num_servers, size))
+    elif placement == "hosts":
+        servers = _whole_hosts(hosts, num_servers)
     else:
-        servers = set()
-        # Hosts with more ranks give first, the last host before the first, so that rank 0's host is taxed last.
-        by_host: dict[str, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            by_host.setdefault(host, []).append(rank)
-        while len(servers) < num_servers:
-            for ranks in sorted(by_host.values(), key=lambda ranks: (-len(ranks), -ranks[-1])):
-                if len(servers) < num_servers and len(ranks) > (ranks[0] == 0):
-                    servers.add(ranks.pop())
-            by_host = {host: ranks for host, ranks in by_host.items() if ranks}
+        servers = _spread(hosts, num_servers)
     return Roles(tuple(rank for rank in range(size) if rank not in servers), tuple(sorted(servers)))
+
+
+def _spread(hosts: Sequence[str], num_servers: int) -> set[int]:
+    servers: set[int] = set()
+    # Hosts with more ranks give first, the last host before the first, so that rank 0's host is taxed last.
+    left = [list(ranks) for ranks in topology(hosts).hosts]
+    while len(servers) < num_servers:
+        for ranks in sorted(left, key=lambda ranks: (-len(ranks), -ranks[-1])):
+            if len(servers) < num_servers and len(ranks) > (ranks[0] == 0):
+                servers.add(ranks.pop())
+        left = [ranks for ranks in left if ranks]
+    return servers
+
+
+def _whole_hosts(hosts: Sequence[str], num_servers: int) -> set[int]:
+    """All ranks of some hosts but the first one, the last hosts where several choices fit."""
+    members = topology(hosts).hosts
+    # possible[i]: the numbers of ranks that some of the hosts 1..i have together
+    possible = [{0}]
+    for ranks in members[1:]:
+        possible.append(possible[-1] | {number + len(ranks) for number in possible[-1]})
+    if num_servers not in possible[-1]:
+        works = sorted(possible[-1])
+        sizes = ", ".join(f"{hosts[ranks[0]]} {len(ranks)}" for ranks in members[:MANY])
+        raise ConfigError(
+            f"MPIKV_SERVER_PLACEMENT=hosts makes whole hosts servers, and no hosts have just {num_servers} ranks "
+            f"beside that of rank 0, which stays with the workers: numbers that work are {_listed(works)} (ranks per "
+            f"host: {sizes}{', ...' * (len(members) > MANY)}). Ask for one of these (MPIKV_NUM_SERVERS), start other "
+            "numbers of ranks on the hosts, or choose spread or last"
+        )
+    servers: set[int] = set()
+    missing = num_servers
+    for i in range(len(members) - 1, 0, -1):
+        ranks = members[i]
+        if missing >= len(ranks) and missing - len(ranks) in possible[i - 1]:
+            servers.update(ranks)
+            missing -= len(ranks)
+    return servers
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    if len(numbers) <= MANY:
+        return ", ".join(map(str, numbers))
+    return f"{', '.join(map(str, numbers[: MANY - 1]))}, ..., {numbers[-1]}"

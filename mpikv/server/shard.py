@@ -199,10 +199,20 @@ class Shard:
             break
         return events
 
+    @property
+    def borrows(self) -> bool:
+        """Whether partitions can stay where their workers have them: not where they have to come together."""
+        return len(self.units) > 1 or len(self.parts) == 1
+
+    def part_bytes(self, part: int) -> int:
+        """How long a partition is."""
+        begin, end = self.parts[part]
+        return (end - begin) * self.info.dtype.itemsize
+
     def target(self, push: Push, part: int) -> HostArray:
         """Memory for a partition that is now going to be received."""
         begin, end = self.parts[part]
-        if len(self.units) > 1 or len(self.parts) == 1:
+        if self.borrows:
             return self._pool.take(end - begin, self.info.dtype)
         if push.whole is None:
             push.whole = self._pool.take(self._n, self.info.dtype)
@@ -243,7 +253,7 @@ class Shard:
             np.copyto(wide, gradient)
             self._pool.give(gradient)
             gradient = wide
-        update = unit.policy.push(push.worker, gradient, push.attributes, self._pool.give)
+        update = unit.policy.push(push.worker, gradient, push.attributes, self._pool)
         if update is None:
             return []
         self._apply(unit, update.total, update.attributes)
@@ -259,17 +269,17 @@ class Shard:
         optimizer = self._owner.optimizer_of(self.info.id)
         if optimizer is None and total.dtype == unit.block.array.dtype:
             unit.block.leave()
-            unit.block = Block(total, self._pool)
+            unit.block = Block(self._pool.own(total), self._pool)
             return
         if unit.block.readers:
             block = Block(self._copy(unit.block.array), self._pool)
             unit.block.leave()
             unit.block = block
-        unit.state = self._owner.update(self.info, unit.block.array, total, attributes, unit.state)
-        if optimizer is None or type(optimizer).update is Optimizer.update:
-            self._pool.give(total)
-        else:
-            self._pool.lose(total)  # a user's function may have made the gradient its state
+        gradient = total
+        if optimizer is not None and type(optimizer).update is not Optimizer.update:
+            gradient = total.copy()  # a user's function may make it its state, or write into it
+        unit.state = self._owner.update(self.info, unit.block.array, gradient, attributes, unit.state)
+        self._pool.give(total)
 
     # --- pulls
 

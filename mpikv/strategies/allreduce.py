@@ -20,7 +20,7 @@ import numpy as np
 from mpikv import buckets, wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives import blobs
-from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
 from mpikv.errors import MpikvError, UnsupportedError
@@ -29,12 +29,16 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.strategies.base import Pending, Sink
-from mpikv.strategies.direct import Direct, DirectCall
+from mpikv.strategies.arguments import flattened
+from mpikv.strategies.base import Pending, PreparedCall, Sink
+from mpikv.strategies.direct import Direct
 from mpikv.strategies.distributed import DistributedStrategy
-from mpikv.strategies.lanes import Bucket, Delivery, Lane, Numbers, Reached
+from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.lane_rounds import LaneRounds
+from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round
+from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import Predicate, Workers
+from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Done, Steps, Transport
 from mpikv.transports.progress import Running
 from mpikv.transports.shm import HostMemory, aligned
@@ -67,24 +71,32 @@ class AllreduceStrategy(DistributedStrategy):
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
         # Workers that are ahead may ask worker 0 for a key's place as soon as its engine runs.
-        self._direct = None if memory is None else Direct(memory, self._lanes, self._owner)
+        one_host = len(set(transport.hosts)) == 1
+        self._direct = None if memory is None or not one_host else Direct(memory, self._lanes, self._owner)
+        self._hosts = None if memory is None or one_host else HostKeys(memory, transport)
         self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
+        self._rounds = LaneRounds(self._group, self._owner, self._hosts, self._native, self._comms)
         self.rank = self._group.rank
         self.num_workers = self._group.size
         if self._direct is not None:
             self._direct.start(self._workers)
             self.shares_memory = True
+        if self._hosts is not None:
+            self._workers.engine.serve(self._hosts.listen(), "counters of this host")
 
     # --- placement
 
     def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
         """The key's place in shared memory; its bounds follow from its number."""
+        if self._hosts is not None:
+            return self._hosts.reserve_key(n_elems, itemsize_bytes)
         return None if self._direct is None else self._direct.arena.reserve(n_elems * itemsize_bytes)
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
         lane = Lane(info, self._direct)
+        lane.share(self._shared(info, reserved))
         if self._direct is not None:
             lane.offset_bytes = -1 if reserved is None else reserved
             self._direct.add_key(info.id)
@@ -92,7 +104,10 @@ class AllreduceStrategy(DistributedStrategy):
             lane.own_value()[...] = self._first_values.pop(info.key)
         self._place(lane)
         self._lanes[info.id] = lane
-        lane.running = self._workers.engine.start(self._run(lane), f"key {info.key!r}")
+        lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {info.key!r}")
+
+    def _shared(self, info: KeyInfo, place: int | None) -> HostKey | None:
+        return None if self._hosts is None or place is None else self._hosts.key(place, info.n_elems, info.dtype)
 
     def agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
@@ -157,63 +172,31 @@ class AllreduceStrategy(DistributedStrategy):
         if error is not None:
             raise error
 
-    # --- the lane
-
-    def _run(self, lane: Lane) -> Steps[None]:
-        """Do what is in the lane; ends when it is empty."""
-        if not lane.has_value:
-            yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
-            if self._native is not None:
-                # There once all workers agreed on the key, which may be after `init` has returned.
-                yield Predicate(lambda: lane.info.id in self._comms)
-                yield self._comms[lane.info.id]
-                lane.comm = self._comms[lane.info.id].result
-            lane.has_value = True
-            lane.deliver()
-        while lane.queue:
-            buf, numbers = lane.queue[0]
-            yield from self._round(lane, buf, numbers)
-            lane.queue.popleft()
-            lane.finish(buf)
-            lane.deliver()
-
-    def _round(self, lane: Lane, buf: HostArray, numbers: Numbers) -> Steps[None]:
-        info, bounds = lane.info, lane.bounds
-        if self._native is not None:
-            yield from self._native.reduce_scatter(lane.comm, buf, bounds)
-        else:
-            reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
-            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
-        begin, end = bounds[self.rank], bounds[self.rank + 1]
-        if begin < end:
-            lane.apply(self._owner, buf, numbers, begin, end)
-        if self._native is not None:
-            yield from self._native.allgather(lane.comm, lane.stored, bounds)
-        else:
-            allgather = ALGORITHMS[lane.algorithm].allgather
-            yield from allgather(self._group, lane.stored, bounds, wire.key_tag(info.id, 2))
+    # --- push and pull
 
     def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
         """Put a round into the key's lane."""
+        self._push(info, Round(total.astype(sum_dtype(info.dtype), copy=False)))
+        return Pending(Done(), Waiting("push", info.key, info.id))
+
+    def _push(self, info: KeyInfo, round_: Round) -> None:
         lane = self._lanes[info.id]
         slot = self._workers.slot_of(info)
         number, attributes = self._workers.attributes.number(slot)
-        buf = total.astype(sum_dtype(info.dtype), copy=False)
         with self._workers.engine.lock:
             lane.reached(0)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
-            complete = lane.add(info, buf, number)
+            complete = lane.add(info, round_._replace(numbers=number))
             if self._direct is not None:
                 self._direct.pushed(info.id)
             self._workers.control.activity.note(f"push of key {info.key!r}")
             if complete:
                 self._start(lane)
-        return Pending(Done(), Waiting("push", info.key, info.id))
 
     def _start(self, lane: Lane) -> None:
         if lane.running is None or lane.running.done:
-            lane.running = self._workers.engine.start(self._run(lane), f"key {lane.info.key!r}")
+            lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {lane.info.key!r}")
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """Copy the value out as soon as the lane has done this worker's last push."""
@@ -226,12 +209,24 @@ class AllreduceStrategy(DistributedStrategy):
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
-    ) -> DirectCall | None:
-        """The direct way, where all workers are on this host."""
-        return None if self._direct is None else self._direct.prepare(infos, values, outs)
+    ) -> PreparedCall | None:
+        """The direct way, where all workers are on this host; else rounds in the caller's arrays."""
+        if self._direct is not None:
+            return self._direct.prepare(infos, values, outs)
+        flat = flattened(infos, values, outs)
+        return None if flat is None else Rounds(self._lend, self.wait, infos, flat)
+
+    def _lend(self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...]) -> Pending:
+        round_, sink = lent(self._lanes[info.id], info, value, outs)
+        self._push(info, round_)
+        return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Memory in the part of the host's that belongs to this worker."""
+        if self._hosts is not None:
+            begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
+            begin = self._workers.agree("empty", [text, begin], "empty")
+            return None if begin is None else self._hosts.array(begin, n_bytes)
         if self._direct is None:
             return super().allocate(text, n_bytes)
         stride = aligned(n_bytes)
@@ -247,6 +242,8 @@ class AllreduceStrategy(DistributedStrategy):
         if self._direct is not None:
             direct = self._direct.stats()
             held = {**direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
+        if self._hosts is not None:
+            held["shared_bytes"] = sum(lane.info.n_bytes for lane in self._all_lanes() if lane.shared is not None)
         return {**super().stats(), **held}
 
     def _deliver(self, info: KeyInfo, sink: Sink, waiting: Waiting) -> Pending:
@@ -311,16 +308,20 @@ class AllreduceStrategy(DistributedStrategy):
         self._workers.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
         for info in infos:
             self._workers.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("bucket", info.key, info.id)))
+        found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
+        joined = [Bucket(group) for group in found if len(group) > 1]
+        if self._hosts is not None:
+            sizes = [(bucket.info.n_elems, bucket.info.dtype.itemsize) for bucket in joined]
+            places = [self._hosts.reserve_key(*size) for size in sizes] if self.rank == 0 else None
+            places = self._workers.agree("empty", ["buckets", places], "bucket")
+            for bucket, place in zip(joined, places, strict=True):
+                bucket.share(self._shared(bucket.info, place))
         with self._workers.engine.lock:
-            for group in groups:
-                if len(group) > 1:
-                    self._join([infos[i] for i in group if infos[i].n_elems])
+            for bucket in joined:
+                self._join(bucket)
 
-    def _join(self, infos: Sequence[KeyInfo]) -> None:
-        if len(infos) < 2:
-            return
-        bucket = Bucket(infos)
-        for info in infos:
+    def _join(self, bucket: Bucket) -> None:
+        for info in bucket.keys:
             bucket.own_value()[bucket.span(info)] = self._lanes[info.id].value()
             self._lanes[info.id] = bucket
         bucket.has_value = True
@@ -331,7 +332,7 @@ class AllreduceStrategy(DistributedStrategy):
         lane = self._lanes[info.id]
         if isinstance(lane, Bucket):
             with self._workers.engine.lock:
-                if lane.add(info, None, None):
+                if lane.add(info, None):
                     self._start(lane)
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:

@@ -192,6 +192,25 @@ class Strategy(Protocol):
         """Wait for all workers. Collective, blocks."""
         ...
 
+    def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
+        """Let worker 0 try something; its result (JSON), or MpikvError or OSError, on every worker. Collective, blocks.
+
+        call: 'save' or 'resume'.
+        """
+        ...
+
+    def stop_requested(self) -> bool:
+        """Whether all workers stop at this read of it (control/stop.py). Blocks only while they agree."""
+        ...
+
+    def request_stop(self, why: str) -> None:
+        """Ask all workers to stop. Local."""
+        ...
+
+    def listen_for(self, asked: Callable[[], str | None]) -> None:
+        """Ask all workers to stop as soon as `asked()` says why, which may be asked at any time. Local."""
+        ...
+
     def close(self) -> None:
         """End the store. Collective, blocks."""
         ...

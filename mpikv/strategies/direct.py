@@ -31,6 +31,7 @@ from mpikv.collectives.shared import (
     staged_plan,
     update_plan,
 )
+from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
@@ -282,7 +283,10 @@ class Direct:
             return False  # another thread of this worker is in one
         try:
             if self._failure is not None:
-                raise self._failure
+                raise MpikvError(
+                    f"pushpull: an earlier call ended half-way on this worker ({type(self._failure).__name__}: "
+                    f"{self._failure}), and the other workers count on its part of it: this store can sum no more"
+                ) from self._failure
             if self._workers.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray
@@ -59,6 +59,22 @@ class DistributedStrategy(OneByOne):
     def set_updater(self, updater: Updater) -> None:
         """Not here: the owner is another process."""
         raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")
+
+    def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
+        """Worker 0 tries; all get its result or its error."""
+        return self._workers.outcome(call, attempt)
+
+    def stop_requested(self) -> bool:
+        """One read."""
+        return self._workers.stop_requested()
+
+    def request_stop(self, why: str) -> None:
+        """Tell worker 0."""
+        self._workers.control.wish(why)
+
+    def listen_for(self, asked: Callable[[], str | None]) -> None:
+        """The progress engine asks."""
+        self._workers.listen_for(asked)
 
     def progress(self) -> None:
         """Move transfers on."""

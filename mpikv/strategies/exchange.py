@@ -5,12 +5,15 @@ of one call for one server in one message; a large one in partitions, straight f
 server fetches one after the other. Answers come in the same partitions, straight into the array that is asked for;
 those to the small keys of one message come in one message.
 
+Servers on the same host are reached through memory (transports/local.py), with the same messages.
+
 Cost: one copy of a small shard, none of a large one. A tag for each large shard, and for each answer, until it is done.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,10 +27,11 @@ from mpikv.keys import KeyInfo, ShardPlan, partitions
 from mpikv.observe.stall import Waiting
 from mpikv.strategies.base import Sink
 from mpikv.transports.base import Arrival, Request, Steps, Transport
+from mpikv.transports.local import LocalTransport
 from mpikv.transports.progress import Running
 
-POLLS = 10  # then the core is given to whom we wait for, if it has none; the answer takes some tens of microseconds
-GLANCES = 60
+POLLS = 10  # then the core is given to whom we wait for, if it has none
+GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in the ordinary way begins with as many
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
@@ -39,11 +43,14 @@ REPORTS = 64  # each is a question to all workers, answered within milliseconds
 
 def glance(request: Request) -> bool:
     """Look whether it is done, for about as long as an answer takes when nobody is late."""
-    for i in range(GLANCES):
+    for _ in range(POLLS):
         if request.test():
             return True
-        if i >= POLLS:
-            os.sched_yield()
+    deadline = time.perf_counter() + GLANCE_S
+    while time.perf_counter() < deadline:
+        os.sched_yield()
+        if request.test():
+            return True
     return False
 
 
@@ -165,6 +172,9 @@ class Client:
         self._servers = tuple(servers)
         self._sends: deque[Request] = deque()
         self.unsent = 0  # pushes whose payload has not left
+        # An answer through memory comes after the partition that it replaces has been read.
+        local = transport if isinstance(transport, LocalTransport) else None
+        self.through_memory = [local is not None and local.reaches(rank) for rank in self._servers]
 
     def send(self, server: int, requests: Sequence[tuple[wire.Header, wire.Payload]]) -> None:
         """Send one message."""
@@ -285,7 +295,8 @@ class _Transfer:
             payload_tag = client.payload_tags.take()
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
-        one_array = total is not None and value is not None and np.may_share_memory(total, value)
+        apart = client.through_memory[server] or total is None or value is None
+        one_array = not apart and np.may_share_memory(total, value)
         for begin, end in route.parts:
             if total is not None:
                 request = client.isend(total[begin:end], server, wire.TAG_PAYLOAD + payload_tag)

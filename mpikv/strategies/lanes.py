@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.collectives.host_key import HostKey
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.base import Sink
@@ -26,23 +27,43 @@ from mpikv.transports.progress import Running
 Numbers = Any  # of a round: the number of the optimizer's attributes, or one for each key of a bucket
 
 
+class Round(NamedTuple):
+    """One push of a lane's values.
+
+    values: flat, in the dtype they are added in. lent: they are an array of a caller who waits for the end, and may be
+    changed until then only where they are `changeable`. outs: arrays of the caller's that the result is written to.
+    """
+
+    values: HostArray
+    numbers: Numbers = None
+    lent: bool = False
+    changeable: bool = True
+    outs: tuple[HostArray, ...] = ()
+
+
 class Lane:
     """One key: its value, and the rounds this worker has pushed, done one after another."""
 
     def __init__(self, info: KeyInfo, direct: Direct | None) -> None:
         self.info = info
+        self.shared: HostKey | None = None  # what the workers of a host have in common, where there are several hosts
         self.offset_bytes = -1  # in shared memory, where there is some
         self._direct = direct
         self._own: HostArray | None = np.empty(info.n_elems, info.dtype)
         self.bounds: tuple[int, ...] = ()
         self.algorithm = ""
-        self.queue: deque[tuple[HostArray, Numbers]] = deque()
+        self.queue: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
         self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
         self.deliveries: list[Delivery] = []
+
+    def share(self, shared: HostKey | None) -> None:
+        """Have the value in the memory of the host. Before it is set."""
+        if shared is not None:
+            self.shared, self._own = shared, shared.value
 
     @property
     def idle(self) -> bool:
@@ -82,7 +103,9 @@ class Lane:
     def held_bytes(self) -> int:
         """The lane's own copy of the value, and what is under way."""
         own = 0 if self._own is None else self._own.nbytes
-        return own + sum(buf.nbytes for buf, _ in self.queue)
+        if self.shared is not None:
+            own = self.shared.held_bytes
+        return own + sum(round_.values.nbytes for round_ in self.queue if not round_.lent)
 
     def forget(self) -> None:
         """Give back the lane's own copy: the newest value is elsewhere."""
@@ -103,10 +126,10 @@ class Lane:
         """How often a key has been pushed."""
         return self.pushed
 
-    def add(self, info: KeyInfo, total: HostArray, number: int) -> bool:
-        """One more push of a key, in the dtype it is added in; whether that completed a round."""
+    def add(self, info: KeyInfo, round_: Round) -> bool:
+        """One more push of a key; whether that completed a round."""
         self.pushed += 1
-        self.queue.append((total, number))
+        self.queue.append(round_)
         return True
 
     def apply(self, owner: Owner, buf: HostArray, numbers: Numbers, begin: int, end: int) -> None:
@@ -158,18 +181,18 @@ class Bucket(Lane):
         """How often a key has been pushed, or skipped."""
         return self._counts[info.id]
 
-    def add(self, info: KeyInfo, total: HostArray | None, number: int | None) -> bool:
+    def add(self, info: KeyInfo, round_: Round | None) -> bool:
         """One more push of a key; None: it takes no part in this round, on no worker."""
         place = self._counts[info.id] - self.pushed
         self._counts[info.id] += 1
         while len(self._open) <= place:
             self._open.append((self._buffer(), {}))
         buf, numbers = self._open[place]
-        buf[self._spans[info.id]] = 0 if total is None else total
-        numbers[info.id] = number
+        buf[self._spans[info.id]] = 0 if round_ is None else round_.values
+        numbers[info.id] = None if round_ is None else round_.numbers
         completed = False
         while self._open and len(self._open[0][1]) == len(self._infos):
-            self.queue.append(self._open.popleft())
+            self.queue.append(Round(*self._open.popleft()))
             self.pushed += 1
             completed = True
         return completed

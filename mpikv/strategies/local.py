@@ -5,7 +5,7 @@ Also the reference that every other mode is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray, sum_dtype
@@ -32,6 +32,8 @@ class LocalStrategy(OneByOne):
         self._owner = Owner(own=False)
         self._updater: Updater | None = None
         self._slots = 0
+        self._stop = False
+        self._asked: Callable[[], str | None] = lambda: None
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Store the values."""
@@ -130,6 +132,23 @@ class LocalStrategy(OneByOne):
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
+        """Try."""
+        return attempt()
+
+    def stop_requested(self) -> bool:
+        """Nobody to agree with."""
+        self._stop = self._stop or self._asked() is not None
+        return self._stop
+
+    def request_stop(self, why: str) -> None:
+        """From the next read on."""
+        self._stop = True
+
+    def listen_for(self, asked: Callable[[], str | None]) -> None:
+        """Every read asks."""
+        self._asked = asked
 
     def progress(self) -> None:
         """Nothing is ever under way."""

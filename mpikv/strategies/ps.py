@@ -21,7 +21,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.config import Config
 from mpikv.errors import ConfigError, MpikvError, StallError
-from mpikv.keys import Key, KeyInfo, Shard, add_load, server_plan
+from mpikv.keys import Key, KeyInfo, Shard, add_load, even_bounds, plan_of_bounds, server_plan
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
@@ -33,7 +33,9 @@ from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Togethe
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Predicate, Workers
 from mpikv.transports.base import Done, Request, Steps, Transport
+from mpikv.transports.local import LocalTransport
 
+EVENLY = -1  # in place of a key's only owner: it is cut evenly over all servers
 Entry = tuple[KeyInfo, HostArray | None, Sink | None]  # a key of a call: what is pushed, where the answer goes
 
 
@@ -68,7 +70,8 @@ class PreparedExchange:
 class PsStrategy(DistributedStrategy):
     """A worker of a store whose values live with servers.
 
-    workers, servers: ranks of the transport. service: a server's loop to run inside this worker, or None.
+    workers, servers: ranks of the transport. service: a server's loop to run inside this worker, or None. local: the
+    transport through memory to servers of this host, where there is one.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class PsStrategy(DistributedStrategy):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         service: Steps[None] | None = None,
+        local: LocalTransport | None = None,
     ) -> None:
         self.synchronous = synchronous
         self._config = config
@@ -91,9 +95,13 @@ class PsStrategy(DistributedStrategy):
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
-        self._client = Client(transport, servers)
+        self._local = local
+        self._client = Client(transport if local is None else local, servers)
         self._workers = Workers(transport, workers, config, self, threaded=threaded, on_fatal=on_fatal)
         self._engine = self._workers.engine
+        if local is not None:
+            self._engine.bell = local.bell
+            self._engine.serves = service is not None
         self._service = self._engine.serve(service, "server") if service is not None else None
         self.rank = self._workers.group.rank
         self.num_workers = self._workers.group.size
@@ -104,12 +112,14 @@ class PsStrategy(DistributedStrategy):
         """At worker 0: the key's shards, balanced by bytes, and the length of their partitions."""
         plan = server_plan(n_elems, self._loads, self._config.bigarray_bound_elems, whole=self._whole)
         add_load(self._loads, plan, itemsize_bytes)
-        return [[list(shard) for shard in plan], max(1, self._config.partition_bytes // itemsize_bytes)]
+        # Not the shards themselves, of which there may be as many as servers: every worker is told.
+        return [plan[0].owner if len(plan) == 1 else EVENLY, max(1, self._config.partition_bytes // itemsize_bytes)]
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        shards, part_elems = reserved
-        key = ClientKey(info, tuple(Shard(*shard) for shard in shards), part_elems)
+        owner, part_elems = reserved
+        evenly = plan_of_bounds(even_bounds(info.n_elems, len(self._servers)))
+        key = ClientKey(info, evenly if owner == EVENLY else (Shard(owner, 0, info.n_elems),), part_elems)
         self._keys[info.id] = key
         if self.rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
@@ -132,7 +142,8 @@ class PsStrategy(DistributedStrategy):
             self._client.send(server, [(header, payload)])
 
     def _all_sent(self) -> bool:
-        return self._client.sent() and not self._client.unsent
+        flushed = self._local is None or self._local.flushed
+        return self._client.sent() and not self._client.unsent and flushed
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
@@ -256,7 +267,9 @@ class PsStrategy(DistributedStrategy):
 
     def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink) -> None:
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
-        (item,) = self._items([(info, total, sink)])
+        if not self._client.reply_tags.left:
+            self._wait_for_tags(1, 0)
+        item = Item(self._keys[info.id], total, sink, self._count_push(info))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -404,4 +417,33 @@ class PsStrategy(DistributedStrategy):
         if error is not None:
             raise error
         self._workers.stop()
+        if self._local is not None:
+            self._local.close()
         self._workers.transport.close()
+
+    # --- memory of the host
+
+    def allocate(self, text: str, n_bytes: int) -> HostArray | None:
+        """Memory that servers of this host read in place, else none. Each worker's own; all ask for the same."""
+        self._workers.agree("empty", [text, -1], "empty")
+        return None if self._local is None else self._local.segment.take(n_bytes)
+
+    def stats(self) -> dict[str, int]:
+        """What was sent, through MPI and through memory.
+
+        memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
+        held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, and the values that it serves.
+        """
+        counts = super().stats()
+        local = self._local
+        if local is not None:
+            counts |= {"memory_messages": local.sent_messages, "memory_bytes": local.sent_bytes}
+            counts |= {"bytes_copied": local.copied_bytes, "held_bytes": local.held_bytes}
+            counts["shared_bytes"] = local.segment.taken_bytes - local.held_bytes
+        return counts
+
+    def abandon(self) -> None:
+        """Stop the engine, and close what wakes it."""
+        super().abandon()
+        if self._local is not None:
+            self._local.close()

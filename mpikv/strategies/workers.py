@@ -41,6 +41,8 @@ class Predicate:
 class Placement(Protocol):
     """What a strategy tells this object. Called under the engine's lock."""
 
+    synchronous: bool  # whether all workers make the same steps
+
     def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
         """At worker 0: what all ranks must know of a new key beyond its number, as JSON."""
         ...
@@ -146,6 +148,7 @@ class Workers:
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
         self._next_id = 0
+        self._threaded = threaded
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, transport=transport)
         agreement = None
         if self.group.rank == 0:
@@ -158,6 +161,8 @@ class Workers:
                 "set_optimizer in place": first,
                 "save_optimizer_states": first,
                 "load_optimizer_states": first,
+                "save": first,
+                "resume": first,
                 "close": _close_rule,
             }
             labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
@@ -168,6 +173,7 @@ class Workers:
             self.engine,
             agreement,
             timeout_s=config.timeout_s,
+            common_steps=placement.synchronous,
             pushes=placement.pushes,
             on_verdict=self._verdict,
             check_key=self._check_key,
@@ -318,6 +324,18 @@ class Workers:
     def slot_of(self, info: KeyInfo) -> int:
         """The slot whose optimizer serves this key."""
         return self.slots.get(info.id, DEFAULT_SLOT)
+
+    # --- stopping together
+
+    def stop_requested(self) -> bool:
+        """One read; see control/stop.py."""
+        if not self._threaded:
+            self.engine.step()  # where all other calls go through shared memory, nothing else may look for messages
+        return self.control.stop_requested()
+
+    def listen_for(self, asked: Callable[[], str | None]) -> None:
+        """Ask all workers to stop once `asked()` says why."""
+        self.engine.serve(self.control.wish_when(asked), "stop signals")
 
     # --- the end
 

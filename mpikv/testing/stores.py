@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.config import Config
-from mpikv.kv import server_core, wants_memory, worker_strategy
+from mpikv.kv import server_core, server_links, wants_links, wants_memory, worker_strategy
 from mpikv.kvstore import KVStore
 from mpikv.server.loop import run_server
 from mpikv.server.roles import assign
 from mpikv.testing.ranks import spawn
-from mpikv.transports.shm import private_memory
+from mpikv.transports.shm import HostMemory, private_memory
 from mpikv.transports.threads import ThreadTransport
 
 T = TypeVar("T")
@@ -38,21 +38,27 @@ def spawn_stores(
     size = num_workers + num_servers
     roles = assign(hosts or ["localhost"] * size, num_servers, config.server_placement)
 
-    memories = []
-    if wants_memory(roles, spec, config, hosts or ["localhost"] * size):
-        memories = private_memory(size)
+    places = hosts or ["localhost"] * size
+    memories: dict[str, Iterator[HostMemory]] = {}
+    shared = wants_memory(roles, spec, config, places), wants_links(roles, spec, config, places)
+    mine: list[HostMemory | None] = [None] * size
+    if any(shared):
+        memories = {host: iter(private_memory(list(places).count(host))) for host in dict.fromkeys(places)}
+        mine = [next(memories[host]) for host in places]
 
     def rank_body(transport: ThreadTransport) -> T | None:
+        memory = mine[transport.rank]
+        links = None if memory is None or not shared[1] else server_links(transport, memory, roles, config)
         if transport.rank in roles.servers:
-            run_server(transport, roles.workers, server_core(transport.hosts, roles, spec), config.timeout_s)
+            core = server_core(transport.hosts, roles, spec, links)
+            run_server(transport if links is None else links, roles.workers, core, config.timeout_s)
             return None
         fatal: list[BaseException] = []
         threaded = config.progress == "thread"
-        memory = memories[transport.rank] if memories else None
         strategy = worker_strategy(
-            transport, roles, spec, config, threaded=threaded, on_fatal=fatal.append, memory=memory
+            transport, roles, spec, config, threaded=threaded, on_fatal=fatal.append, memory=memory, links=links
         )
-        store = KVStore(name.lower(), strategy, on_device=spec.on_device)
+        store = KVStore(name.lower(), strategy, on_device=spec.on_device, stop_file=config.stop_file)
         try:
             result = body(store)
             store.close()

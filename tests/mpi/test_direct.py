@@ -212,7 +212,7 @@ def test_empty(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_no_shared_memory_between_pretended_hosts(comm):
+def test_no_direct_calls_between_pretended_hosts(comm):
     def body(store):
         x = store.zeros(100)
         x[:] = 1

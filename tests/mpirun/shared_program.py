@@ -1,6 +1,7 @@
 """A worker of the jobs of `test_shared_memory.py`: `shared_program.py CASE`. Pushes large arrays through shared memory.
 
-Prints `ready RANK PID` before the fault, `survived` where a worker gets to the end.
+Prints `ready RANK PID` before the fault, `survived` where a worker gets to the end. With MPIKV_NUM_SERVERS arrays go
+through servers; then `ready` comes before the store is made, since a server gets no further.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mpikv import kv, optimizers
 case = sys.argv[1]
 N = 1_000_000  # float32: a program that does nothing else is nearly always in the middle of a call
 LATE_S = 6.0
+SERVERS = int(os.environ.get("MPIKV_NUM_SERVERS", "0"))
 
 
 def failing(weight, grad, state):
@@ -49,6 +51,8 @@ def main() -> None:
             store = kv.create("dist_sync")
             store.zeros(N)[:] = 1
             store.close()
+    if SERVERS:
+        print(f"ready {rank} {os.getpid()}", flush=True)
     store = kv.create("dist_sync")
     shared, own = store.zeros(N), np.zeros(N, np.float32)
     store.init(["shared", "own"], [shared, own])
@@ -56,7 +60,9 @@ def main() -> None:
         store.set_optimizer(failing)
     elif case == "update for ever":
         store.set_optimizer(optimizers.create("sgd", learning_rate=0.1))
-    print(f"ready {rank} {os.getpid()}", flush=True)
+    if not SERVERS:
+        print(f"ready {rank} {os.getpid()}", flush=True)
+    messages_sent = store.stats()["messages_sent"]
     for step in range(10**9 if "for ever" in case else 5):
         shared[:], own[:] = step, 1
         store.pushpull(["shared"], [shared])
@@ -69,7 +75,13 @@ def main() -> None:
         else:
             time.sleep(LATE_S)
         store.pushpull("own", own)
-    assert store.stats()["direct_calls"] > 0
+    stats = store.stats()
+    assert stats.get("direct_calls", 1) > 0
+    assert stats["shared_bytes"] > 0
+    if SERVERS:
+        # All values, and no message for them.
+        assert stats["memory_bytes"] > 10 * shared.nbytes, stats
+        assert stats["messages_sent"] == messages_sent, stats
     assert np.unique(shared).tolist() == [4.0 * store.num_workers]
     store.close()
     print("survived", flush=True)

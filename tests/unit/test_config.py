@@ -22,6 +22,9 @@ def test_defaults():
         "timeout_s": 300.0,
         "progress": "thread",
         "mpi": "auto",
+        "interface": "auto",
+        "stop_signals": "",
+        "stop_file": "",
     }
 
 
@@ -37,6 +40,9 @@ def test_every_variable():
         "MPIKV_TIMEOUT_S": "2.5",
         "MPIKV_PROGRESS": "calls",
         "MPIKV_MPI": "system",
+        "MPIKV_INTERFACE": "eth0, 10.1.2.3/8 ,eth0,fd00::2/64",
+        "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
+        "MPIKV_STOP_FILE": " /scratch/Job 1 ",
     }
     assert set(environ) == {variable.name for variable in config.VARIABLES}
     assert dataclasses.asdict(Config.from_environ(environ)) == {
@@ -50,6 +56,9 @@ def test_every_variable():
         "timeout_s": 2.5,
         "progress": "calls",
         "mpi": "system",
+        "interface": "eth0,10.0.0.0/8,fd00::/64",
+        "stop_signals": "TERM,USR1",
+        "stop_file": "/scratch/Job 1",
     }
 
 
@@ -82,9 +91,18 @@ WRONG = [
     ("MPIKV_FAKE_HOSTS", "two", "whole number"),
     ("MPIKV_FAKE_HOSTS", "-1", "at least 0"),
     ("MPIKV_SHARED_MEMORY", "on", "auto, off"),
-    ("MPIKV_SERVER_PLACEMENT", "first", "spread, last"),
+    ("MPIKV_SERVER_PLACEMENT", "first", "spread, hosts, last"),
+    ("MPIKV_INTERFACE", ",", "neither auto nor interfaces"),
+    ("MPIKV_INTERFACE", "eth0,10.0.0.0/33", "which is no network"),
+    ("MPIKV_INTERFACE", "10.0.0.256", "'10.0.0.256', which is no network"),
+    ("MPIKV_INTERFACE", "eth0 ib0", "several as eth0,ib0"),
+    ("MPIKV_INTERFACE", "much_too_long_a_name", "no name of an interface"),
+    ("MPIKV_INTERFACE", "auto,eth0", "neither auto nor interfaces"),
     ("MPIKV_PROGRESS", "yes", "thread, calls"),
     ("MPIKV_MPI", "openmpi", "auto, system"),
+    ("MPIKV_STOP_SIGNALS", "TERM,NOSUCH", "no signal by 'NOSUCH'; give names such as TERM"),
+    ("MPIKV_STOP_SIGNALS", "15", "no signal by '15'"),
+    ("MPIKV_STOP_SIGNALS", "KILL", "KILL, which cannot be handled"),
 ]
 
 
@@ -136,3 +154,20 @@ def test_the_environment_is_read_when_asked_for(monkeypatch):
     monkeypatch.setenv("MPIKV_NUM_SERVERS", "4")
     assert Config.from_environ().num_servers == 4
     assert Config().num_servers == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("AUTO", ["auto"]),
+        ("ib0", ["ib0"]),
+        ("Eth0", ["Eth0"]),  # names of interfaces keep their case
+        (" eth0.100 , br-1a2b", ["eth0.100", "br-1a2b"]),
+        ("10.1.2.3", ["10.1.2.3/32"]),
+        ("10.1.2.3/255.0.0.0", ["10.0.0.0/8"]),
+    ],
+)
+def test_interfaces_and_networks(text, entries):
+    value = Config.from_environ({"MPIKV_INTERFACE": text}).interface
+    assert config.interface_entries(value) == entries
+    assert Config(interface=value).interface == value  # what was read may be given again

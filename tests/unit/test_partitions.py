@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from store_modes import DTYPES, Mode, mode_id
+from store_modes import DTYPES, Mode, every_way, mode_id
 from test_store_network import unruly  # noqa: F401 - a fixture
 
 from mpikv import PeerError, StallError, optimizers, wire
@@ -20,7 +20,7 @@ from mpikv.transports.threads import Fabric
 PART_ELEMS = 8
 SIZES = (0, 1, PART_ELEMS - 1, PART_ELEMS, PART_ELEMS + 1, 2 * PART_ELEMS, 3 * PART_ELEMS + 5, 9 * PART_ELEMS - 1)
 NEVER = 10**9  # elements: keys stay whole
-SERVED = (Mode("dist_sync", 1, 1), Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0))
+SERVED = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0))
 
 
 def part_bytes(dtype):
@@ -84,6 +84,10 @@ OPTIMIZERS = {
 
 
 def _bits(mode, optimizer, **changes):
+    return mode.run(_body(optimizer), **changes)
+
+
+def _body(optimizer):
     def body(store):
         numbers = np.random.default_rng(store.rank)
         store.init([str(n) for n in SIZES], [np.linspace(-1, 1, n).astype(np.float32) for n in SIZES])
@@ -97,22 +101,41 @@ def _bits(mode, optimizer, **changes):
                 found.append(value.tobytes())
         return found
 
-    return mode.run(body, **changes)
+    return body
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 3])
-def test_same_bits_as_without_partitions(name, workers, unruly):  # noqa: F811
+@pytest.mark.parametrize("memory", ["auto", "off", "long"])
+def test_same_bits_as_without_partitions(name, workers, memory, unruly):  # noqa: F811
     """And as without servers, also for an optimizer that needs whole values; whatever comes first."""
     expected = _bits(Mode("dist_sync", workers, 0, "naive"), OPTIMIZERS[name])
     for servers, bound in ((1, NEVER), (2, NEVER), (2, 20)):
         found = _bits(
-            Mode("dist_sync", workers, servers),
+            Mode("dist_sync", workers, servers, memory=memory),
             OPTIMIZERS[name],
             partition_bytes=part_bytes(np.float32),
             bigarray_bound_elems=bound,
         )
         assert found == expected
+
+
+@pytest.mark.parametrize("hosts", ["aabab", "abcab", "aaabb", "abcde"])
+@pytest.mark.parametrize("name", ["none", "adam"])
+def test_same_bits_on_several_hosts(name, hosts):
+    """Each worker reaches servers of its host through memory, the others by messages; three workers, two servers."""
+    changes = {"partition_bytes": part_bytes(np.float32), "bigarray_bound_elems": 20, "server_placement": "last"}
+    expected = _bits(Mode("dist_sync", 3, 2, memory="off"), OPTIMIZERS[name], **changes)
+    config = Mode("dist_sync", 3, 2).config(**changes)
+    counts = {}
+
+    def body(store):
+        found = _body(OPTIMIZERS[name])(store)
+        counts[store.rank] = store.stats().get("memory_bytes", 0)
+        return found
+
+    assert stores.spawn_stores("dist_sync", 3, body, num_servers=2, config=config, hosts=list(hosts)) == expected
+    assert [counts[w] > 0 for w in range(3)] == [hosts[w] in hosts[3:] for w in range(3)]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in SERVED if mode.workers > 1], ids=mode_id)
@@ -166,7 +189,8 @@ def test_lists_meet_single_calls_without_waiting_for_each_other():
 # --- optimizers that come and go
 
 
-def test_units_follow_the_optimizer():
+@pytest.mark.parametrize("memory", ["auto", "off", "long"])
+def test_units_follow_the_optimizer(memory):
     """Elementwise, whole, elementwise again, between rounds and with a round that only one worker has pushed."""
     n = 5 * PART_ELEMS + 3
 
@@ -187,7 +211,8 @@ def test_units_follow_the_optimizer():
                 found.append(store.pull("w").tobytes())
             return found
 
-        return Mode("dist_sync", 2, 1).run(body, partition_bytes=partition_bytes, bigarray_bound_elems=NEVER)
+        mode = Mode("dist_sync", 2, 1, memory=memory)
+        return mode.run(body, partition_bytes=partition_bytes, bigarray_bound_elems=NEVER)
 
     whole = run(1 << 20)
     assert whole[0] == whole[1]
@@ -246,8 +271,9 @@ def fabric(monkeypatch):
     return made
 
 
-def _messages(fabric, workers, servers, sizes, call, **changes):
+def _messages(fabric, workers, servers, sizes, call, *, shared_memory="off", **changes):
     """Messages and bytes of one `call(store, keys, arrays)` by every worker: those of three minus those of two."""
+    changes["shared_memory"] = shared_memory
     counts = []
     for calls in (2, 3):
 
@@ -305,15 +331,21 @@ def test_a_large_value_is_a_header_and_its_partitions_each_way(fabric):
     assert _messages(fabric, 2, 1, [n], one_by_one, **changes) == expected
 
 
+@pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)
+def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(fabric, call):
+    assert _messages(fabric, 2, 2, [5, 100, 1000, 100_000], call, shared_memory="auto") == (0, 0)
+
+
 def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
     monkeypatch.setattr(exchange, "MESSAGE_BYTES", 1000)
     per_message = -(-1001 // (wire.HEADER_BYTES + 20))
     assert _messages(fabric, 1, 1, SMALL, together, **WHOLE)[0] == 2 * -(-40 // per_message)
 
 
+@pytest.mark.parametrize("memory", ["auto", "off", "long"])
 @pytest.mark.parametrize("name", ["none", "test", "lamb"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_memory_of_a_server(monkeypatch, workers, name):
+def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
     cores = []
 
@@ -339,7 +371,8 @@ def test_memory_of_a_server(monkeypatch, workers, name):
             store.pushpull("w", np.ones(n, np.float32))
         return True
 
-    Mode("dist_sync", workers, 1).run(body, partition_bytes=part_bytes(np.float32), bigarray_bound_elems=NEVER)
+    mode = Mode("dist_sync", workers, 1, memory=memory)
+    mode.run(body, partition_bytes=part_bytes(np.float32), bigarray_bound_elems=NEVER)
     (core,) = cores
     assert core.pool.held_bytes <= 4 * n * (1 + workers)
 

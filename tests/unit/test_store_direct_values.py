@@ -14,6 +14,7 @@ from direct_stores import F32, LARGE, TIMEOUT_S, both_ways, numbers, refused, ru
 
 from mpikv import optimizers
 from mpikv.config import Config
+from mpikv.errors import MpikvError, StallError
 from mpikv.testing.reference import ReferenceStore
 from mpikv.transports.meeting import Meeting
 
@@ -458,3 +459,22 @@ def test_a_store_does_not_see_the_other_ones_memory():
         return found
 
     assert spawn(2, body) == [[(4.0 * (1 + step), 10.0, 2.0) for step in range(5)]] * 2
+
+
+def test_after_a_call_that_ended_half_way():
+    """The next one says so, and not once more what ended the first one."""
+
+    def failing(weight, grad, state):
+        raise ZeroDivisionError("in the user's optimizer")
+
+    def body(store):
+        store.init("w", np.zeros(LARGE, F32))
+        store.set_optimizer(failing)
+        return [refused(store.pushpull, "w", np.ones(LARGE, F32)) for _ in range(2)]
+
+    # The key has one owner, worker 0, for whom the other one waits.
+    for (first, second), why in zip(run(2, body, timeout_s=2.0), (ZeroDivisionError, StallError), strict=True):
+        assert first[0] is why
+        assert second[0] is MpikvError
+        text = f"pushpull: an earlier call ended half-way on this worker ({why.__name__}: {first[1]})"
+        assert second[1].startswith(text)

@@ -1,0 +1,114 @@
+"""A file with everything that a training run needs to go on: weights, optimizer states, number of steps.
+
+One archive (optimizers/archive.py): the weights by their parameters' names, the file of states as bytes, and the steps.
+It is written beside its place and then renamed, so a reader finds a whole one or none, whenever the writer is killed.
+
+Weights come back into a store through its own calls: for one round the keys get an optimizer that stores what is
+pushed. Worker 0 pushes the values, and the others -0.0, which changes no number it is added to, a zero's sign included.
+
+Cost: a file of the size of weights and states, which worker 0 holds in memory once more while it writes or reads;
+resuming sends every weight as one step does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import HostArray, host_view, shape_and_dtype
+from mpikv.errors import StatesFileError
+from mpikv.keys import Key
+from mpikv.kvstore import KVStore
+from mpikv.optimizers import Function, Optimizer
+from mpikv.optimizers.archive import read_archive, replace_file, write_archive
+
+KIND = "mpikv checkpoint"
+
+
+class Checkpoint(NamedTuple):
+    """What a file holds. states: the bytes of a file of states."""
+
+    steps: int
+    weights: dict[str, HostArray]
+    states: HostArray
+
+
+def write(path: str, checkpoint: Checkpoint) -> None:
+    """Write a file, whole or not at all. Local. Raises OSError."""
+    content = {"steps": checkpoint.steps, "names": list(checkpoint.weights)}
+    values = [*checkpoint.weights.values(), checkpoint.states]
+    replace_file(path, lambda file: write_archive(file, KIND, content, values))
+
+
+def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
+    """Read a file and hold it against a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
+    with open(path, "rb") as file:
+        header, values = read_archive(file, KIND, path)
+    steps, names = header.get("steps"), header.get("names")
+    if type(steps) is not int or steps < 0 or not isinstance(names, list) or len(values) != len(names) + 1:
+        raise StatesFileError(f"{path}: damaged: {names!r} after {steps!r} steps for {len(values)} arrays")
+    weights = dict(zip(names, values[:-1], strict=True))
+    lacking, foreign = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
+    if lacking or foreign:
+        raise StatesFileError(f"{path}: is of another model: it lacks {lacking} and has {foreign} that this one lacks")
+    for name, array in parameters.items():
+        here, there = shape_and_dtype(array, f"parameter {name!r}"), (weights[name].shape, weights[name].dtype)
+        if here != there:
+            text = f"{there[1]} {there[0]} there and {here[1]} {here[0]} here"
+            raise StatesFileError(f"{path}: parameter {name!r} is {text}")
+    return Checkpoint(steps, weights, values[-1])
+
+
+def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:
+    """The values of arrays on any device, by name. Local."""
+    return {name: host_view(array, f"parameter {name!r}") for name, array in parameters.items()}
+
+
+def states_of(path: str) -> HostArray:
+    """The bytes of a file of states."""
+    return np.fromfile(path, np.uint8)
+
+
+def _store_pushed(weight: HostArray, grad: HostArray, _state: Any) -> None:
+    weight[...] = grad
+
+
+def spread(
+    store: KVStore, keys: Sequence[Key], values: Sequence[Any], outs: Sequence[Any], optimizer: Optimizer | None
+) -> None:
+    """Make worker 0's `values` those of the keys, and bring them into `outs`. Collective, blocks.
+
+    values: arrays, on other workers than 0 any of their shapes and dtypes. optimizer: that serves the keys afterwards,
+    with no states yet; None: the store has none for them.
+    """
+    if store.rank != 0:
+        values = [_neutral(*shape_and_dtype(value, "a weight")) for value in values]
+    if optimizer is None:
+        store.pushpull(list(keys), list(values), out=list(outs))
+        return
+    storing = Function(_store_pushed)
+    storing.elementwise = optimizer.elementwise  # so that keys stay cut, or whole, as they are
+    store._set_optimizer_for(keys, storing)
+    if "async" not in store.type:
+        store.push(list(keys), list(values))
+    else:
+        if store.rank == 0:
+            store.push(list(keys), list(values))
+        store.barrier()
+    store.pull(list(keys), list(outs))
+    if "async" in store.type:
+        store.barrier()  # nobody's first step may come before somebody's pull
+    store._set_optimizer_for(keys, optimizer)
+
+
+def _neutral(shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
+    zeros: HostArray = np.zeros(shape, dtype)
+    return zeros if dtype.kind in "iu" else np.negative(zeros)
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file to resume from."""
+    return os.path.exists(path)

@@ -1,0 +1,112 @@
+"""What the ranks of one host share of one key: what each has to add, the result, and how far each has come.
+
+A place in the memory of the host (transports/shm): some counters for each rank, room for the values of each, and the
+result once for all. A rank writes its own counters and values, and of the result what it owns or receives. Counters
+hold the number of the round and how much of it is done, so they only grow, and one that is behind or ahead is told from
+one that counts this round.
+
+Nothing has to be given back between rounds. Ranks read each other's values before the result is complete, nobody ends
+a round before it is complete, and none of its elements changes until all ranks have begun the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
+
+# Words of each rank. Where its values are, and where it adds up; segments of the guests' chunks that are added up; that
+# a guest has updated its chunk; segments of its lane that are in the result; and from FILLED on, for each lane, those
+# that its carrier may read.
+VALUES, TOTALS, REDUCED, UPDATED, GATHERED, FILLED = range(6)
+ROUND_BITS = 32  # a round's count stays below
+COUNT_MASK = (1 << ROUND_BITS) - 1
+
+
+def place_bytes(n_elems: int, itemsize_bytes: int, wire_itemsize_bytes: int, n_ranks: int) -> int:
+    """Room for a key on a host of `n_ranks`, of which some or all are carriers."""
+    counters = n_ranks * _counter_bytes(n_ranks)
+    return counters + n_ranks * aligned(n_elems * wire_itemsize_bytes) + aligned(n_elems * itemsize_bytes)
+
+
+def _counter_bytes(n_lanes: int) -> int:
+    return aligned((FILLED + n_lanes) * WORD_BYTES)
+
+
+class HostKey:
+    """One rank's side.
+
+    begin_bytes: where the place begins, at a cache line. dtypes: of the result, and the one that values are added in.
+    on_count: called whenever this rank has counted something.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        begin_bytes: int,
+        n_elems: int,
+        dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+        n_lanes: int,
+        *,
+        on_count: Callable[[], None] = lambda: None,
+    ) -> None:
+        dtype, wire_dtype = dtypes
+        assert begin_bytes % ALIGN_BYTES == 0
+        self._memory, self._n_elems, self._wire_dtype = memory, n_elems, wire_dtype
+        self._stride = _counter_bytes(n_lanes) // WORD_BYTES
+        self._words = memory.words(begin_bytes, memory.size * self._stride)
+        self._me = memory.rank * self._stride
+        after_counters = begin_bytes + memory.size * self._stride * WORD_BYTES
+        per_rank_bytes = aligned(n_elems * wire_dtype.itemsize)
+        # Values that are not in shared memory anyway are copied here.
+        self.own = memory.array(after_counters + memory.rank * per_rank_bytes, n_elems, wire_dtype)
+        self.value = memory.array(after_counters + memory.size * per_rank_bytes, n_elems, dtype)
+        self._round = 0
+        self._copied = False
+        self._seen = b""
+        self._on_count = on_count
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that this rank has written values to, for the others; the result is not counted."""
+        return self.own.nbytes if self._copied else 0
+
+    # --- rounds
+
+    def begin(self, values: HostArray, totals: HostArray) -> None:
+        """The next round begins: where this rank's values are, and where it adds up, as far as others read there."""
+        self._round += 1
+        self._copied |= values is self.own or totals is self.own
+        self._words[self._me + VALUES] = self._memory.offset_of(values) or 0
+        self._words[self._me + TOTALS] = self._memory.offset_of(totals) or 0
+
+    def is_shared(self, array: HostArray) -> bool:
+        """Whether the other ranks of the host can read this array."""
+        return self._memory.offset_of(array) is not None
+
+    def array_of(self, place: int, word: int) -> HostArray:
+        """The array that a rank named; after it has counted something in this round."""
+        return self._memory.array(self._words[place * self._stride + word], self._n_elems, self._wire_dtype)
+
+    def count(self, word: int, done: int) -> None:
+        """Say how much this rank has done in this round."""
+        if not ORDERED:
+            fence()
+        self._words[self._me + word] = (self._round << ROUND_BITS) + done
+        self._on_count()
+
+    def counted(self, place: int, word: int) -> int:
+        """How much another rank has done in this round."""
+        done = self._words[place * self._stride + word] - (self._round << ROUND_BITS)
+        if not ORDERED:
+            fence()
+        return min(max(done, 0), COUNT_MASK)
+
+    def changed(self) -> bool:
+        """Whether any rank has counted something since this was last asked."""
+        seen, self._seen = self._seen, self._words.tobytes()
+        return seen != self._seen

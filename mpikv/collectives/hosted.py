@@ -1,0 +1,239 @@
+"""The hierarchical allreduce with its part within a host done in memory that the host's ranks share.
+
+As in `hierarchical`, lane by lane and segment by segment, but no message stays within a host. Each rank makes its
+values readable, a segment of every lane in turn; the carrier of a lane adds what its host has and passes it on around
+the ring, while later segments are still being copied; what comes back goes straight into the result, which the host has
+once, and from there into the arrays of the call. Ranks tell each other through counters (host_key.py) how far they are,
+so none waits for another but in a transfer of this key, in whatever order keys are pushed.
+
+Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts.
+
+Cost for h hosts of c ranks: per rank (c-1)n/c elements copied in, unless the values lie in shared memory, (c-1)n/c
+added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictions: ranks with a HostKey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.collectives.hierarchical import Lanes
+from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
+from mpikv.collectives.ring import Circle
+from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
+from mpikv.transports.base import Group, Steps
+
+Take = Callable[[Span], None]
+
+
+class _Fill:
+    """A stage that makes this rank's values readable, a segment of each lane in turn."""
+
+    def __init__(self, key: HostKey, values: HostArray, segments: Sequence[tuple[int, Span]]) -> None:
+        self._key, self._values, self._segments = key, values, iter(segments)
+        self._counts: dict[int, int] = {}
+        self.done = False
+
+    def move(self) -> bool:
+        lane, (begin, end) = next(self._segments, (-1, (0, 0)))
+        if lane < 0:
+            self.done = True
+            return False
+        self._key.own[begin:end] = self._values[begin:end]
+        self._counts[lane] = self._counts.get(lane, 0) + 1
+        self._key.count(FILLED + lane, self._counts[lane])
+        return True
+
+
+class _Collect:
+    """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on."""
+
+    def __init__(
+        self, key: HostKey, lanes: Lanes, values: HostArray, totals: HostArray, segments: Sequence[Span]
+    ) -> None:
+        self._key, self._segments = key, segments
+        self._values, self._totals = values, totals
+        self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
+        self._word = FILLED + lanes.place
+        self._ready = 0  # as far as known
+        self.count = 0
+        self.done = not segments
+
+    def move(self) -> bool:
+        if self.count >= self._ready:
+            counts = [self._key.counted(place, self._word) for place in self._others]
+            self._ready = min(counts, default=len(self._segments))
+            if self.count >= self._ready:
+                return False
+        begin, end = self._segments[self.count]
+        own, total = self._values[begin:end], self._totals[begin:end]
+        for place in self._others:
+            # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
+            np.add(self._key.array_of(place, VALUES)[begin:end], own, out=total)
+            own = total
+        if own is not total and self._values is not self._totals:
+            total[...] = own
+        self.count += 1
+        self.done = self.count == len(self._segments)
+        return True
+
+
+class _Tell:
+    """A stage that counts for the other ranks which segments another stage has done. take: called with each of them."""
+
+    def __init__(
+        self, key: HostKey, word: int, segments: Sequence[Span], count: Callable[[], int], take: Take | None = None
+    ) -> None:
+        self._key, self._word, self._segments, self._count, self._take = key, word, segments, count, take
+        self._told = 0
+        self.done = not segments
+
+    def move(self) -> bool:
+        told, count = self._told, self._count()
+        if count <= told:
+            return False
+        self._told = count
+        self._key.count(self._word, count)
+        if self._take is not None:
+            for span in self._segments[told:count]:
+                self._take(span)
+        self.done = count >= len(self._segments)
+        return True
+
+
+class _Follow:
+    """A stage that ends when other ranks have counted all of their segments. take: called with each, as it is counted.
+
+    segments: by place, in the order in which that rank counts them.
+    """
+
+    def __init__(
+        self, key: HostKey, word: int, segments: Mapping[int, Sequence[Span]], take: Take | None = None
+    ) -> None:
+        self._key, self._word, self._take = key, word, take
+        self._left = {place: (spans, 0) for place, spans in segments.items() if spans}
+        self.done = not self._left
+
+    def move(self) -> bool:
+        moved = False
+        for place, (spans, taken) in tuple(self._left.items()):
+            counted = min(self._key.counted(place, self._word), len(spans))
+            if counted == taken:
+                continue
+            moved = True
+            if self._take is not None:
+                for span in spans[taken:counted]:
+                    self._take(span)
+            if counted == len(spans):
+                del self._left[place]
+            else:
+                self._left[place] = (spans, counted)
+        self.done = not self._left
+        return moved
+
+
+class _Guests:
+    """A stage that counts which of the guests' segments, in the order of the lane, have been updated by them."""
+
+    def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]]) -> None:
+        self._key, self._places = key, [place for place, _ in segments]
+        self.count = 0
+        self.done = not segments
+
+    def move(self) -> bool:
+        moved = False
+        # A guest counts once, when it has updated its whole chunk.
+        while self.count < len(self._places) and self._key.counted(self._places[self.count], UPDATED):
+            self.count += 1
+            moved = True
+        self.done = self.count == len(self._places)
+        return moved
+
+
+def reduce_scatter(
+    group: Group, values: HostArray, chunks: Sequence[int], tag: int, key: HostKey, *, changeable: bool
+) -> Steps[HostArray]:
+    """Add `values` over all ranks; returns an array, (n,), that holds the sum in this rank's own chunk.
+
+    values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
+    ended, but by us where it is `changeable`. Collective. Yields each request it must wait for.
+    """
+    lanes = Lanes(group, values, chunks, tag)
+    shared = key.is_shared(values)
+    totals = values if changeable and (shared or not lanes.hosted()) else key.own
+    key.begin(values if shared else key.own, totals)
+    lanes.buf = totals
+    outgoing = lanes.by_lane(reducing=True)
+    stages: list[Stage] = []
+    if shared:
+        for lane in range(lanes.n_lanes):
+            key.count(FILLED + lane, sum(one == lane for one, _ in outgoing))
+    else:
+        stages.append(_Fill(key, values, outgoing))
+    if not lanes.carries:
+        carrier = lanes.place % lanes.n_lanes
+        owned = bool(lanes.guests[lanes.place])
+        through = [span for place, span in lanes.guests_of(carrier) if owned and place <= lanes.place]
+        stages.append(_Follow(key, REDUCED, {carrier: through}))
+        yield from drive(*stages)
+        return key.array_of(carrier, TOTALS) if owned else values
+    steps = lanes.steps(lanes.place, reducing=True)
+    segments = [span for step in steps for span in step]
+    collect = _Collect(key, lanes, values, totals, segments)
+    stages.append(collect)
+    hosted = [span for _, span in lanes.hosted()]
+    if lanes.short:
+        yield from drive(*stages)
+        packed, ends = lanes.packed()
+        yield from lanes.direct().reduce_scatter(lanes.across, packed, ends, tag)
+        lanes.unpack(packed, [lanes.host])
+        key.count(REDUCED, len(hosted))
+        return totals
+    circle = Circle(lanes.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count)
+    unhosted = len(segments) - len(hosted)
+    stages += [circle.receiver, circle.sender, _Tell(key, REDUCED, hosted, lambda: circle.count() - unhosted)]
+    yield from drive(*stages)
+    return totals
+
+
+def allgather(
+    group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = ()
+) -> Steps[None]:
+    """Complete the host's result: chunk i of it is rank i's at the start, on all hosts at the end; copy it to `outs`.
+
+    outs: (n,), contiguous, any dtype. Collective. Yields each request it must wait for.
+    """
+    lanes = Lanes(group, key.value, chunks, tag)
+
+    def drain(span: Span) -> None:
+        for out in outs:
+            out[span[0] : span[1]] = lanes.view(span)
+
+    segments = {
+        lane: [span for step in lanes.steps(lane, reducing=False) for span in step] for lane in range(lanes.n_lanes)
+    }
+    own = segments.pop(lanes.place, [])
+    others = _Follow(key, GATHERED, segments, drain)
+    if not lanes.carries:
+        key.count(UPDATED, 1)
+        yield from drive(others)
+        return
+    guests = _Guests(key, lanes.hosted())
+    if lanes.short:
+        yield from drive(guests)
+        packed, ends = lanes.packed()
+        yield from lanes.direct().allgather(lanes.across, packed, ends, tag)
+        lanes.unpack(packed, range(lanes.n_hosts))
+        yield from drive(_Tell(key, GATHERED, own, lambda: len(own), drain), others)
+        return
+    n_unhosted = len(lanes.steps(lanes.place, reducing=False)[0]) - len(lanes.hosted())
+
+    def ready() -> int:
+        return len(own) if guests.done else n_unhosted + guests.count
+
+    circle = Circle(
+        lanes.across, key.value, lanes.steps(lanes.place, reducing=False), tag, LINK_WINDOW, reducing=False, ready=ready
+    )
+    yield from drive(guests, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others)

@@ -1,0 +1,66 @@
+"""Who has closed the store, as a pure state machine at worker 0: told by each, it tells those that are still at work.
+
+A worker that waits for a round must know whether somebody who is missing in it has ended. But programs end together, as
+a rule: a message from each worker to each other would grow with the square of their number and tell nobody anything. So
+worker 0 waits a moment, and then tells those who have not left what they need: of each key the fewest pushes that
+anybody left with, and who it was. It tells it again, in growing intervals, only when that has changed.
+
+Cost: one message per worker; where some leave earlier than others, usually one more for each of those others. The time
+is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+FIRST_S = 0.05  # all workers of a synchronous store get their last values within milliseconds of each other
+LAST_S = 1.0  # how long a worker may wait in vain
+
+
+class Fewest(NamedTuple):
+    """How often a key was pushed by the worker that left with the fewest pushes of it."""
+
+    key_id: int
+    pushes: int
+    worker: int
+
+
+class News(NamedTuple):
+    """To `worker`: what has changed, or become known."""
+
+    worker: int
+    fewest: list[Fewest]
+
+
+class Departures:
+    """size: the number of workers. fewest: by key, of all who have left."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._left: set[int] = set()
+        self.fewest: dict[int, Fewest] = {}
+        self._untold = False
+        self._interval_s = FIRST_S
+        self._due_s = 0.0
+
+    def add(self, worker: int, pushes: Mapping[int, int], now_s: float) -> None:
+        """A worker has left. pushes: key id -> how often it pushed that key."""
+        self._left.add(worker)
+        changed = False
+        for key_id in self.fewest.keys() | pushes.keys():
+            count, known = pushes.get(key_id, 0), self.fewest.get(key_id)
+            if known is None or count < known.pushes:
+                self.fewest[key_id] = Fewest(key_id, count, worker)
+                changed = True
+        if changed and not self._untold:
+            self._untold, self._due_s = True, now_s + self._interval_s
+
+    def due(self, now_s: float) -> list[News]:
+        """What is to be told now; to nobody who has left himself, nor to worker 0, who knows."""
+        if not self._untold or now_s < self._due_s:
+            return []
+        self._untold = False
+        self._interval_s = min(2 * self._interval_s, LAST_S)
+        fewest = sorted(self.fewest.values())
+        return [News(worker, fewest) for worker in range(1, self._size) if worker not in self._left]

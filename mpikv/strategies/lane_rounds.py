@@ -1,0 +1,90 @@
+"""The rounds of a lane, one after another: reduce-scatter, the optimizer on what this worker owns, allgather.
+
+A generator for the progress engine; it ends when the lane is empty, and the next push starts another. Which collective
+does the two halves is the lane's choice; where a host's workers share memory, each round goes through it
+(collectives/hosted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.collectives import hosted
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.host_key import HostKey
+from mpikv.collectives.select import ALGORITHMS
+from mpikv.optimizers.owner import Owner
+from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.lanes import Lane, Numbers, Round
+from mpikv.strategies.workers import Predicate
+from mpikv.transports.base import Group, Steps
+from mpikv.transports.progress import Running
+
+
+class LaneRounds:
+    """What the rounds of all lanes of a worker need.
+
+    native: the module of MPI's own collectives, where they are used, and the communicators of keys that they run on.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        owner: Owner,
+        hosts: HostKeys | None,
+        native: Any = None,
+        comms: Mapping[int, Running[Any]] | None = None,
+    ) -> None:
+        self._group, self._owner, self._hosts = group, owner, hosts
+        self._native, self._comms = native, {} if comms is None else comms
+
+    def run(self, lane: Lane) -> Steps[None]:
+        """Do what is in the lane; ends when it is empty."""
+        if not lane.has_value:
+            yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
+            if self._native is not None:
+                # There once all workers agreed on the key, which may be after `init` has returned.
+                yield Predicate(lambda: lane.info.id in self._comms)
+                yield self._comms[lane.info.id]
+                lane.comm = self._comms[lane.info.id].result
+            lane.has_value = True
+            lane.deliver()
+        while lane.queue:
+            round_ = lane.queue[0]
+            if self._hosts is not None and lane.shared is not None:
+                yield from self._hosts.watched(lane.shared, self._shared_round(lane, lane.shared, round_))
+            else:
+                yield from self._round(lane, round_.values, round_.numbers)
+            lane.queue.popleft()
+            lane.finish(round_.values)
+            lane.deliver()
+
+    def _round(self, lane: Lane, buf: HostArray, numbers: Numbers) -> Steps[None]:
+        info, bounds = lane.info, lane.bounds
+        if self._native is not None:
+            yield from self._native.reduce_scatter(lane.comm, buf, bounds)
+        else:
+            reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
+            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
+        self._apply(lane, buf, numbers)
+        if self._native is not None:
+            yield from self._native.allgather(lane.comm, lane.stored, bounds)
+        else:
+            allgather = ALGORITHMS[lane.algorithm].allgather
+            yield from allgather(self._group, lane.stored, bounds, wire.key_tag(info.id, 2))
+
+    def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
+        key_id, bounds = lane.info.id, lane.bounds
+        totals = yield from hosted.reduce_scatter(
+            self._group, round_.values, bounds, wire.key_tag(key_id, 1), shared, changeable=round_.changeable
+        )
+        self._apply(lane, totals, round_.numbers)
+        yield from hosted.allgather(self._group, bounds, wire.key_tag(key_id, 2), shared, round_.outs)
+
+    def _apply(self, lane: Lane, totals: HostArray, numbers: Numbers) -> None:
+        begin, end = lane.bounds[self._group.rank], lane.bounds[self._group.rank + 1]
+        if begin < end:
+            lane.apply(self._owner, totals, numbers, begin, end)

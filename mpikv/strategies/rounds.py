@@ -1,0 +1,63 @@
+"""A blocking `pushpull` through the keys' lanes, straight from the caller's own arrays.
+
+Who waits for the end of a call leaves its arrays alone until then, so that a round can add where the values are, or
+where the result goes, in place of a copy. For large values this counts: the first use of new memory takes some times as
+long as the copy, and the link waits for it.
+
+Cost: no copy of a value that is pushed in place, one into the result otherwise; on a host whose workers share memory
+none but theirs (collectives/hosted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.keys import KeyInfo
+from mpikv.strategies.arguments import Flat
+from mpikv.strategies.base import Pending, Sink
+from mpikv.strategies.lanes import Bucket, Lane, Round
+
+Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...]], Pending]
+
+
+class Rounds:
+    """One call, ready to be made. start: pushes and pulls one key, its value and the arrays for the result lent."""
+
+    valid = True
+
+    def __init__(
+        self, start: Start, wait: Callable[[Pending], None], infos: Sequence[KeyInfo], flat: Sequence[Flat]
+    ) -> None:
+        self._start, self._wait = start, wait
+        self._entries: list[Any] = [(info, *one) for info, one in zip(infos, flat, strict=True)]
+
+    def run(self, priority: int = 0) -> bool:
+        """Push all keys, then wait for all. Blocks."""
+        for pending in [self._start(*entry) for entry in self._entries]:
+            self._wait(pending)
+        return True
+
+    def release(self) -> None:
+        """Forget the arrays."""
+        self.valid = False
+        self._entries = []
+
+
+def lent(lane: Lane, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...]) -> tuple[Round, Sink]:
+    """The round of a key whose caller waits for its end, and where the result is still to be written to then."""
+    wire_dtype = sum_dtype(info.dtype)
+    if isinstance(lane, Bucket) or value.dtype != wire_dtype:
+        return Round(value.astype(wire_dtype, copy=False)), Sink(info, outs)  # copied on its way, there or here
+    in_place = any(_place(value) == _place(out) for out in outs)
+    if lane.shared is not None:
+        return Round(value, lent=True, changeable=in_place, outs=outs), Sink(info, ())
+    if not in_place:
+        outs[0][...] = value
+    return Round(value if in_place else outs[0], lent=True), Sink(info, outs)
+
+
+def _place(array: HostArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

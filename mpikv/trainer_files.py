@@ -1,0 +1,222 @@
+"""What a Trainer writes and reads: optimizer states, and checkpoints of everything, by itself when the workers stop.
+
+Every step of a trainer reads its store's `stop_requested`. When the workers have agreed to stop, and `MPIKV_STOP_FILE`
+names a file, the trainer saves weights, states and the number of steps there and ends the program with status 0, on
+all workers; `resume` of the next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from mpikv import arrays, checkpoint
+from mpikv.errors import ConfigError, MpikvError
+from mpikv.kvstore import KVStore
+from mpikv.local_updates import LocalUpdates
+from mpikv.optimizers import Optimizer
+from mpikv.parameter import list_data
+
+
+class TrainerFiles:
+    """Base of `Trainer`, which sets the attributes."""
+
+    _params: dict[str, Any]
+    _keys: dict[str, str]
+    _optimizer: Optimizer
+    _store: KVStore | None
+    _on_store: bool
+    _local: LocalUpdates
+    _trained: list[str]
+    _steps: int
+    _begun = False  # whether this object has made a step
+    _stopped = False
+
+    def _is_frozen(self, name: str) -> bool:
+        raise NotImplementedError
+
+    def _finish_waiting(self) -> None:
+        raise NotImplementedError
+
+    def pull_weights(self) -> None:
+        """See `Trainer`."""
+        raise NotImplementedError
+
+    # --- states
+
+    def save_states(self, fname: str | os.PathLike[str]) -> None:
+        """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
+
+        Where the store makes the updates: collective, worker 0 writes. Otherwise local, and all workers would write the
+        same: let one of them do it.
+        """
+        if self._on_store and self._store is not None:
+            trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
+            self._store._save_optimizer_states_for(trained, fname, dump_optimizer=True)
+        else:
+            self._local.save_states(os.fspath(fname))
+
+    def load_states(self, fname: str | os.PathLike[str]) -> None:
+        """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
+
+        The trainer that reads is the one that wrote: the first, second, ... of its store, with the same names.
+        Raises StatesFileError or OSError, on every worker, and has changed nothing then.
+        """
+        if self._on_store and self._store is not None:
+            self._store.load_optimizer_states(fname)
+        else:
+            self._local.load_states(os.fspath(fname))
+
+    # --- checkpoints
+
+    def _data(self) -> dict[str, Any]:
+        return {name: list_data(parameter)[0] for name, parameter in self._params.items()}
+
+    def _decide(self, call: str, attempt: Any) -> Any:
+        return attempt() if self._store is None else self._store._decide(call, attempt)
+
+    @property
+    def _asynchronous(self) -> bool:
+        return self._store is not None and "async" in self._store.type
+
+    @property
+    def steps(self) -> int:
+        """The steps made, those of the runs before it that it has resumed included. What `save` keeps.
+
+        May be set, to the same number on every worker, where the weights at the start came from elsewhere.
+        """
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        number = operator.index(steps)
+        if number < 0:
+            raise ValueError(f"steps must not be negative, got {number}")
+        self._steps = number
+
+    def save(self, fname: str | os.PathLike[str]) -> None:
+        """Write weights, optimizer states and the number of steps into one file, whole or not at all.
+
+        What `resume` reads. Collective, blocks; worker 0 writes, its own values of what is not trained. Asynchronous:
+        after all pushes that any worker has made, with worker 0's number of steps. Raises OSError and UnsupportedError
+        on every worker; a file that is there already then stays as it was.
+        """
+        path = os.fsdecode(fname)
+        self._finish_waiting()
+        if self._asynchronous and self._store is not None:
+            self._store.barrier()
+            self.pull_weights()
+        states = f"{os.path.realpath(path)}.states.tmp"
+        try:
+            if self._on_store:
+                self.save_states(states)
+
+            def write() -> None:
+                if not self._on_store:
+                    self.save_states(states)
+                weights = checkpoint.weights_of(self._data())
+                checkpoint.write(path, checkpoint.Checkpoint(self._steps, weights, checkpoint.states_of(states)))
+
+            self._decide("save", write)
+        finally:
+            if (self._store is None or self._store.rank == 0) and os.path.exists(states):
+                os.remove(states)
+
+    def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
+        """Go on from what `save` wrote: reads weights, states and the optimizer's attributes, and returns the steps.
+
+        fname: default what `MPIKV_STOP_FILE` names. Where there is no such file, or no name, nothing changes, and it
+        returns 0. Before the first step. Any number of workers, servers and devices may read. Collective, blocks;
+        worker 0 reads (with update_on_kvstore=False all workers do). Raises StatesFileError on every worker for a file
+        that is damaged or of another model, and has changed nothing then.
+        """
+        if self._begun:
+            raise MpikvError("resume after a step: it comes before the first one")
+        path = os.fsdecode(fname) if fname is not None else ("" if self._store is None else self._store._stop_file)
+        if not path:
+            return 0
+        found: list[checkpoint.Checkpoint] = []
+
+        def look() -> int | None:
+            if not checkpoint.exists(path):
+                return None
+            found.append(checkpoint.read(path, self._data()))
+            return found[0].steps
+
+        steps = self._decide("resume", look)
+        if steps is None:
+            return 0
+        if not self._on_store and not found:
+            look()
+            if not found:
+                raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
+        self._restore(found[0] if found else None)
+        self._steps = int(steps)
+        return self._steps
+
+    def _restore(self, found: checkpoint.Checkpoint | None) -> None:
+        """Bring weights and states to where they belong. found: None on workers that did not read it."""
+        weights: Mapping[str, Any] = found.weights if found is not None else self._data()
+        if self._store is None:
+            for name, parameter in self._params.items():
+                for replica in list_data(parameter):
+                    arrays.write(replica, weights[name], f"parameter {name!r}")
+        else:
+            fixed = [name for name in self._params if name not in self._trained]
+            for names, updated in ((self._trained, self._on_store), (fixed, self._asynchronous)):
+                if names:
+                    checkpoint.spread(
+                        self._store,
+                        [self._keys[name] for name in names],
+                        [weights[name] for name in names],
+                        [list_data(self._params[name]) for name in names],
+                        self._optimizer if updated else None,
+                    )
+        with tempfile.TemporaryDirectory(prefix="mpikv-") as folder:
+            states = os.path.join(folder, "states")
+            if found is not None:
+                found.states.tofile(states)
+            self.load_states(states)
+
+    # --- stopping
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the last step was the one after which all workers stop: save what is to be kept, and leave the loop.
+
+        Every step reads `stop_requested` of the store, which need not be read besides. Local.
+        """
+        return self._stopped
+
+    def _check_stop_file(self) -> None:
+        """ConfigError at the start rather than an error when there is no time left."""
+        path = "" if self._store is None or self._store.rank != 0 else self._store._stop_file
+        folder = os.path.dirname(os.path.realpath(path))
+        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK)):
+            raise ConfigError(f"MPIKV_STOP_FILE={path!r}: is a folder, or cannot be written in {folder}")
+
+    def _count_step(self) -> None:
+        """After each step."""
+        self._steps += 1
+        self._begun = True
+        if self._store is None or not self._store.stop_requested or self._stopped:
+            return
+        self._stopped = True
+        path = self._store._stop_file
+        if not path:
+            return
+        if self._store._namespaces > 1:
+            if self._store.rank == 0:
+                print(
+                    f"mpikv: {path} (MPIKV_STOP_FILE) is not written, as several trainers share the store: "
+                    "the program has to look at stop_requested and save",
+                    flush=True,
+                )
+            return
+        self.save(path)
+        if self._store.rank == 0:
+            print(f"mpikv: stopped after step {self._steps}: weights and optimizer states are in {path}", flush=True)
+        raise SystemExit(0)

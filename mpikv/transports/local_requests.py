@@ -1,0 +1,131 @@
+"""What is under way through the memory of a host: the requests of local.py.
+
+None of them moves by itself: who asks whether one is done lets its transport handle what has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.transports.base import Request
+
+
+class Mover(Protocol):
+    """What they need of their transport."""
+
+    def poll(self) -> None:
+        """Handle what has come."""
+        ...
+
+    def match(self, receiving: Receiving, arrived: Arrived) -> None:
+        """This message is for this receive."""
+        ...
+
+
+class Backlogged:
+    """A record for which there was no room."""
+
+    __slots__ = ("_transport", "done", "record")
+
+    def __init__(self, transport: Mover, record: tuple[int, int, int, int, Any]) -> None:
+        self._transport = transport
+        self.record = record
+        self.done = False
+
+    def test(self) -> bool:
+        """Whether it has been written."""
+        if not self.done:
+            self._transport.poll()
+        return self.done
+
+
+class Sending:
+    """A message that is lent, or waits to be wanted."""
+
+    __slots__ = ("_transport", "at", "data", "dest", "done")
+
+    def __init__(self, transport: Mover, dest: int, data: HostArray) -> None:
+        self._transport = transport
+        self.dest = dest
+        self.data = data
+        self.at = 0  # bytes copied
+        self.done = False
+
+    def test(self) -> bool:
+        """Whether its array is free again."""
+        if not self.done:
+            self._transport.poll()
+        return self.done
+
+
+class Receiving:
+    """A receive into an array, or (buf None) of a view."""
+
+    __slots__ = ("_at", "_give_back", "_transport", "buf", "done", "n_bytes", "view")
+
+    def __init__(self, transport: Mover, buf: HostArray | None, n_bytes: int) -> None:
+        self._transport = transport
+        self.buf = buf
+        self.n_bytes = n_bytes
+        self.view: HostArray | None = None  # of what is borrowed, (n_bytes,) of uint8
+        self._at = 0
+        self._give_back: Callable[[], object] | None = None
+        self.done = False
+
+    def test(self) -> bool:
+        """Whether it is here."""
+        if not self.done:
+            self._transport.poll()
+        return self.done
+
+    def take(self, piece: HostArray) -> None:
+        """The next bytes, to be copied."""
+        if self.buf is None:
+            self.buf = self.view = np.empty(self.n_bytes, np.uint8)
+        end = self._at + piece.size
+        self.buf[self._at : end] = piece
+        self._at = end
+        self.done = end == self.n_bytes
+
+    def lend(self, view: HostArray, give_back: Callable[[], object]) -> None:
+        """All of it, in the sender's memory."""
+        self.view, self._give_back, self.done = view, give_back, True
+
+    def release(self) -> None:
+        """Give back what was borrowed."""
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
+
+
+class Arrived:
+    """A message that nobody has asked for yet: its bytes, or where they are lent, or only its length."""
+
+    __slots__ = ("_transport", "data", "lent", "n_bytes", "number", "source")
+
+    def __init__(
+        self,
+        transport: Mover,
+        source: int,
+        n_bytes: int,
+        *,
+        number: int = 0,
+        data: HostArray | None = None,
+        lent: int = -1,
+    ) -> None:
+        self._transport = transport
+        self.source = source
+        self.n_bytes = n_bytes
+        self.number = number
+        self.data = data  # (n_bytes,) of uint8, nobody else's
+        self.lent = lent  # offset in the memory, -1: it is not
+
+    def receive(self, buf: HostArray) -> Request:
+        """Receive into `buf`, contiguous, of `n_bytes` bytes."""
+        receiving = Receiving(self._transport, buf.reshape(-1).view(np.uint8), buf.nbytes)
+        self._transport.match(receiving, self)
+        return receiving

@@ -1,0 +1,50 @@
+"""Each rank's own part of the memory that a host's ranks share, from which it takes memory without asking anybody.
+
+The part lies behind what all of them use together, and is as long as the others'. Only pages that were written to take
+memory, and those of what is given back take none; their place is given out again for the same size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.transports.shm import HostMemory, aligned
+
+PAGE_BYTES = 4096
+
+
+class Segment:
+    """This rank's part. taken_bytes: what has been taken from it and not given back."""
+
+    def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
+        begin_bytes = -(-begin_bytes // PAGE_BYTES) * PAGE_BYTES
+        length = max(0, memory.n_bytes - begin_bytes) // memory.size // PAGE_BYTES * PAGE_BYTES
+        self._memory = memory
+        self._next = begin_bytes + memory.rank * length
+        self._end = self._next + length
+        self._free: dict[int, list[HostArray]] = {}
+        self.taken_bytes = 0
+
+    def take(self, n_bytes: int) -> HostArray | None:
+        """(n_bytes,) of uint8, zeros; None when there is not so much left."""
+        free = self._free.get(n_bytes)
+        if free:
+            self.taken_bytes += n_bytes
+            array = free.pop()
+            array.fill(0)  # the ends share pages with others, and were not given back
+            return array
+        if self._next + n_bytes > self._end:
+            return None
+        array = self._memory.array(self._next, n_bytes, np.dtype(np.uint8))
+        self._next += aligned(n_bytes)
+        self.taken_bytes += n_bytes
+        return array
+
+    def give(self, array: HostArray) -> None:
+        """Give back what `take` returned, (n_bytes,) of uint8. Other arrays: nothing happens."""
+        if self._memory.offset_of(array) is None:
+            return
+        self.taken_bytes -= array.size
+        self._memory.discard(array)
+        self._free.setdefault(array.size, []).append(array)

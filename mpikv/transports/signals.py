@@ -1,0 +1,119 @@
+"""Signals that ask a program to stop after its step.
+
+A batch system sends a signal some time before it ends a job, to one rank or to all. The handler only notes it, since it
+may run in the middle of anything; the store's own calls and its progress engine look at the note.
+
+- A handler of the program's own, set before, is called as well, so nothing that it did is lost. What only ends a
+  process (the default action, a distributed store's report of what a rank was waiting for) is put off.
+- SIGTERM, or another signal that is meant to end a program, does what it would do without this when it comes again
+  `AGAIN_S` or more after the first time: whoever sends it twice does not want to wait. Sooner, it is the same request,
+  which several launchers have delivered. Others, SIGUSR1 above all, are the same request however often they come.
+- After all workers have stopped, the handlers stay, and while the interpreter ends the signals are ignored: a rank that
+  is signalled a little later than the others must not die of it, and take the job's status 0 with it.
+- In a forked child, such as a data loader's worker, a signal does what it would do without this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from mpikv.transports.abort import Guard
+
+AGAIN_S = 1.0  # a scheduler and mpirun deliver the same request within milliseconds; a person's second one comes later
+
+ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class StopSignals:
+    """Handlers of some signals, from `install` until `restore`. names: without SIG, as in ('TERM', 'USR1')."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._numbers = [signal.Signals[f"SIG{name}"] for name in names]
+        self._before: dict[int, Handler] = {}
+        self._first_s: dict[int, float] = {}
+        self._pid = os.getpid()
+        self._why: str | None = None
+        self._installed = False
+
+    def install(self) -> None:
+        """Take the signals over. Only the main thread can: elsewhere RuntimeWarning, and they stay as they are."""
+        if not self._numbers:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            names = ", ".join(number.name for number in self._numbers)
+            warnings.warn(
+                f"kv.create was not called in the main thread, so this rank cannot listen to {names} "
+                "(MPIKV_STOP_SIGNALS); it stops when another rank was asked to",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+        self._installed = True
+        for number in self._numbers:
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._handle)
+        atexit.register(self._at_exit)
+
+    def why(self) -> str | None:
+        """The signal that came, as in 'SIGTERM'; None: none so far."""
+        return self._why
+
+    def restore(self) -> None:
+        """Give the signals back, unless the program has set handlers of its own meanwhile. Idempotent."""
+        self._installed = False
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread can: the handlers stay, and pass signals on
+        for number in self._before:
+            if signal.getsignal(number) == self._handle:
+                before = self._previous(number)
+                signal.signal(number, signal.SIG_DFL if before is None else before)  # None: set by C, out of reach
+
+    def end(self) -> None:
+        """The process ends: ignore the signals from now on, but for those with handlers of the program's own."""
+        for number, before in self._before.items():
+            now = signal.getsignal(number)
+            if now == self._handle or (now == before and (not callable(now) or _ends(now))):
+                signal.signal(number, signal.SIG_IGN)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            self.end()
+
+    def _previous(self, number: int) -> Handler:
+        """Whose turn it is without this object, and without others that were restored since."""
+        before = self._before[number]
+        owner = getattr(before, "__self__", None)
+        while isinstance(owner, StopSignals) and not owner._installed:
+            before = owner._before[number]
+            owner = getattr(before, "__self__", None)
+        return before
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._previous(number)
+        now_s = time.monotonic()
+        again = number in ENDING and now_s - self._first_s.setdefault(number, now_s) >= AGAIN_S
+        if not self._installed or again or os.getpid() != self._pid:
+            if callable(before):
+                before(number, frame)
+            elif before is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self._why = self._why or signal.Signals(number).name
+        if callable(before) and not _ends(before):
+            before(number, frame)
+
+
+def _ends(handler: Handler) -> bool:
+    """Whether a handler only ends the process, perhaps with some words."""
+    return isinstance(getattr(handler, "__self__", None), Guard) or handler is signal.default_int_handler

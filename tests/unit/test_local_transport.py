@@ -1,0 +1,340 @@
+"""Messages through the memory of a host: what is sent arrives, whole, in the order of its sender and tag.
+
+The ranks are polled by hand, so nothing here depends on time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_modes import long_messages
+
+from mpikv.errors import MpikvError
+from mpikv.transports import local
+from mpikv.transports.bell import Bell
+from mpikv.transports.local import EAGER, HELD, LENT_BYTES, LONGEST_BYTES, local_transport, ranks_here
+from mpikv.transports.segments import Segment
+from mpikv.transports.shm import private_memory
+from mpikv.transports.threads import Fabric
+
+SLOT_BYTES = local.LEAST_SLOT_BYTES
+KINDS = {
+    "empty": 0,
+    "short": 100,
+    "longest": LONGEST_BYTES,
+    "announced": LONGEST_BYTES + 1,
+    "slot": SLOT_BYTES,
+    "pieces": 3 * SLOT_BYTES + 5,
+}
+
+
+def ranks(workers, servers, hosts=None, slot_bytes=SLOT_BYTES):
+    """The transports of `workers` and `servers` ranks, and the fabric below."""
+    size = workers + servers
+    hosts = hosts or ["a"] * size
+    fabric = Fabric(size, hosts)
+    memories = {host: iter(private_memory(hosts.count(host))) for host in set(hosts)}
+    W, S = list(range(workers)), list(range(workers, size))
+    return [
+        local_transport(fabric.rank(rank), next(memories[hosts[rank]]), W, S, slot_bytes) for rank in range(size)
+    ], fabric
+
+
+def numbers(n_bytes, seed=0):
+    return np.random.default_rng([n_bytes, seed]).integers(0, 256, n_bytes, np.uint8)
+
+
+def settle(transports, requests=()):
+    """Poll until nothing moves any more, and all requests are done."""
+    for _ in range(50):
+        for transport in transports:
+            transport.poll()
+    assert all(request.test() for request in requests)
+
+
+@pytest.mark.parametrize("n_bytes", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("first", ["send", "receive"])
+@pytest.mark.parametrize("shared", [False, True], ids=["ordinary", "shared"])
+def test_one_message(n_bytes, first, shared):
+    """Both directions, into an array, by a probe, and borrowed; nothing of it goes through the transport below."""
+    (worker, server), fabric = ranks(1, 1)
+    for a, b in ((worker, server), (server, worker)):
+        data = numbers(n_bytes, a.rank)
+        if shared and n_bytes:
+            data = a.segment.take(n_bytes)
+            data[:] = numbers(n_bytes, a.rank)
+        out = np.empty(n_bytes, np.uint8)
+        if first == "receive":
+            received = b.irecv(out, a.rank, 7)
+            sent = a.isend(data, b.rank, 7)
+        else:
+            sent = a.isend(data, b.rank, 7)
+            settle([a, b])
+            received = b.irecv(out, a.rank, 7)
+        settle([a, b], [sent, received])
+        assert (out == data).all()
+
+        sent = a.isend(data, b.rank, 8)
+        settle([a, b])
+        assert b.probe(9) is None
+        incoming = b.probe(8)
+        assert (incoming.source, incoming.n_bytes) == (a.rank, n_bytes)
+        out = np.zeros(n_bytes, np.uint8)
+        received = incoming.receive(out)
+        settle([a, b], [sent, received])
+        assert (out == data).all()
+        assert b.probe(8) is None
+
+        borrowed = b.borrow(n_bytes, a.rank, 9)
+        sent = a.isend(data, b.rank, 9)
+        settle([a, b], [borrowed])
+        assert (borrowed.view == data).all()
+        borrowed.release()
+        settle([a, b], [sent])
+    assert fabric.sent_messages == 0
+    assert len(worker._slots) == EAGER + 1 + HELD  # all are back
+    assert worker.flushed
+
+
+def test_what_is_lent_is_read_where_it_is():
+    """The sender's array is free when the receiver has given it back, not before."""
+    (worker, server), _ = ranks(1, 1)
+    data = worker.segment.take(LENT_BYTES + 1)
+    sent = worker.isend(data, 1, 5)
+    borrowed = server.borrow(data.size, 0, 5)
+    settle([worker, server], [borrowed])
+    assert borrowed.view.__array_interface__["data"] == data.__array_interface__["data"]
+    assert not sent.test()
+    borrowed.release()
+    settle([worker, server], [sent])
+    assert server.copied_bytes == worker.copied_bytes == 0
+
+
+def test_a_long_message_may_be_changed_once_it_is_sent():
+    (worker, server), _ = ranks(1, 1)
+    datas = [np.full(SLOT_BYTES, i, np.uint8) for i in range(8)]
+    sends = [worker.isend(data, 1, i) for i, data in enumerate(datas)]
+    assert [send.test() for send in sends] == [True] * EAGER + [False] * (8 - EAGER)
+    outs = [np.zeros(SLOT_BYTES, np.uint8) for _ in datas]
+    for i in reversed(range(8)):
+        receive = server.irecv(outs[i], 0, i)
+        settle([worker, server], [receive, sends[i]])
+        datas[i].fill(99)
+    assert [np.unique(out).tolist() for out in outs] == [[i] for i in range(8)]
+
+
+def test_who_holds_all_it_may_still_gets_what_it_asks_for():
+    """Messages that nobody wants yet, and what receivers hold, leave a slot for the next one."""
+    transports, _ = ranks(1, 3)
+    worker, *servers = transports
+    for tag in range(5):
+        for server in servers:
+            worker.isend(numbers(SLOT_BYTES, tag), server.rank, 100 + tag)  # unwanted
+    held = []
+    for server in servers:
+        for i in range(HELD):
+            held.append(server.borrow(SLOT_BYTES, 0, i))
+            worker.isend(numbers(SLOT_BYTES, i), server.rank, i)
+    settle(transports, held)
+    out = np.zeros(5 * SLOT_BYTES, np.uint8)
+    data = numbers(out.size)
+    for server in servers:
+        sent = worker.isend(data, server.rank, 50)
+        received = server.irecv(out, 0, 50)
+        settle(transports, [sent, received])
+        assert (out == data).all()
+    for borrowed in held:
+        borrowed.release()
+    settle(transports)
+
+
+def test_a_ring_that_is_full_keeps_order():
+    """Nobody reads; then all of it comes. What did not fit is sent when there is room, and its array is free then."""
+    (worker, server), _ = ranks(1, 1)
+    datas = [numbers(50_000, i) for i in range(40)]
+    sends = [worker.isend(data, 1, 3) for data in datas]
+    assert not worker.flushed
+    assert not sends[-1].test()
+    assert sends[0].test()
+    settle([worker, server], sends)
+    assert worker.flushed
+    for data in datas:
+        incoming = server.probe(3)
+        assert (incoming.data == data).all()
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 3), st.integers(1, 2), st.booleans(), st.data())
+def test_many_messages(workers, servers, long, data):
+    """Any lengths, tags and directions, received in any order: those of one sender and tag in the order they were sent.
+
+    Part of the ranks may be on another host, which messages reach through the transport below.
+    """
+    size = workers + servers
+    hosts = data.draw(st.sampled_from([["a"] * size, ["b"] + ["a"] * (size - 1)]))
+    draws = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    lengths = [0, 1, 30, 200] if long else [0, 5, LENT_BYTES + 1, LONGEST_BYTES + 1, 2 * SLOT_BYTES + 1]
+
+    def run():
+        transports, fabric = ranks(workers, servers, hosts)
+        transports = [fabric.rank(i) if one is None else one for i, one in enumerate(transports)]
+        log, requests = {}, []
+        for i in range(25):
+            a, b = int(draws.integers(workers)), workers + int(draws.integers(servers))
+            a, b = (a, b) if draws.integers(2) else (b, a)
+            place = a, b, int(draws.integers(3))
+            array = numbers(int(draws.choice(lengths)), i)
+            requests.append(transports[a].isend(array, b, place[2]))
+            log.setdefault(place, []).append(array)
+            if draws.integers(3) == 0:
+                transports[int(draws.integers(size))].probe(99)
+        received = []
+        for a, b, tag in sorted(log, key=lambda place: draws.random()):
+            for array in log[a, b, tag]:
+                out = np.zeros_like(array)
+                requests.append(transports[b].irecv(out, a, tag))
+                received.append((out, array))
+        for _ in range(400):
+            for transport in transports:
+                transport.probe(99)
+            done = [request.test() for request in requests]
+            if all(done):
+                break
+        assert all(request.test() for request in requests)
+        for out, array in received:
+            assert (out == array).all()
+
+    if long:
+        with long_messages():
+            run()
+    else:
+        run()
+
+
+def test_a_message_of_another_length_is_an_error():
+    (worker, server), _ = ranks(1, 1)
+    for n_bytes in (5, SLOT_BYTES):
+        worker.isend(np.zeros(n_bytes, np.uint8), 1, n_bytes)
+        received = server.irecv(np.zeros(6, np.uint8), 0, n_bytes)
+        with pytest.raises(MpikvError, match=f"{n_bytes} bytes, 6 expected"):
+            received.test()
+
+
+def test_who_reaches_whom():
+    """Workers and servers of one host, each other only; nobody where one of the two is missing."""
+    transports, _ = ranks(2, 2, ["a", "b", "a", "c"])
+    assert [one is None for one in transports] == [False, True, False, True]
+    assert [transports[0].reaches(rank) for rank in range(4)] == [False, False, True, False]
+    assert ranks_here(transports[0]) == [0, 2]
+    assert local_transport(Fabric(2).rank(0), private_memory(2)[0], [0, 1], [], 1) is None
+
+
+def test_a_rank_that_is_worker_and_server_talks_to_itself():
+    fabric = Fabric(1)
+    (memory,) = private_memory(1)
+    both = local_transport(fabric.rank(0), memory, [0], [0], 1)
+    for n_bytes in KINDS.values():
+        data, out = numbers(n_bytes), np.zeros(n_bytes, np.uint8)
+        received = both.irecv(out, 0, 4)
+        sent = both.isend(data, 0, 4)
+        settle([both], [received, sent])
+        assert (out == data).all()
+
+
+# --- memory that a rank takes for itself
+
+
+def test_segments_are_disjoint_and_end():
+    memories = private_memory(3)
+    segments = [Segment(memory, 1000) for memory in memories]
+    arrays = [segment.take(n) for segment in segments for n in (1, 100, 5000)]
+    for i, array in enumerate(arrays):
+        array[:] = i
+    assert [np.unique(array).tolist() for array in arrays] == [[i] for i in range(9)]
+    assert segments[0].take(memories[0].n_bytes // 3) is None
+    assert [segment.taken_bytes for segment in segments] == [5101] * 3
+
+
+def test_what_is_given_back_is_zero_and_taken_again():
+    (memory,) = private_memory(1)
+    segment = Segment(memory, 0)
+    first = segment.take(100_000)
+    first[:] = 7
+    segment.give(first)
+    segment.give(np.ones(100_000, np.uint8))  # not of this memory
+    assert segment.taken_bytes == 0
+    second, third = segment.take(100_000), segment.take(100_000)
+    assert second.__array_interface__["data"] == first.__array_interface__["data"]
+    assert not second.any()
+    assert third.__array_interface__["data"] != first.__array_interface__["data"]
+
+
+# --- bells
+
+
+@pytest.fixture
+def bells():
+    made = [Bell(memory) for memory in private_memory(2)]
+    told, barrier = [b"", b""], threading.Barrier(2)
+
+    def connect(rank):
+        def allgather(data):
+            told[rank] = data
+            barrier.wait()
+            found = list(told)
+            barrier.wait()
+            return found
+
+        made[rank].connect(allgather)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before = len(os.listdir("/proc/self/fd"))
+    yield made
+    for bell in made:
+        bell.close()
+        bell.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 6  # of each: both ends of its pipe, and the other's
+
+
+def test_a_bell_wakes_who_sleeps(bells):
+    ended = threading.Event()
+
+    def sleep():
+        bells[0].sleep(60.0)
+        ended.set()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    while not ended.wait(0.001):
+        bells[1].ring(0)
+    thread.join()
+
+
+def test_nobody_is_woken_who_does_not_sleep(bells):
+    bells[1].ring(0)
+    bells[0].wake_self()
+    assert select.select([bells[0]._own], [], [], 0)[0] == []
+    bells[0].sleep(0.001)  # ends by itself
+
+
+def test_who_has_something_to_handle_does_not_sleep(bells):
+    bells[0].waiting = lambda: True
+    bells[0].sleep(60.0)
+
+
+def test_a_bell_without_a_pipe_sleeps_its_time():
+    (memory,) = private_memory(1)
+    bell = Bell(memory)
+    bell.sleep(0.001)
+    bell.ring(0)
+    bell.close()

@@ -1,0 +1,123 @@
+"""Rings of records between two ranks of a host: what is put comes out, in order, whole, however the ring wraps."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpikv.transports.rings import (
+    LONGEST_BYTES,
+    RECORD_BYTES,
+    RING_BYTES,
+    STRIDE_BYTES,
+    Reader,
+    Writer,
+    ring_begin,
+    rings_bytes,
+)
+from mpikv.transports.shm import HostMemory
+
+
+def pair():
+    memory = HostMemory(0, 2, np.zeros(STRIDE_BYTES, np.uint8))
+    return Writer(memory, 0), Reader(memory, 0)
+
+
+def taken(reader):
+    found = []
+    reader.take(lambda kind, a, b, c, payload: found.append((kind, a, b, c, bytes(payload))))
+    return found
+
+
+def payload_of(n_bytes, seed):
+    return np.random.default_rng([n_bytes, seed]).integers(0, 256, n_bytes, np.uint8).tobytes()
+
+
+def test_what_is_put_is_taken_once_and_in_order():
+    writer, reader = pair()
+    assert not reader.waiting
+    assert taken(reader) == []
+    records = [(1, 2, 3, 4, b""), (5, 2**64 - 1, 0, 2**63, b"abc"), (2**32 - 1, 0, 0, 0, bytes(RECORD_BYTES))]
+    for kind, a, b, c, payload in records:
+        assert writer.put(kind, a, b, c, payload or None)
+    assert reader.waiting
+    assert taken(reader) == records
+    assert not reader.waiting
+    assert taken(reader) == []
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(st.integers(0, 200), st.integers(0, LONGEST_BYTES), st.none()), max_size=40))
+def test_records_of_any_length(lengths):
+    """None: the reader takes what is there. A full ring refuses, and takes the same record once there is room."""
+    writer, reader = pair()
+    sent, found = [], []
+    for i, n_bytes in enumerate(lengths):
+        if n_bytes is None:
+            found += taken(reader)
+            continue
+        record = (1 + i, i, 2 * i, 3 * i, payload_of(n_bytes, i))
+        if not writer.put(*record):
+            found += taken(reader)
+            assert found == sent
+            assert writer.put(*record)
+        sent.append(record)
+    assert found + taken(reader) == sent
+
+
+def test_a_full_ring_refuses():
+    writer, reader = pair()
+    n = 0
+    while writer.put(1, n, 0, 0, None):
+        n += 1
+    assert n == RING_BYTES // RECORD_BYTES
+    assert [record[1] for record in taken(reader)] == list(range(n))
+    assert writer.put(1, n, 0, 0, None)
+    assert [record[1] for record in taken(reader)] == [n]
+
+
+def test_a_handler_that_raises_does_not_see_its_record_again():
+    writer, reader = pair()
+    for i in range(3):
+        writer.put(1, i, 0, 0, None)
+
+    def handle(kind, a, b, c, payload):
+        if a == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        reader.take(handle)
+    assert [record[1] for record in taken(reader)] == [2]
+
+
+def test_two_threads():
+    """Writer and reader at the same time, many times around the ring."""
+    writer, reader = pair()
+    random = np.random.default_rng(1)
+    lengths = random.integers(0, 3000, 5000).tolist()
+
+    def write():
+        for i, n_bytes in enumerate(lengths):
+            while not writer.put(1, i, n_bytes, 0, bytes([i % 256]) * n_bytes):
+                pass
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    found = []
+    while len(found) < len(lengths):
+        found += taken(reader)
+    thread.join()
+    assert [(a, b, payload) for _, a, b, _, payload in found] == [
+        (i, n_bytes, bytes([i % 256]) * n_bytes) for i, n_bytes in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_rings_lie_side_by_side(size):
+    begins = sorted(ring_begin(64, size, source, dest) for source in range(size) for dest in range(size))
+    assert begins == [64 + i * STRIDE_BYTES for i in range(size * size)]
+    assert begins[-1] + STRIDE_BYTES == 64 + rings_bytes(size)

@@ -1,0 +1,202 @@
+"""Handlers of the signals that stop: noted once, chained, given back; the second one ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mpikv import kv
+from mpikv.config import Config
+from mpikv.transports.signals import StopSignals
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    text = "import os, signal, sys, time\nfrom mpikv.transports.signals import StopSignals\n" + textwrap.dedent(program)
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_noted_and_given_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopSignals(["USR1", "USR2"])
+    stop.install()
+    assert stop.why() is None
+    send(signal.SIGUSR2)
+    send(signal.SIGUSR1)
+    assert stop.why() == "SIGUSR2"
+    stop.restore()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    stop.restore()
+
+
+def test_handler_of_the_program_is_called_too():
+    came = []
+    signal.signal(signal.SIGUSR1, lambda number, _frame: came.append(number))
+    own = signal.getsignal(signal.SIGUSR1)
+    stop = StopSignals(["USR1"])
+    stop.install()
+    send(signal.SIGUSR1)
+    assert came == [signal.SIGUSR1]
+    assert stop.why() == "SIGUSR1"
+    stop.restore()
+    assert signal.getsignal(signal.SIGUSR1) is own
+
+
+def test_handler_set_later_stays():
+    stop = StopSignals(["USR1"])
+    stop.install()
+    came = []
+    signal.signal(signal.SIGUSR1, lambda number, _frame: came.append(number))
+    later = signal.getsignal(signal.SIGUSR1)
+    stop.restore()
+    stop.end()
+    assert signal.getsignal(signal.SIGUSR1) is later
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_stores(order):
+    """Each hears of it; closed in any order, the handler from before is back."""
+    before = signal.getsignal(signal.SIGUSR1)
+    both = [StopSignals(["USR1"]), StopSignals(["USR1"])]
+    for one in both:
+        one.install()
+    send(signal.SIGUSR1)
+    assert [one.why() for one in both] == ["SIGUSR1", "SIGUSR1"]
+    for i in order:
+        both[i].restore()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_user_signals_are_one_request_however_often_they_come():
+    done = run("""
+        stop = StopSignals(["USR1"]); stop.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        print(stop.why(), flush=True)
+    """)
+    assert (done.stdout, done.returncode) == ("SIGUSR1\n", 0), done.stderr
+
+
+def test_second_signal_ends_the_process():
+    done = run("""
+        stop = StopSignals(["TERM"]); stop.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(stop.why(), flush=True)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("survived", flush=True)
+    """)
+    assert (done.stdout, done.returncode) == ("SIGTERM\n", -signal.SIGTERM), done.stderr
+
+
+def test_second_ctrl_c_interrupts():
+    done = run("""
+        stop = StopSignals(["INT"]); stop.install()
+        os.kill(os.getpid(), signal.SIGINT)
+        print(stop.why(), flush=True)
+        time.sleep(1.1)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    """)
+    assert (done.stdout, done.returncode) == ("SIGINT\ninterrupted\n", 0), done.stderr
+
+
+def test_other_signals_are_counted_apart():
+    done = run("""
+        stop = StopSignals(["TERM", "USR1"]); stop.install()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(stop.why(), flush=True)
+    """)
+    assert (done.stdout, done.returncode) == ("SIGUSR1\n", 0), done.stderr
+
+
+def test_forked_child_is_ended_by_the_first():
+    done = run("""
+        stop = StopSignals(["TERM"]); stop.install()
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(writing, b"I run")  # Python forgets what comes to a child before
+            time.sleep(20)
+            os._exit(0)
+        os.read(reading, 5)
+        os.kill(pid, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.why(), flush=True)
+    """)
+    assert (done.stdout, done.returncode) == (f"{-signal.SIGTERM} None\n", 0), done.stderr
+
+
+def test_ignored_while_the_interpreter_ends():
+    done = run("""
+        import atexit
+        atexit.register(lambda: (os.kill(os.getpid(), signal.SIGUSR1), print("last words", flush=True)))
+        stop = StopSignals(["USR1"]); stop.install()
+        stop.restore()
+    """)
+    assert (done.stdout, done.returncode) == ("last words\n", 0), done.stderr
+
+
+def test_not_in_the_main_thread():
+    """It says so, and takes nothing over."""
+    before = signal.getsignal(signal.SIGUSR1)
+    stores = []
+
+    def create() -> None:
+        with pytest.warns(RuntimeWarning, match=r"not called in the main thread.*SIGUSR1 \(MPIKV_STOP_SIGNALS\)"):
+            stores.append(kv.create("local", config=Config(stop_signals="USR1")))
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    stores[0].close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_local_store_listens():
+    before = signal.getsignal(signal.SIGUSR1)
+    store = kv.create("local", config=Config(stop_signals="USR1"))
+    assert not store.stop_requested
+    send(signal.SIGUSR1)
+    assert store.stop_requested
+    store.close()
+    assert signal.getsignal(signal.SIGUSR1) != before  # stopped: a signal that comes late changes nothing
+    send(signal.SIGUSR1)
+
+
+def test_local_store_gives_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    with kv.create("local", config=Config(stop_signals="USR1")):
+        assert signal.getsignal(signal.SIGUSR1) != before
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_off_by_default():
+    before = signal.getsignal(signal.SIGUSR1)
+    with kv.create("local", config=Config()):
+        assert signal.getsignal(signal.SIGUSR1) == before
