@@ -10,9 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from mpikv import models
 from mpikv._version import __version__
 from mpikv.bench.options import add_parser as add_bench
 from mpikv.bench.start import Parser
+from mpikv.launch.options import add_parser as add_launch
+from mpikv.launch.submit import add_parser as add_submit
+from mpikv.plan.options import add_parser as add_plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,17 +38,23 @@ def _parser() -> argparse.ArgumentParser:
         "info",
         help="the MPI library, hosts and ranks, array libraries and settings; alone or under mpirun",
         description="Print the MPI library and what it can do, hosts and ranks, the array libraries found and every "
-        "MPIKV_* variable in force. Under `mpirun -n N mpikv info` rank 0 prints for all.",
+        "MPIKV_* variable in force. Under `mpirun -n N mpikv info` rank 0 prints for all, with the map of the ranks: "
+        "host, role, local rank, device, and the part of the keys that each would hold.",
     )
+    info.add_argument("--model", choices=models.NAMES, default="", help="count the keys and bytes of this network")
+    info.add_argument("--all", action="store_true", help="a line for every rank, also of a job of more than 64")
     info.set_defaults(run=_info)
+    add_launch(commands)
+    add_submit(commands)
     add_bench(commands)
+    add_plan(commands)
     return parser
 
 
-def _info(_options: argparse.Namespace) -> int:
+def _info(options: argparse.Namespace) -> int:
     from mpikv.info import show  # noqa: PLC0415
 
-    return show()
+    return show(model=options.model, every_rank=options.all)
 
 
 if __name__ == "__main__":

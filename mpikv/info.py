@@ -1,8 +1,8 @@
 """`mpikv info`: what this installation is made of, for a reader and for a report of a problem.
 
-Alone it describes this process; under `mpirun` rank 0 describes the job, with the hosts and their ranks. It answers
-where things are wrong, too: without MPI it says how to get one, a wrong `MPIKV_*` variable stands beside what it should
-be, and a launcher of another MPI than the library is an error that names both.
+Alone it describes this process; under `mpirun` rank 0 describes the job, with the map of its ranks. It answers where
+things are wrong, too: without MPI it says how to get one, a wrong `MPIKV_*` variable stands beside what it should be,
+and a launcher of another MPI than the library is an error that names both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mpikv import placement_map
 from mpikv._version import __version__
-from mpikv.config import VARIABLES, Config, unknown_variables, variables_in_force
+from mpikv.config import AUTO_INTERFACE, VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
+from mpikv.placement_map import ranges
 from mpikv.server.roles import assign
-from mpikv.transports import launcher, library, shm
+from mpikv.transports import interface, launcher, library, shm
+from mpikv.transports.topology import pretended
 
 # What each array library's packages are called: CuPy's name says which CUDA it was built for.
 ARRAY_LIBRARIES = {
@@ -32,6 +35,9 @@ ARRAY_LIBRARIES = {
 }
 
 
+MANY_HOSTS = 16  # more than so many are in the map alone
+
+
 class Row(NamedTuple):
     """One line of the report; problem: what is wrong with it."""
 
@@ -40,10 +46,13 @@ class Row(NamedTuple):
     problem: bool = False
 
 
-def show(environ: Mapping[str, str] | None = None) -> int:
-    """Print the report; the status to exit with. Collective over COMM_WORLD where there is one."""
+def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_rank: bool = False) -> int:
+    """Print the report; the status to exit with. Collective over COMM_WORLD where there is one.
+
+    model: a network of `mpikv.models` whose keys the map shares out. every_rank: a line for each, however many.
+    """
     environ = os.environ if environ is None else environ
-    rank, rows = _mpi_rows(environ)
+    rank, rows = _mpi_rows(environ, model, every_rank=every_rank)
     rows = [*_own_rows(), *rows, *_variable_rows(environ)]
     failed = any(row.problem for row in rows)
     if rank == 0:
@@ -69,7 +78,7 @@ def _own_rows() -> Iterator[Row]:
     yield Row("array libraries", ", ".join(found))
 
 
-def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
+def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Row]]:
     """This process's rank, and what is known of MPI."""
     said_rank = launcher.said_rank(environ)
     try:
@@ -78,18 +87,27 @@ def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
         config = Config()  # the row of the wrong variable says so
     started_by = launcher.find(environ)
     try:
-        library.prepare(config.mpi)
+        library.prepare(config.mpi, config.interface)
         from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
         library.check_launcher(MPI.COMM_WORLD.Get_size())
     except library.NoLibraryError as error:
         # Alone this is how things are; a launcher's ranks, though, would be jobs of one rank each.
         return said_rank, [Row("MPI library", f"none: {error}", problem=started_by is not None)]
+    except interface.InterfaceError as error:
+        # Perhaps of this host alone: then rank 0, which waits for this rank in MPI_Init, will never speak.
+        if said_rank != 0 and launcher.said_local_rank(environ) == 0:
+            sys.stdout.write(f"rank {said_rank}: ERROR: {error}\n")
+            sys.stdout.flush()
+        return said_rank, [Row("network", str(error), problem=True)]
     except ConfigError as error:
         return said_rank, [Row("MPI library", str(error), problem=True)]
     found = library.describe()
     comm = MPI.COMM_WORLD
-    hosts = comm.allgather(socket.gethostname())
+    choice = interface.choose(found.name, config.interface)
+    chosen = ", ".join(map(str, choice.interfaces))
+    told = comm.allgather((socket.gethostname(), placement_map.visible_gpus(environ), chosen))
+    hosts = [host for host, _, _ in told]
     rows = [
         Row("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
         Row("", found.path or "its file cannot be told"),
@@ -100,8 +118,9 @@ def _mpi_rows(environ: Mapping[str, str]) -> tuple[int, list[Row]]:
         Row("CUDA support", {True: "yes", False: "no", None: "unknown, taken as no"}[found.cuda]),
         _progress_row(config, found.thread_level),
         _memory_row(comm, hosts, config),
+        *_network_rows({host: text for host, _, text in told}, choice, config),
         *_host_rows(hosts),
-        *_role_rows(hosts, config),
+        *_role_rows(hosts, [gpus for _, gpus, _ in told], config, model, every_rank=every_rank),
     ]
     return comm.Get_rank(), rows
 
@@ -126,12 +145,22 @@ def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
         return Row("shared memory", "off: MPIKV_SHARED_MEMORY")
     if len(hosts) == 1:
         return Row("shared memory", "one rank: nobody to share with")
-    if len(set(hosts)) > 1 or config.fake_hosts > 1:
-        return Row("shared memory", "no: ranks on several hosts; messages do the work")
-    memory, problem = shm.open_host_memory(comm.Get_rank(), comm.Get_size(), comm.allgather)
-    if memory is None:
-        return Row("shared memory", f"no: {problem}; messages do the work")
-    return Row("shared memory", "yes, for workers without servers")
+    try:
+        places = pretended(hosts, config.fake_hosts)
+    except ConfigError:
+        places = tuple(hosts)  # the row of the roles says what is wrong
+    if len(set(places)) == len(places):
+        return Row("shared memory", "one rank on each host: nobody to share with")
+    here = [rank for rank, place in enumerate(places) if place == places[comm.Get_rank()]]
+    _, problem = shm.open_host_memory(
+        here.index(comm.Get_rank()),
+        len(here),
+        lambda data: [told[rank] for told in [comm.allgather(data)] for rank in here],
+    )
+    problems = {f"{hosts[rank]}: {text}" for rank, text in enumerate(comm.allgather(problem)) if text}
+    if problems:
+        return Row("shared memory", f"no: {'; '.join(sorted(problems))}; messages do the work")
+    return Row("shared memory", "yes, between the ranks of a host")
 
 
 def _host_rows(hosts: list[str]) -> Iterator[Row]:
@@ -139,19 +168,45 @@ def _host_rows(hosts: list[str]) -> Iterator[Row]:
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
     yield Row("ranks", f"{len(hosts)} on {len(by_host)} host{'s' * (len(by_host) > 1)}")
-    for host, ranks in by_host.items():
-        yield Row("", f"{host}: {ranges(ranks)}")
+    if len(by_host) <= MANY_HOSTS:
+        for host, ranks in by_host.items():
+            yield Row("", f"{host}: {ranges(ranks)}")
 
 
-def _role_rows(hosts: list[str], config: Config) -> Iterator[Row]:
+def _network_rows(chosen: Mapping[str, str], choice: interface.Choice, config: Config) -> Iterator[Row]:
+    """The interfaces of each host, what is set for the library, and what the user has set himself."""
+    if config.interface == AUTO_INTERFACE:
+        yield Row("network", "auto: the library's own choice of interfaces")
+        return
+    ours = " ".join(f"{name}={text}" for name, text in choice.variables.items())
+    yield Row("network", f"{config.interface}: {ours or 'nothing is set'}")
+    if choice.own:
+        own = " ".join(f"{name}={text}" for name, text in choice.own.items())
+        yield Row("", f"{own} is set already and counts more")
+    shown = list(chosen.items())[:MANY_HOSTS]
+    for host, text in shown:
+        yield Row("", f"{host}: {text}")
+    if len(chosen) > len(shown):
+        yield Row("", f"... and {len(chosen) - len(shown)} more hosts")
+
+
+def _role_rows(
+    real_hosts: list[str], gpus: list[placement_map.Gpus], config: Config, model: str, *, every_rank: bool
+) -> Iterator[Row]:
     try:
+        hosts = pretended(real_hosts, config.fake_hosts)
         roles = assign(hosts, config.num_servers, config.server_placement)
     except ConfigError as error:
         # One process that asks for servers is a program looked at without its mpirun: no mistake yet.
-        yield Row("roles", str(error), problem=len(hosts) > 1)
+        yield Row("roles", str(error), problem=len(real_hosts) > 1)
         return
     text = f"workers: ranks {ranges(roles.workers)}"
     yield Row("roles", f"{text}; servers: ranks {ranges(roles.servers)}" if roles.servers else f"{text}; no servers")
+    lines = placement_map.lines(hosts, gpus, roles, config, model)
+    title = f"{model} in a dist_sync store" if model else "a dist_sync store"
+    yield Row("map", f"{title} on these ranks" + ("" if model else " (--model NAME counts keys and bytes)"))
+    for line in placement_map.table(lines, every_rank=every_rank):
+        yield Row("", line)
 
 
 def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
@@ -181,14 +236,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def ranges(numbers: list[int] | tuple[int, ...]) -> str:
-    """Ascending numbers in short: `0-3, 5`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

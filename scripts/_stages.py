@@ -27,6 +27,8 @@ RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_jobs", "_sc
 OPENMPI_SIZES = (1, 2, 3, 4, 5)
 MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their time spinning
 QUICK_SIZES = (3,)
+CLUSTER_LIMIT_S = 1800
+SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
 NO_TESTS = 5  # pytest's status where it ran none
 
 
@@ -53,8 +55,10 @@ class Count:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool) -> list[Stage]:
-    """All stages in their order: quick ones first."""
+def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = False) -> list[Stage]:
+    """All stages in their order: quick ones first. cluster: all tests on clusters and no others."""
+    if cluster:
+        return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], CLUSTER_LIMIT_S, may_skip=True)]
     others = [
         f"tests/{path.name}"
         for path in sorted((ROOT / "tests").iterdir())
@@ -69,7 +73,9 @@ def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool) -> list[Stage]:
     found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], 240, ranks=n) for n in MPICH_SIZES]
     found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 240))
     found.append(Stage("jobs", "whole jobs", openmpi, others, 500))
-    found.append(Stage("cluster", "hosts with links", openmpi, ["tests/cluster"], 240, may_skip=True))
+    found.append(
+        Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], 600, options=SELECTION, may_skip=True)
+    )
     found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], 400))
     return found
 
@@ -142,12 +148,15 @@ def main() -> int:
     parser.add_argument("--openmpi", type=Path, required=True)
     parser.add_argument("--mpich", type=Path, required=True)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("-k")
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
     environments = [jobs.Mpi("openmpi", options.openmpi.absolute()), jobs.Mpi("mpich", options.mpich.absolute())]
-    chosen = stages(*environments, options.quick)
+    if options.quick and options.cluster:
+        parser.error("--quick leaves out what --cluster asks for: give one of them")
+    chosen = stages(*environments, options.quick, options.cluster)
     if options.only:
         groups = options.only.split(",")
         known = list(dict.fromkeys(stage.group for stage in chosen))

@@ -43,6 +43,31 @@ provide_iproute2() {
         say "apt-get could not install iproute2: tests that need it are skipped."
 }
 
+# The schedulers, sshd and rsync that the tests on clusters start in network namespaces. Where they cannot be installed
+# those tests are skipped, so this never fails. The packages must not start daemons of their own on this machine: Debian
+# asks /usr/sbin/policy-rc.d, and 101 means no.
+provide_clusters() {
+    local packages=() one program policy=/usr/sbin/policy-rc.d own=''
+    for one in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge sge_qmaster:gridengine-master \
+        sge_execd:gridengine-exec qsub:gridengine-client sshd:openssh-server ssh:openssh-client rsync:rsync ip:iproute2; do
+        program=${one%%:*}
+        PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || packages+=("${one#*:}")
+    done
+    # Slurm's plugin for PMIx loads the library by the name without a version, which the development package brings.
+    compgen -G "/usr/lib/*/pmix2/lib/libpmix.so" >/dev/null || packages+=(libpmix2 libpmix-dev)
+    [ ${#packages[@]} -gt 0 ] || return 0
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        say "Not root, or no apt-get: tests that need ${packages[*]} are skipped."
+        return 0
+    fi
+    say "Installing ${packages[*]} ..."
+    [ -e "$policy" ] || { own=$policy && printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"; }
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        -o DPkg::Lock::Timeout=120 "${packages[@]}"; } >/dev/null 2>&1 ||
+        say "apt-get could not install them: tests that need them are skipped."
+    [ -z "$own" ] || rm -f "$own"
+}
+
 # provide DIR EXTRAS: the virtual environment DIR with this clone and its extras in it. Quick where that is so already.
 provide() {
     local dir=$1 extras=$2 stamp python

@@ -14,4 +14,5 @@ settings.load_profile("mpikv")
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and the report."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device and CuPy")
+    config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
     config.pluginmanager.register(Report(), "mpikv-report")

@@ -10,12 +10,12 @@ from mpikv.arrays import HostArray
 from mpikv.bench import gloo
 from mpikv.bench.allreduce import NO_RAW
 from mpikv.bench.job import mpi_can_add
-from mpikv.bench.models import Shape
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import packed_contender, raw_contender
 from mpikv.bench.report import table_header
 from mpikv.bench.session import Session
 from mpikv.bench.stores import Way, store_contender
+from mpikv.models import Shape
 
 
 def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:

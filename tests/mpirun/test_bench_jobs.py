@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jobs import ROOT, Job, find_mpi, mpirun
 
-from mpikv.bench.models import shapes
+from mpikv.models import shapes
 
 SIZES = {"4": 4, "16": 16, "64": 64, "256": 256, "1K": 1024, "4K": 4096, "16K": 16384, "64K": 65536}
 RAW, PACKED = "raw MPI", "raw MPI, packed"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 
 import pytest
@@ -21,7 +20,7 @@ from mpikv.bench.options import ALGORITHMS, PS_VARIANTS
 from mpikv.bench.progress import Progress, follow
 from mpikv.bench.raw import RAW
 from mpikv.bench.report import TITLES, Row, rows_of, table_header, table_row
-from mpikv.bench.start import check_ranks, environment_rank, find_mpirun, options_of
+from mpikv.bench.start import check_ranks, environment_rank
 from mpikv.bench.statistics import Summary
 from mpikv.config import Config
 from mpikv.errors import ConfigError
@@ -252,25 +251,6 @@ def test_ranks() -> None:
         check_ranks(3, OPEN_MPI)
     assert environment_rank(OPEN_MPI) == 1
     assert environment_rank({"SLURM_PROCID": "3"}) == 0  # no launcher
-
-
-def test_mpirun_of(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(text: str) -> str:
-        path = tmp_path / "mpirun"
-        path.write_text(f"#!{shutil.which('sh')}\necho '{text}'\n")
-        path.chmod(0o755)
-        return str(path)
-
-    assert options_of(program("mpirun (Open MPI) 5.0.11")) == ["--oversubscribe", "--bind-to", "none"]
-    assert options_of(program("HYDRA build details:")) == []
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "elsewhere"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_mpirun() == str(tmp_path / "mpirun")
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match="-n needs an mpirun"):
-        find_mpirun()
-    with pytest.raises(ConfigError, match="cannot be run"):
-        options_of(str(tmp_path / "none"))
 
 
 # --- progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -10,9 +11,10 @@ import pytest
 from jobs import ROOT, find_mpi, mpirun
 
 import mpikv
-from mpikv.info import ranges
+from mpikv.placement_map import device, visible_gpus
 
 MPI = find_mpi()
+DEVICE = device(visible_gpus(os.environ), 0)
 needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
 
 
@@ -66,6 +68,8 @@ def test_one_process() -> None:
     assert found["started by"] == "itself, without mpirun"
     assert found["ranks"].startswith("1 on 1 host ")
     assert found["roles"] == "workers: ranks 0; no servers"
+    assert found["network"] == "auto: the library's own choice of interfaces"
+    assert " ".join(found["map"].split()).endswith(f" 0 {socket.gethostname()} worker 0 0 {DEVICE} all values")
     assert found["MPIKV_* variables"] == "none in force"
     assert "numpy " in found["array libraries"]
     assert "ml_dtypes " in found["array libraries"]
@@ -91,6 +95,7 @@ def test_too_many_servers() -> None:
     job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_NUM_SERVERS": "2"})
     assert job.status == 1
     assert "ERROR: 2 servers among 2 ranks leave no worker" in job.stdout
+    assert "worker 0" not in job.stdout
     assert mpikv_command("info", MPIKV_NUM_SERVERS="2").returncode == 0  # alone, only a remark
 
 
@@ -123,8 +128,27 @@ def test_array_libraries_are_not_imported() -> None:
     assert mpikv_command("info", before=before).stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0, 2-3, 7"), ([1, 2], "1-2")]
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
+@needs_mpi
+def test_network() -> None:
+    done = mpikv_command("info", MPIKV_INTERFACE="127.0.0.1/8", UCX_NET_DEVICES="all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["MPIKV_INTERFACE"] == "127.0.0.1/8"
+    ours = {"openmpi": "OMPI_MCA_btl_tcp_if_include=127.0.0.0/8", "mpich": "FI_TCP_IFACE=lo"}[MPI.kind]
+    assert found["network"].startswith(f"127.0.0.0/8: {ours}")
+    assert "UCX_NET_DEVICES=all is set already and counts more" in found["network"]
+    assert f"{socket.gethostname()}: lo (127.0.0.1/8" in found["network"]
+
+
+@needs_mpi
+def test_no_such_interface() -> None:
+    job = mpirun(2, ["python", "-m", "mpikv", "info"], env={"MPIKV_INTERFACE": "eth99"})
+    assert job.status != 0
+    assert job.stdout.count("ERROR: MPIKV_INTERFACE=eth99: ") == 1  # rank 0 alone speaks
+    assert "(127.0.0.1/8" in job.stdout
+
+
+def test_unknown_network_of_layers() -> None:
+    done = mpikv_command("info", "--model", "alexnet")
+    assert done.returncode == 2
+    assert "resnet50" in done.stderr

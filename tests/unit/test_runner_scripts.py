@@ -97,6 +97,16 @@ def test_stages() -> None:
     assert {stage.group for stage in quick} == {"unit", "mpi"}
 
 
+def test_the_tests_on_clusters_are_all_or_a_selection() -> None:
+    mpi = find_mpi()
+    (every,) = _stages.stages(mpi, mpi, quick=False, cluster=True)
+    (selected,) = (stage for stage in _stages.stages(mpi, mpi, quick=False) if stage.group == "cluster")
+    assert (every.group, every.paths, every.options) == ("cluster", selected.paths, [])
+    assert selected.options == ["-m", "not cluster_full"]
+    assert every.may_skip
+    assert selected.may_skip
+
+
 @pytest.mark.parametrize("script", ["demo", "test", "lint"])
 def test_help(script: str) -> None:
     path = ROOT / "scripts" / script
@@ -116,6 +126,7 @@ def test_shell_syntax(path: str) -> None:
     [
         ("scripts/lint --nonsense", "unknown option --nonsense"),
         ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
+        (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --quick --cluster", "give one of them"),
     ],
 )
 def test_wrong_options(line: str, said: str) -> None:
@@ -153,6 +164,16 @@ def test_an_old_python_is_named(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1
+
+
+def test_what_cannot_be_installed_is_named() -> None:
+    """And is no failure: the tests that need it say so themselves."""
+    code = f". {ROOT}/scripts/_venv.sh; command() {{ return 1; }}; provide_clusters; echo went on"
+    done = subprocess.run(["bash", "-ec", code], env=BASH, capture_output=True, text=True, timeout=20, check=True)
+    said, after = done.stdout.splitlines()
+    assert "slurmctld slurmd slurm-client munge gridengine-master gridengine-exec gridengine-client" in said
+    assert said.endswith("are skipped.")
+    assert after == "went on"
 
 
 def test_a_users_own_environment_is_kept(tmp_path: Path) -> None:

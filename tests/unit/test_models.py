@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import networks
 
-from mpikv.bench.models import NAMES, shapes, values
 from mpikv.bench.options import MODELS
+from mpikv.models import NAMES, shapes, values
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,276 @@
+"""Batch scripts: what a job asks for, and the script that a scheduler is given for it.
+
+A script is a template of `templates/` in which three kinds of lines are replaced: `@directives` by the scheduler's
+option lines, `@settings` by the variables that a user may change, `@part NAME` by a file of `templates/parts`. What the
+script does once it runs is plain bash in those parts; nothing but the lines at its top depends on the job.
+
+The scripts of `scripts/slurm` and `scripts/sge` are these templates with default values. After a change of a template
+`python -m mpikv.launch.batch` writes them again, from the root of the repository.
+
+All calls are local and touch no scheduler.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+
+from mpikv.config import VARIABLES
+from mpikv.errors import ConfigError
+
+SCHEDULERS = {"slurm": "Slurm", "sge": "Grid Engine"}
+DISTRIBUTIONS = ("block", "cyclic")
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  # Grid Engine's rule for job names, the narrower of the two
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
+NOTICE_S = 60  # Slurm looks for jobs near their limit once in 30 s and may signal up to 60 s early
+
+
+def parse_time(text: str) -> int:
+    """Seconds of a time limit as Slurm reads it: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S. ConfigError if none."""
+    match = TIME.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            f"{text!r} is no time limit; write 1:30:00 (hours, minutes, seconds), 90 (minutes) or 2-12 (days-hours)"
+        )
+    numbers = [int(number) for number in match["fields"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    total = ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total < 1:
+        raise ConfigError(f"a time limit of {text!r} leaves no time")
+    return total
+
+
+def time_text(seconds: int) -> str:
+    """Seconds as H:MM:SS, which Slurm and Grid Engine both read."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of the scheduler. Raises ConfigError, from `check`, where that is contradictory.
+
+    workers, servers: ranks; time_s: limit (None: the queue's); nodes, tasks_per_node, queue, python_env: None for the
+    scheduler's or the script's choice; environ: variables exported in the script; options: words for the scheduler;
+    launch_options: words for mpirun or srun; with_srun: Slurm starts the ranks itself; notice_s: how long before its
+    time limit the job is told; stop_file: "" for one named like the
+    output; program: shell text of the PROGRAM line instead of `command`.
+    """
+
+    scheduler: str
+    workers: int = 4
+    servers: int = 0
+    command: tuple[str, ...] = ()
+    name: str = "train"
+    time_s: int | None = 1800
+    notice_s: int = NOTICE_S
+    nodes: int | None = None
+    tasks_per_node: int | None = None
+    cpus_per_task: int = 1
+    queue: str | None = None
+    parallel_environment: str = ""
+    output_dir: str = ""
+    placement: str = "spread"
+    distribution: str = "block"
+    requeue: bool = False
+    stop_file: str = ""
+    python_env: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    launch_options: tuple[str, ...] = ()
+    with_srun: bool = False
+    program: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Workers and servers: the slots that the job needs."""
+        return self.workers + self.servers
+
+    @property
+    def scheduler_name(self) -> str:
+        """As its users call it."""
+        return SCHEDULERS[self.scheduler]
+
+    def output(self, job_id: str) -> Path:
+        """The file that the scheduler writes the job's output to. job_id: a number or the scheduler's pattern."""
+        return Path(self.output_dir) / f"{self.name}-{job_id}.out"
+
+    def check(self) -> Job:
+        """This job, if a scheduler could take it."""
+        if self.scheduler not in SCHEDULERS:
+            raise ConfigError(f"no such scheduler: {self.scheduler!r}; there are {', '.join(SCHEDULERS)}")
+        for what, number, least in (
+            ("workers", self.workers, 1),
+            ("servers", self.servers, 0),
+            ("nodes", self.nodes, 1),
+            ("tasks per node", self.tasks_per_node, 1),
+            ("CPUs per task", self.cpus_per_task, 1),
+            ("seconds of notice", self.notice_s, 1),
+        ):
+            if number is not None and number < least:
+                raise ConfigError(f"{number} {what}: at least {least}")
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"{self.name!r} is no job name for both schedulers: a letter, then letters, digits, '.', '_' and '-'"
+            )
+        for name in self.environ:
+            if not VARIABLE.fullmatch(name):
+                raise ConfigError(f"{name!r} is no name of an environment variable")
+        if self.time_s is not None and self.time_s <= self.notice_s:
+            raise ConfigError(
+                f"a time limit of {time_text(self.time_s)} leaves no time before the notice of {self.notice_s} s that "
+                "the job gets; give more time or a shorter notice"
+            )
+        if self.distribution not in DISTRIBUTIONS:
+            raise ConfigError(f"distribution {self.distribution!r} is none of {', '.join(DISTRIBUTIONS)}")
+        if not self.command and not self.program:
+            raise ConfigError("no command to run")
+        for option in (*self.options, self.queue or "", self.parallel_environment):
+            if "\n" in option:
+                raise ConfigError(f"the option {option!r} is not one line")
+        if set(self.output_dir) & set('%$"\\\n'):
+            raise ConfigError(f"--output-dir {self.output_dir!r}: schedulers give %, $, quotes and \\ a meaning there")
+        _check_placement(self.placement)
+        if self.scheduler == "sge":
+            self._check_sge()
+        else:
+            self._check_slurm()
+        return self
+
+    def _check_sge(self) -> None:
+        for what, given in (
+            ("--nodes", self.nodes),
+            ("--tasks-per-node", self.tasks_per_node),
+            ("--srun", self.with_srun),
+            ("--cpus-per-task", self.cpus_per_task > 1),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{what} is Slurm's: in Grid Engine the allocation rule of the parallel environment places the "
+                    "slots (qconf -spl lists them, qconf -sp NAME shows one); choose one with --pe"
+                )
+
+    def _check_slurm(self) -> None:
+        if self.parallel_environment:
+            raise ConfigError("--pe is Grid Engine's; in Slurm say --nodes and --tasks-per-node")
+        if self.nodes and self.nodes > self.ranks:
+            raise ConfigError(f"{self.nodes} nodes for {self.ranks} ranks: some node would get none")
+        if self.nodes and self.tasks_per_node and self.nodes * self.tasks_per_node < self.ranks:
+            raise ConfigError(
+                f"{self.ranks} ranks ({self.workers} workers and {self.servers} servers) do not fit into "
+                f"{self.nodes} nodes with {self.tasks_per_node} tasks each"
+            )
+
+
+def _check_placement(text: str) -> None:
+    parse = next(variable.parse for variable in VARIABLES if variable.name == "MPIKV_SERVER_PLACEMENT")
+    try:
+        parse(text)
+    except ValueError as error:
+        raise ConfigError(f"server placement {text!r} {error}") from None
+
+
+def render(template: str, job: Job, directives: list[str]) -> str:
+    """The script. template: a file of `templates/`; directives: the scheduler's option lines, in its own form."""
+    lines: list[str] = []
+    for line in _read(template).splitlines():
+        if line == "@directives":
+            lines += directives
+        elif line == "@settings":
+            lines += _settings(job)
+        elif line.startswith("@part "):
+            lines += _read("parts/" + line.removeprefix("@part ")).splitlines()
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _read(name: str) -> str:
+    return resources.files("mpikv.launch").joinpath("templates", *name.split("/")).read_text(encoding="utf-8")
+
+
+def _settings(job: Job) -> list[str]:
+    """The variables at the script's top, each with its comment."""
+    launcher = "srun" if job.with_srun else "mpirun"
+    program = job.program or shlex.join(job.command)
+    lines = [
+        "# The Python environment's directory; empty: the active one when submitting, else .venv in that directory.",
+        f"PYTHON_ENV={shlex.quote(job.python_env) if job.python_env else ''}",
+        "# What every rank runs.",
+        f"PROGRAM=({program})",
+        "# How many ranks; empty: one in each slot of the job.",
+        "RANKS=",
+        "# How many of the ranks are parameter servers. 0: none, the workers own the weights.",
+        f"SERVERS={job.servers}",
+        "# Where they run (MPIKV_SERVER_PLACEMENT): spread over the hosts; on hosts of their own; the last ranks.",
+        f"PLACEMENT={job.placement}",
+        "# Ranks on hosts: block, one host after the other is filled; cyclic, each host in turn gets one.",
+        f"DISTRIBUTION={job.distribution}",
+        "# yes: stopped before its time limit, the job goes back into the queue if the program ended with status 0.",
+        f"REQUEUE={'yes' if job.requeue else 'no'}",
+        *_stop_after(job),
+        "# Where a Trainer saves everything when it is stopped, and resume() looks for it (MPIKV_STOP_FILE).",
+        f"STOP_FILE={_stop_file(job)}",
+        f"# More options for {launcher}.",
+        f"LAUNCH_OPTIONS=({shlex.join(job.launch_options)})",
+    ]
+    if job.environ:
+        lines.append("# The environment that was asked for.")
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
+    return lines
+
+
+def _stop_after(job: Job) -> list[str]:
+    """Slurm signals a job that nears its limit; in Grid Engine the script keeps the time."""
+    if job.scheduler != "sge":
+        return []
+    return [
+        "# Seconds after which the ranks are asked to stop: less than h_rt above. Empty: never.",
+        f"STOP_AFTER={job.time_s - job.notice_s if job.time_s else ''}",
+    ]
+
+
+def _stop_file(job: Job) -> str:
+    """As shell text. A requeued job keeps its number, and so finds its file."""
+    if job.stop_file:
+        return shlex.quote(job.stop_file)
+    number = "SLURM_JOB_ID" if job.scheduler == "slurm" else "JOB_ID"
+    before, after = str(job.output("\n")).removesuffix(".out").split("\n")
+    return f"${{MPIKV_STOP_FILE:-{shlex.quote(before)}${number}{after}.state}}"
+
+
+def repository_scripts() -> dict[str, str]:
+    """The scripts of this repository, by their path below `scripts/`."""
+    from mpikv.launch import sge, slurm  # noqa: PLC0415 - they import this file
+
+    program = "python examples/train_mnist.py"
+    on_slurm = Job("slurm", program=program)
+    on_sge = Job("sge", program=program)
+    return {
+        "slurm/train.sbatch": slurm.script(on_slurm),
+        "slurm/train-srun.sbatch": slurm.script(replace(on_slurm, with_srun=True)),
+        "slurm/array.sbatch": slurm.script(on_slurm, array="0-3"),
+        "sge/train.sh": sge.script(on_sge),
+        "sge/train-servers.sh": sge.script(replace(on_sge, servers=2)),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in repository_scripts().items():
+        file = Path("scripts") / path
+        if not file.parent.parent.is_dir():
+            sys.exit("there is no directory scripts here; run this in the root of the repository")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o755)
+        print(file)

@@ -1,0 +1,206 @@
+"""Following a batch job: its output file while it grows, its state when it changes, its status when it ends.
+
+The file may come late (it is made when the job starts, and network file systems show it seconds after that), may be
+longer than what was read when the scheduler says that the job is over, and may begin anew.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpikv.errors import ConfigError
+from mpikv.launch.scheduler import SchedulerError, State
+
+DECODER = codecs.getincrementaldecoder("utf-8")
+POLL_S = 1.0  # of the file; the scheduler is asked less often the longer the job takes
+MOST_POLL_S = 15.0
+SILENT_S = 300.0  # a controller that does not answer for so long is taken as gone
+QUIET_S = 2.0  # for the last lines of a job that has ended to get through the file system between the hosts
+ACCOUNTED_S = 20.0  # for the scheduler's accounting of it to be written
+CANCEL_S = 30.0  # for a cancelled job to leave
+LAST_LINE = re.compile(
+    r"^mpikv: job (\S+) ends with status (\d+)(?: and goes (?:back|on as job (\d+)).*)?$", re.MULTILINE
+)
+UNKNOWN = 1  # status of a job that nobody knows the status of
+INTERRUPTED = 128
+
+
+class Tail:
+    """What is new in a file that may not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._decoder = DECODER("replace")  # a letter's bytes may come one by one
+        self.last = ""  # the end of what was read, enough for the last line
+
+    def read(self) -> str:
+        """What came since the last call, "" if nothing."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self._offset:  # begun anew
+                    self._offset = 0
+                    self._decoder.reset()
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return ""
+        self._offset += len(data)
+        text = self._decoder.decode(data).replace("\0", "")  # Open MPI ends some of its messages with one
+        self.last = (self.last + text)[-4096:]
+        return text
+
+    def status(self, job_id: str) -> int | None:
+        """The status that the job's last line tells, None if it has not come, or not since it was requeued."""
+        match = self._last_line(job_id)
+        return int(match[2]) if match and not match[0].endswith("queue") else None
+
+    def successor(self, job_id: str) -> str:
+        """The job that goes on with the work of this one, "" if none."""
+        match = self._last_line(job_id)
+        return (match[3] or "") if match else ""
+
+    def _last_line(self, job_id: str) -> re.Match[str] | None:
+        return next((match for match in reversed([*LAST_LINE.finditer(self.last)]) if match[1] == job_id), None)
+
+
+class Follower:
+    """One job that is waited for.
+
+    output: the file of a job; ask: its state; cancel: end it, "" or why not; say: one line for the reader; out:
+    where its output goes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job_id: str,
+        *,
+        output: Callable[[str], Path],
+        ask: Callable[[str], State],
+        cancel: Callable[[str], str],
+        say: Callable[[str], None],
+        out: TextIO,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.job_id = name, job_id
+        self._output, self._tail = output, Tail(output(job_id))
+        self._ask, self._cancel, self._say, self._out = ask, cancel, say, out
+        self._sleep, self._clock = sleep, clock
+        self._shown = ""
+
+    def run(self) -> int:
+        """Wait for the job; its status. Interrupted (Ctrl-C, SIGTERM) it is cancelled: 128 + the signal's number."""
+        with _signals():
+            try:
+                return self._wait(None)
+            except _Interrupted as interrupted:
+                number = interrupted.number
+            try:
+                problem = self._cancel(self.job_id)
+                if problem:
+                    self._say(f"{self.name} did not cancel job {self.job_id}: {problem}")
+                else:
+                    self._say(f"{signal.Signals(number).name}: {self.name} was asked to cancel job {self.job_id}")
+                    self._wait(self._clock() + CANCEL_S)
+            except _Interrupted:
+                self._say(f"job {self.job_id} may still run")
+            except (ConfigError, SchedulerError) as error:
+                self._say(f"{self.name} does not answer, job {self.job_id} may still run: {error}")
+            return INTERRUPTED + number
+
+    def _wait(self, until_s: float | None) -> int:
+        began_s = answered_s = asked_s = self._clock()
+        poll_s = 0.0
+        while True:
+            self._show()
+            now_s = self._clock()
+            if until_s is not None and now_s > until_s:
+                self._say(f"job {self.job_id} is not gone yet")
+                return UNKNOWN
+            if now_s - asked_s >= poll_s:
+                asked_s = now_s
+                try:
+                    state = self._ask(self.job_id)
+                    answered_s = self._clock()
+                except SchedulerError as error:
+                    if now_s - answered_s > SILENT_S:
+                        raise ConfigError(
+                            f"{self.name} has not answered for {SILENT_S:.0f} s; job {self.job_id} may still run: "
+                            f"{error}"
+                        ) from None
+                    state = State(f"unknown, {self.name} does not answer: {error}")
+                poll_s = min(max(POLL_S, (now_s - began_s) / 60), MOST_POLL_S)
+                if state.lost or state.status is not None:
+                    status = self._end(state)
+                    successor = self._tail.successor(self.job_id)
+                    if not successor:
+                        return status
+                    self.job_id, self._tail, poll_s = successor, Tail(self._output(successor)), 0.0
+                    continue
+                if state.text and state.text != self._shown:
+                    self._shown = state.text
+                    self._say(f"job {self.job_id}: {state.text}")
+            self._sleep(POLL_S if poll_s else 0.0)
+
+    def _show(self) -> None:
+        text = self._tail.read()
+        if text:
+            self._out.write(text)
+            self._out.flush()
+
+    def _end(self, state: State) -> int:
+        """The job is over: the rest of its output, and its status."""
+        status, waited_s = state.status, 0.0
+        while True:
+            self._show()
+            told = self._tail.status(self.job_id)
+            if status is None:
+                status = told
+            # A job that the scheduler ended has no last line.
+            if told is not None or waited_s >= (QUIET_S if status is not None else ACCOUNTED_S):
+                break
+            self._sleep(POLL_S)
+            waited_s += POLL_S
+            if status is None:
+                status = self._ask(self.job_id).status
+        if not self._tail.last:
+            self._say(f"there is no output in {self._tail.path}")
+        if status is None:
+            self._say(f"job {self.job_id} is over, and {self.name} does not know with which status: taken as {UNKNOWN}")
+            return UNKNOWN
+        successor = self._tail.successor(self.job_id)
+        self._say(
+            f"job {self.job_id}: {state.text}, status {status}" + (f", goes on as job {successor}" if successor else "")
+        )
+        return status
+
+
+class _Interrupted(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM as exceptions. A closed terminal ends this command, and not the job."""
+
+    def interrupt(number: int, _frame: Any) -> None:
+        raise _Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,115 @@
+"""What the ranks print, merged: every line with its rank in front, in colour on a terminal, and a file per rank.
+
+Lines are written by a thread of their own, so that a reader who has stopped (`| less`) stops the job's output and not
+the watch over it. Cost: one copy of each line.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+from mpikv.errors import ConfigError
+
+COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI X3.64: cyan, yellow, green, magenta, blue, red
+SERVER_STYLE = "2;"  # faint
+OUT, ERR = 1, 2
+FULL_BYTES = 1 << 24  # waiting to be written; then no more is read from the ranks
+
+
+class Output:
+    """stdout and stderr of the launcher. colours: per stream, whether it is a terminal that wants them."""
+
+    def __init__(self, folder: Path | None = None, *, colours: tuple[bool, bool] | None = None) -> None:
+        """folder: of the files, made if need be. Raises ConfigError where it cannot be."""
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "launch.log").write_bytes(b"")
+            except OSError as error:
+                raise ConfigError(f"--output-dir {folder}: {error}") from None
+        plain = "NO_COLOR" in os.environ  # no-color.org
+        self._colours = colours or (os.isatty(OUT) and not plain, os.isatty(ERR) and not plain)
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self.broken = False  # nobody reads stdout or stderr any more
+        self._thread = threading.Thread(target=self._write, daemon=True, name="mpikv-launch-output")
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits that no more should come."""
+        return self._bytes > FULL_BYTES
+
+    def lines(self, stream: int, role: str, number: int, host: str, data: bytes) -> None:
+        """Whole lines of a rank. stream: OUT or ERR."""
+        self._log(f"{role}-{number}.log", data)
+        tag = f"[{role} {number} @ {host}]"
+        if self._colours[stream - 1]:
+            style = SERVER_STYLE if role == "server" else ""
+            tag = f"\033[{style}{COLOURS[number % len(COLOURS)]}m{tag}\033[0m"
+        start = tag.encode() + b" "
+        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True)))
+
+    def plain(self, stream: int, tag: str, data: bytes) -> None:
+        """Lines of nobody's: mpirun's."""
+        self._log("launch.log", data)
+        start = f"[{tag}] ".encode()
+        self._put(stream, b"".join(start + line for line in data.splitlines(keepends=True)))
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own, on stderr."""
+        data = f"mpikv launch: {text}\n".encode(errors="backslashreplace")
+        self._log("launch.log", data)
+        self._put(ERR, data)
+
+    def close(self, limit_s: float = 5.0) -> None:
+        """Write the rest, unless nobody takes it within `limit_s`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(limit_s)
+        for file in self._files.values():
+            file.close()
+
+    def _log(self, name: str, data: bytes) -> None:
+        if self._folder is None:
+            return
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("wb", buffering=0)
+        self._files[name].write(data)
+
+    def _put(self, stream: int, data: bytes) -> None:
+        if data and not self.broken:
+            with self._changed:
+                self._waiting.append((stream, data))
+                self._bytes += len(data)
+                self._changed.notify()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                stream, data = self._waiting.popleft()
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(stream, rest) :]
+            except OSError:
+                self.broken = True
+                with self._changed:
+                    self._waiting.clear()
+                    self._bytes = 0
+                return
+            with self._changed:
+                self._bytes -= len(data)

@@ -1,0 +1,100 @@
+"""The processes of a job on this host, found in /proc, and how they are ended.
+
+A rank's own process tree is found through its parents: the process above it adopts every orphan of the tree
+(PR_SET_CHILD_SUBREAPER), so none escapes. What a killed one leaves is found by a variable that every process of the job
+has in its environment. Linux only, as are both MPIs' wheels. Local, about 0.1 ms for each process of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+JOB = "_MPIKV_JOB"  # in every process of a job: "<job>/<role>-<number>"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+STEP_S = 0.02
+
+
+def die_with_parent(parent: int, signum: int) -> Callable[[], None]:
+    """What a child of `parent` is to run before its program, so that it gets `signum` when the parent ends."""
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signum, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended in the meantime
+            os.kill(os.getpid(), signum)
+
+    return ask
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan among its descendants, instead of process 1."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """The process's state (one letter, X where there is none) and its parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[1])
+    except (OSError, IndexError, ValueError):
+        return "X", 0
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: an ended one may keep its entry for as long as nobody asks for its status."""
+    return state_and_parent(pid)[0] not in "ZX"
+
+
+def descendants(root: int) -> list[int]:
+    """All live processes below `root`."""
+    parents = {pid: state_and_parent(pid) for pid in _all()}
+    found: list[int] = []
+    level = {root}
+    while level:
+        level = {pid for pid, (_, parent) in parents.items() if parent in level}
+        found += [pid for pid in level if parents[pid][0] not in "ZX"]
+    return sorted(found)
+
+
+def of_job(job: str) -> list[int]:
+    """The live processes that carry the job's id in their environment, but for this one. Another user's stay unseen."""
+    mark, found = f"\0{JOB}={job}".encode(), []
+    for pid in _all():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            if mark in b"\0" + file.read() and pid != os.getpid():
+                found.append(pid)
+    return found
+
+
+def send(pids: Iterable[int], signum: int) -> None:
+    """A signal to each that still exists."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+
+
+def end_job(job: str, terminate_s: float, kill_s: float) -> tuple[list[int], list[int]]:
+    """End what carries the job's id: SIGTERM, after `terminate_s` SIGKILL. Waits `terminate_s + kill_s` at most.
+
+    Returns the processes that were found at first, and those that are still there.
+    """
+    first = left = of_job(job)
+    for signum, limit_s in ((signal.SIGTERM, terminate_s), (signal.SIGKILL, kill_s)):
+        deadline = time.monotonic() + limit_s
+        send(left, signum)
+        while (left := of_job(job)) and time.monotonic() < deadline:
+            if signum == signal.SIGKILL:
+                send(left, signum)  # those that were forked meanwhile
+            time.sleep(STEP_S)
+    return first, left
+
+
+def _all() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]

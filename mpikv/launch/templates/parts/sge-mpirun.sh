@@ -1,0 +1,32 @@
+
+# The ranks are started through Grid Engine (qrsh -inherit), so that it counts, limits and ends them. Grid Engine sends
+# the job's signals to all its processes: those that start ranks would die of USR1 and USR2, and ignore them therefore.
+# Not in the job's own directory ($TMPDIR): Grid Engine empties that of a host whenever a task that it started there ends.
+SCRATCH=$(mktemp -d /tmp/mpikv.XXXXXX) || fail "no directory for temporary files"
+cat >"$SCRATCH/agent" <<'END'
+#!/bin/sh
+trap '' USR1 USR2
+while :; do case $1 in -*) shift ;; *) break ;; esac; done
+host=$1
+shift
+exec qrsh -inherit -nostdin -V "$host" "trap '' USR1 USR2; $*"
+END
+chmod +x "$SCRATCH/agent"
+case $MPI in
+"Open MPI")
+    printf '%s\n' "$HOSTS" | tr , '\n' | sed 's/:/ slots=/' >"$SCRATCH/hosts"
+    case $MPI_VERSION in
+    *") "[1-4].*) LAUNCH=("$MPIRUN" --mca plm_rsh_agent "$SCRATCH/agent" --mca orte_tmpdir_base /tmp) ;;
+    *) LAUNCH=("$MPIRUN" --prtemca plm_ssh_agent "$SCRATCH/agent" --prtemca prte_tmpdir_base /tmp) ;;
+    esac
+    # Grid Engine gives the job its CPUs; every host would bind its first rank to the same one.
+    LAUNCH+=(--hostfile "$SCRATCH/hosts" --bind-to none -n "$RANKS")
+    [ "$DISTRIBUTION" = block ] || LAUNCH+=(--map-by node)
+    ;;
+*)
+    printf '%s\n' "$HOSTS" | tr , '\n' >"$SCRATCH/hosts"
+    LAUNCH=("$MPIRUN" -launcher ssh -launcher-exec "$SCRATCH/agent" -f "$SCRATCH/hosts" -n "$RANKS")
+    [ "$DISTRIBUTION" = block ] || LAUNCH+=(-ppn 1)
+    ;;
+esac
+LAUNCH+=("${LAUNCH_OPTIONS[@]}")

@@ -1,0 +1,162 @@
+"""`mpikv plan` against measurements: steps of a Trainer across shaped links, beside what the simulation predicts.
+
+    python scripts/check_plan.py --mtu 9000          # as root: makes the hosts, prints the table, removes the hosts
+
+Each host is a network namespace of this machine (`tests/cluster/namespaces.py`) with one rank. For every number of
+hosts one job runs. In it each workload is trained with all ranks as workers (`dist_sync` without servers) and, where
+there are workers left, with 1 and 2 of them as servers (`dist_sync` and `dist_async`): one step to make connections,
+then `--turns` steps or, of short ones, more, of which the median counts, each begun by all workers together. What is predicted comes from the
+same simulation as `mpikv plan`'s, told nothing but the links' rate, packets and latency. Messages and bytes are counted
+by the store and must be those of the plan. The status is 1 where a prediction is off by more than `--limit` percent, or
+a count by one.
+
+The pretended network works on the same cores as the ranks. With few of them use `--mtu 9000`: packets of 1500 bytes
+keep 2 cores so busy that from 3 hosts on they, and not the links, are what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import _hosts  # lies beside this file
+
+LATENCY_S = 100e-6  # between two such hosts, through two token buckets and a bridge
+TURNS = 5
+LEAST_S, MOST_TURNS = 3.0, 15  # short steps are measured more often
+
+
+def main() -> int:
+    """One job for each number of hosts; or be a rank of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _hosts.add_options(parser)
+    parser.add_argument("--hosts", default="2,3,4", help="numbers of hosts (default 2,3,4)")
+    parser.add_argument("--workloads", default="lenet,16M,resnet18", help="networks or bytes (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"measured steps of each (default {TURNS})")
+    parser.add_argument("--limit", type=float, default=15.0, help="allowed difference in percent (default 15)")
+    parser.add_argument("--json", type=Path, help="add what was measured to this file, one line each")
+    options = parser.parse_args()
+    if options.rank:
+        return run_rank(options)
+    print(f"{'hosts':>5} {'workload':>9} {'mode':>26} {'W+S':>4} {'measured ms':>12} {'plan ms':>9} {'off %':>6}"
+          f" {'messages':>9} {'MB':>8}", flush=True)  # fmt: skip
+    statuses = [_hosts.run(options, int(n_hosts), 1) for n_hosts in options.hosts.split(",")]
+    return int(any(statuses))
+
+
+def run_rank(options: argparse.Namespace) -> int:
+    """Measure every workload in every mode; rank 0 compares. 1 where something is off."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    comm, bad = MPI.COMM_WORLD, 0
+    size = comm.Get_size()
+    modes = [("dist_sync", 0)]
+    modes += [
+        (name, servers) for servers in (1, 2) if size - servers > servers - 1 for name in ("dist_sync", "dist_async")
+    ]
+    for workload in options.workloads.split(","):
+        for name, servers in modes:
+            found = measure(workload, name, servers, options.turns)
+            if found is not None and comm.Get_rank() == 0:
+                bad += compare(options, (workload, name, servers), size, found)
+    return bad_status(comm, bad)
+
+
+def bad_status(comm: Any, bad: int) -> int:
+    """The same on every rank, so that mpirun has one status to tell."""
+    return int(comm.bcast(bad) > 0)
+
+
+def measure(workload: str, name: str, servers: int, turns: int) -> dict[str, Any] | None:
+    """Steps of one kind, on every worker; None on servers."""
+    import numpy as np  # noqa: PLC0415
+    from mpi4py import MPI  # noqa: PLC0415
+
+    import mpikv  # noqa: PLC0415
+    from mpikv import kv  # noqa: PLC0415
+
+    config = mpikv.Config.from_environ().with_(server_placement="last", num_servers=servers)
+    comm = MPI.COMM_WORLD
+    workers = comm.Split(int(comm.Get_rank() >= comm.Get_size() - servers), comm.Get_rank())
+    try:
+        store = kv.create(name, config=config)
+    except SystemExit:  # a server whose workers have closed
+        return None
+    sizes = plan_of(workload).sizes
+    # Names in the order of the layers, as a trainer sorts them.
+    params = {f"{i:04}": mpikv.Parameter(np.zeros(n, np.float32)) for i, n in enumerate(sizes)}
+    trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store)
+    for parameter in params.values():
+        parameter.grad[...] = 1.0
+    seconds: list[float] = []
+    while len(seconds) <= turns or (len(seconds) <= MOST_TURNS and sum(seconds) < LEAST_S):
+        quiet_barrier(workers)
+        time.sleep(0.1)  # let the links' queues and tokens come to rest
+        workers.Barrier()
+        before = store.stats()
+        start_s = time.perf_counter()
+        trainer.step(1)
+        seconds.append(workers.allreduce(time.perf_counter() - start_s, MPI.MAX))
+    after = store.stats()
+    counts = [int(workers.allreduce(after[what] - before[what], MPI.MAX)) for what in ("messages_sent", "bytes_sent")]
+    if name == "dist_sync":
+        expected = -0.5 * workers.Get_size() * len(seconds)
+        assert all((parameter.data == expected).all() for parameter in params.values()), "wrong weights"
+    store.close()
+    return {"seconds": seconds[1:], "messages": counts[0], "sent_bytes": counts[1]}
+
+
+def quiet_barrier(comm: Any) -> None:
+    """Wait without taking the processors from those that still have something to do."""
+    waiting = comm.Ibarrier()
+    while not waiting.Test():
+        time.sleep(0.001)
+
+
+def plan_of(workload: str) -> Any:
+    """What the plan exchanges."""
+    from mpikv import models  # noqa: PLC0415
+    from mpikv.plan.workload import of_bytes, of_model  # noqa: PLC0415
+
+    return of_model(workload) if workload in models.NAMES else of_bytes(int(float(workload[:-1]) * (1 << 20)))
+
+
+def compare(options: argparse.Namespace, case: tuple[str, str, int], size: int, found: dict[str, Any]) -> bool:
+    """Print one line; whether the prediction is off by more than the limit, or a count by one.
+
+    case: workload, type of the store, servers.
+    """
+    from mpikv.plan import allreduce  # noqa: PLC0415
+    from mpikv.plan import servers as with_servers  # noqa: PLC0415
+    from mpikv.plan.costs import Costs, Link  # noqa: PLC0415
+
+    workload, name, servers = case
+    link = Link(options.rate * 1e6 / 8, LATENCY_S, options.mtu)
+    workers = size - servers
+    if servers:
+        plan = with_servers.simulate(
+            plan_of(workload), workers, servers, link, Costs(), synchronous=name == "dist_sync"
+        )
+    else:
+        plan = allreduce.simulate(plan_of(workload), workers, link, Costs())
+    measured_s = statistics.median(found["seconds"])
+    off = plan.exchange_s / measured_s - 1
+    same = (plan.messages, plan.sent_bytes) == (found["messages"], found["sent_bytes"])
+    line = f"{size:>5} {workload:>9} {plan.mode:>26} {f'{workers}+{servers}':>4} {1e3 * measured_s:12.1f}"
+    line += f" {1e3 * plan.exchange_s:9.1f} {100 * off:6.1f} {found['messages']:9} {found['sent_bytes'] / 1e6:8.2f}"
+    print(line if same else f"{line}  plan: {plan.messages} messages, {plan.sent_bytes} bytes", flush=True)
+    if options.json:
+        with options.json.open("a") as file:
+            entry = {"hosts": size, "workload": workload, "mode": plan.mode, "workers": workers, "servers": servers}
+            entry |= {**found, "plan_s": plan.exchange_s, "mtu": options.mtu, "rate_mbit": options.rate}
+            file.write(json.dumps(entry) + "\n")
+    return bool(abs(off) > options.limit / 100 or not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

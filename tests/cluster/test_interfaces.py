@@ -1,0 +1,161 @@
+"""MPIKV_INTERFACE on hosts with a second network: one that leads nowhere, and one that works.
+
+Every host has eth0, which connects the hosts. `nowhere` has an address, of the same network on every host, but its
+cable ends in the air. What a library then does by itself is seen first, so that the other tests could fail.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jobs
+import pytest
+from namespaces import Network, missing, network
+from needs import need
+
+from mpikv.transports.interface import Interface, mpirun_variables
+
+PROGRAM = str(Path(__file__).with_name("counted.py"))
+N_BYTES = 4 << 20
+# With two workers each sends half of the values twice, and worker 0 the initial value. What another interface may have
+# carried: searching for addresses, and the daemons' own messages.
+LEAST, MOST = N_BYTES, 64 << 10
+TIMEOUT_S = 25  # for a job that is expected to hang; others take two seconds
+# The libraries, and what makes MPICH take its other network layer
+KINDS = {"openmpi": {}, "mpich over UCX": {}, "mpich over libfabric": {"MPIR_CVAR_CH4_NETMOD": "ofi"}}
+
+
+@pytest.fixture
+def pair() -> Iterator[Network]:
+    """Two hosts."""
+    need(missing())
+    with network(2) as hosts:
+        yield hosts
+
+
+def nowhere(hosts: Network) -> None:
+    """Give every host an interface of a network that does not connect them."""
+    for i, host in enumerate(hosts.hosts):
+        hosts.run(host, "ip", "link", "add", "nowhere", "type", "veth", "peer", "name", "air")
+        hosts.run(host, "ip", "address", "add", f"10.99.0.{i + 1}/24", "dev", "nowhere")
+        for end in ("nowhere", "air"):
+            hosts.run(host, "ip", "link", "set", end, "up")
+
+
+def second(hosts: Network) -> None:
+    """Connect two hosts a second time, as net1."""
+    one, other = hosts.hosts
+    hosts.run(one, "ip", "link", "add", "net1", "type", "veth", "peer", "name", "net1", "netns", str(other.pid))
+    for i, host in enumerate(hosts.hosts):
+        hosts.run(host, "ip", "address", "add", f"10.88.0.{i + 1}/24", "dev", "net1")
+        hosts.run(host, "ip", "link", "set", "net1", "up")
+
+
+def run(hosts: Network, kind: str, command: list[str], timeout_s: float = 60, **env: str) -> jobs.Job:
+    mpi = jobs.find_mpi(kind.partition(" ")[0])
+    if mpi is None:
+        pytest.skip(f"no {kind} in any known environment")
+    options = hosts.options(mpi, 1)
+    if mpi.kind == "openmpi":
+        assert options[-3:] == ["--mca", "btl_tcp_if_include", "eth0"]  # what is to be tested here
+        del options[-3:]
+    with hosts.nothing_left():
+        return jobs.mpirun(
+            2, command, env={**KINDS[kind], **env}, mpi=hosts.mpi(mpi), options=options, timeout_s=timeout_s
+        )
+
+
+def carried(hosts: Network, kind: str, **env: str) -> dict[str, int]:
+    job = run(hosts, kind, ["python", PROGRAM, str(N_BYTES)], **env)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    found = re.search(r"carried (\{.*\})", job.stdout)
+    assert found is not None, job.output
+    return json.loads(found[1])
+
+
+@pytest.mark.cluster_full
+@pytest.mark.parametrize("kind", KINDS)
+def test_by_themselves_the_libraries_fail(pair: Network, kind: str) -> None:
+    nowhere(pair)
+    job = run(pair, kind, ["python", PROGRAM, str(N_BYTES)], TIMEOUT_S)
+    assert job.timed_out or job.status != 0
+    assert "carried" not in job.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interface(pair: Network, kind: str) -> None:
+    nowhere(pair)
+    sent = carried(pair, kind, MPIKV_INTERFACE="eth0")
+    assert sent["eth0"] >= LEAST
+    assert sent["nowhere"] <= MOST
+
+
+@pytest.mark.cluster_full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", ["10.77.0.0/16", "ens3, 10.77.0.9/24, 10.4.0.0/16"])
+def test_a_network(pair: Network, kind: str, value: str) -> None:
+    nowhere(pair)
+    sent = carried(pair, kind, MPIKV_INTERFACE=value)
+    assert sent["eth0"] >= LEAST
+    assert sent["nowhere"] <= MOST
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_of_two_that_work(pair: Network, kind: str) -> None:
+    second(pair)
+    for value, used, other in (("eth0", "eth0", "net1"), ("10.88.0.0/16", "net1", "eth0")):
+        sent = carried(pair, kind, MPIKV_INTERFACE=value)
+        assert sent[used] >= LEAST
+        assert sent[other] <= MOST
+
+
+@pytest.mark.cluster_full
+def test_the_librarys_own_variable_counts_more(pair: Network) -> None:
+    second(pair)
+    for kind, name in (("openmpi", "OMPI_MCA_btl_tcp_if_include"), ("mpich over UCX", "UCX_NET_DEVICES")):
+        sent = carried(pair, kind, MPIKV_INTERFACE="net1", **{name: "eth0"})
+        assert sent["eth0"] >= LEAST
+        assert sent["net1"] <= MOST
+
+
+@pytest.mark.cluster_full
+@pytest.mark.parametrize(("kind", "family"), [("openmpi", "Open MPI"), ("mpich over UCX", "MPICH")])
+def test_mpiruns_own_daemons(pair: Network, kind: str, family: str) -> None:
+    """They obey: on the network that leads nowhere they do not meet."""
+    nowhere(pair)
+    there = (Interface("eth0", ("10.77.0.1/24",)), Interface("nowhere", ("10.99.0.1/24",)))
+    for value in ("eth0", "10.77.0.0/16"):
+        assert carried(pair, kind, MPIKV_INTERFACE="eth0", **mpirun_variables(family, value, there))
+    wrong = mpirun_variables(family, "nowhere", there)
+    job = run(pair, kind, ["python", PROGRAM, "1000"], TIMEOUT_S, MPIKV_INTERFACE="eth0", **wrong)
+    assert job.timed_out or job.status != 0
+    assert "carried" not in job.stdout
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich over UCX"])
+def test_a_host_that_does_not_have_it(pair: Network, kind: str) -> None:
+    """The first host has it: then the other one speaks, in a program and in `mpikv info`."""
+    pair.run(pair[0], "ip", "link", "add", "only1", "type", "veth", "peer", "name", "air")
+    pair.run(pair[0], "ip", "address", "add", "10.99.0.1/24", "dev", "only1")
+    for end in ("only1", "air"):
+        pair.run(pair[0], "ip", "link", "set", end, "up")
+    for command in (["python", PROGRAM, "1000"], ["python", "-m", "mpikv", "info"]):
+        job = run(pair, kind, command, MPIKV_INTERFACE="only1")
+        assert job.status != 0
+        assert not job.timed_out
+        assert job.ranks_left == []
+        assert "MPIKV_INTERFACE=only1: h2 has no such interface" in job.output
+        assert "eth0 (10.77.0.2/24" in job.output
+
+
+def test_the_map_says_what_each_host_uses(pair: Network) -> None:
+    second(pair)
+    job = run(pair, "mpich over UCX", ["python", "-m", "mpikv", "info"], MPIKV_INTERFACE="10.88.0.0/16")
+    assert job.status == 0, job.output
+    assert re.search(r"10\.88\.0\.0/16: FI_TCP_IFACE=net1 .*UCX_NET_DEVICES=net1", job.stdout)
+    for i, host in enumerate(pair.hosts):
+        assert f"{host.name}: net1 (10.88.0.{i + 1}/24" in job.stdout
+        assert re.search(rf"^ +{i} +{host.name} +worker {i} +0 +\S.* 1/2 of the values$", job.stdout, re.MULTILINE)

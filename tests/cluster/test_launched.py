@@ -1,0 +1,139 @@
+"""`mpikv launch` on one host and on several with a real sshd: what it starts where, and what the ranks learn."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import jobs
+import pytest
+import training
+from batch_jobs import looping
+from launching import host_file, launch, launched
+from namespaces import Network
+from needs import find
+
+full = pytest.mark.cluster_full
+
+
+# ---- training
+
+
+@pytest.mark.parametrize(
+    ("kind", "launcher", "servers"),
+    [
+        pytest.param(kind, launcher, servers, marks=[] if (kind, servers) == ("mpich", 0) else full)
+        for kind in ("openmpi", "mpich")
+        for launcher in ("local", "mpi")
+        for servers in (0, 2)
+    ],
+)
+def test_training_on_this_machine(  # noqa: PLR0917
+    hosts: Network,
+    kind: str,
+    launcher: str,
+    servers: int,
+    images: Path,
+    learned: Callable[..., training.Weights],
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "weights.npz"
+    with hosts.nothing_left():
+        options = ["-n", 4, "-s", servers, "--launcher", launcher]
+        job = launch(hosts, find(kind), options, training.command(images, weights))
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    training.assert_same_bits(training.read(weights), learned(4))
+    assert re.search(r"^\[worker 0 @ h1\] accuracy 0\.\d+ after 8 steps", job.stdout, re.M), job.output
+
+
+@full
+@pytest.mark.parametrize(("launcher", "servers"), [("mpi", 2), ("ssh", 0)])
+def test_training_on_three_hosts(  # noqa: PLR0917
+    ssh_hosts: Network,
+    mpi: jobs.Mpi,
+    launcher: str,
+    servers: int,
+    images: Path,
+    learned: Callable[..., training.Weights],
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "weights.npz"
+    with ssh_hosts.nothing_left():
+        options = ["-n", 4, "-s", servers, "-H", host_file(ssh_hosts), "--launcher", launcher]
+        job = launch(ssh_hosts, mpi, options, training.command(images, weights), **training.SAME_BITS)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    training.assert_same_bits(training.read(weights), learned(4))
+    assert re.search(r"^\[worker 0 @ h\d\] accuracy", job.stdout, re.M), job.output
+
+
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=full)])
+def test_training_with_a_copied_folder(
+    ssh_hosts: Network, kind: str, images: Path, learned: Callable[..., training.Weights], tmp_path: Path
+) -> None:
+    """The program and the data are on the first host's own disk alone."""
+    source, target, weights = ssh_hosts.local / "job", ssh_hosts.local / "copy", tmp_path / "weights.npz"
+    ssh_hosts.run(ssh_hosts[0], "cp", "-r", str(training.EXAMPLES), str(source))
+    ssh_hosts.run(ssh_hosts[0], "cp", "-r", str(images), str(source / "data"))
+    command = training.command(Path("data"), weights, program=Path("."))
+    options = ["-n", 2, "-s", 2, "-H", host_file(ssh_hosts), "--launcher", "ssh", "--sync-dst-dir", target]
+    with ssh_hosts.nothing_left():
+        job = launch(ssh_hosts, find(kind), options, command, cwd=source)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    training.assert_same_bits(training.read(weights), learned(2))
+    for host in ssh_hosts.hosts:
+        assert "train_mnist.py" in ssh_hosts.run(host, "ls", str(target))
+        assert len(re.findall(rf"^mpikv launch: .*\b{host.name}\b.*", job.stderr, re.M)) == 1, job.output
+
+
+# ---- what runs where
+
+
+def running_on(hosts: Network) -> dict[str, list[int]]:
+    """How many workers and servers run on each host."""
+    count = {}
+    for host in hosts.hosts:
+        others = re.compile(r"quick\.py|mpirun|mpikv launch")  # they have the command among their arguments
+        lines = [line for line in hosts.processes(host).values() if not others.search(line)]
+        of_host = [sum(bool(re.search(what, line)) for line in lines) for what in (r"looping\.py", r"mpikv\.server")]
+        count[host.name] = of_host
+    return count
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "servers", "entry", "expected"),
+    [
+        pytest.param("mpich", 4, 2, "{name}", {"h1": [1, 1], "h2": [1, 1], "h3": [2, 0]}),
+        pytest.param("openmpi", 4, 2, "{name} slots=2", {"h1": [1, 1], "h2": [1, 1], "h3": [2, 0]}, marks=full),
+        pytest.param("mpich", 5, 0, "{name}:2", {"h1": [2, 0], "h2": [2, 0], "h3": [1, 0]}, marks=full),
+        pytest.param("openmpi", 3, 3, "{name}", {"h1": [1, 1], "h2": [1, 1], "h3": [1, 1]}, marks=full),
+    ],
+)
+def test_processes_cycle_through_the_hosts(  # noqa: PLR0917
+    ssh_hosts: Network, kind: str, workers: int, servers: int, entry: str, expected: dict[str, list[int]]
+) -> None:
+    """As MXNet's launcher does: process i, servers first, on host i modulo their number."""
+    options = ["-n", workers, "-s", servers, "-H", host_file(ssh_hosts, entry)]
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, find(kind), options, looping("forever")) as running:
+        for worker in range(workers):
+            running.wait_for(rf"\[worker {worker} @ h\d\] worker {worker} of {workers} is")
+        assert running_on(ssh_hosts) == expected
+        running.kill(running.pid, signal.SIGTERM)
+    assert running.result.ranks_left == []
+
+
+def test_fewer_slots_than_processes(ssh_hosts: Network) -> None:
+    options = ["-n", 4, "-H", host_file(ssh_hosts, "{name} slots=2")]
+    with ssh_hosts.nothing_left(1):
+        job = launch(ssh_hosts, find("mpich"), options, looping("forever"))
+    assert job.status == 2
+    assert "8 processes (workers and servers), but 3 hosts with 6 slots in all" in job.stderr
+
+
+@full
+def test_oversubscribed_when_asked_for(ssh_hosts: Network, mpi: jobs.Mpi) -> None:
+    options = ["-n", 7, "-s", 0, "-H", host_file(ssh_hosts, "{name} slots=2"), "--oversubscribe"]
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("exits")) as running:
+        running.wait_for(r"worker 6 of 7 is")
+    assert running.result.status == 3

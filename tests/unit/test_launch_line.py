@@ -1,0 +1,189 @@
+"""The mpirun line, the environment, and the options."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpikv.__main__ import main
+from mpikv.errors import ConfigError
+from mpikv.launch import environment, line, sync
+from mpikv.launch.hosts import Host
+from mpikv.launch.placement import place
+from mpikv.launch.remote import shell
+from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun
+
+OPEN_MPI, HYDRA = Mpirun("/v/mpirun", OPEN_MPI_5), Mpirun("/v/mpiexec", MPICH)
+
+
+def programs(words: list[str]) -> list[list[str]]:
+    """What each program of the line is: its options and command without the path of the process above it."""
+    found: list[list[str]] = [[]]
+    for word in words:
+        if word == ":":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def test_here() -> None:
+    words = line.build(OPEN_MPI, place([], 2, 1), ["python", "t.py"], oversubscribe=True)
+    workers, servers = programs(words)
+    assert workers[:4] == ["/v/mpirun", "--oversubscribe", "--bind-to", "none"]
+    assert workers[workers.index("-n") :] == [
+        "-n", "2", sys.executable, "-I", "-S", str(line.QUICK), "rank", "worker", "0", "0", "--", "python", "t.py",
+    ]  # fmt: skip
+    assert servers[-7:] == ["server", "0", "2", "--", sys.executable, "-m", "mpikv.server"]
+    assert "-x" in servers
+    assert len(programs(line.build(HYDRA, place([], 2, 0), ["hostname"]))) == 1
+
+
+def test_on_hosts() -> None:
+    blocks = place([Host("h1"), Host("h2")], 3, 1)
+    words = line.build(HYDRA, blocks, ["x"], remote_shell=("ssh", "-p", "1"), more=["-v"])
+    first, *others = programs(words)
+    assert first[:8] == ["/v/mpiexec", "-hosts", "h1:2,h2:2", "-launcher", "ssh", "-launcher-exec", "ssh", "-wdir"]
+    assert first[8:10] == ["/", "-v"]
+    found = [[one[one.index("-n") + 1], *one[one.index("rank") + 1 : one.index("--")]] for one in (first, *others)]
+    assert found == [["1", "worker", "0", "0"], ["1", "server", "0", "1"], ["2", "worker", "1", "2"]]
+
+
+def test_the_users_binding_and_mapping_count() -> None:
+    more = ["--bind-to", "core", "--map-by", "numa"]
+    first = programs(line.build(OPEN_MPI, place([Host("h1")], 1, 0), ["x"], more=more))[0]
+    assert first[:7] == ["/v/mpirun", "--host", "h1:1", *more]
+
+
+def test_shown_is_what_a_shell_takes() -> None:
+    text = line.shown(["printenv", "V"], {"V": "it's $HOME"})
+    done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "it's $HOME\n"
+
+
+def test_pairs() -> None:
+    environ = {"A": "1", "B": "x=y"}
+    assert environment.read_pairs("--env", ["A", "B", "C=", "D=a:b", "E:3", "F=x\ny"], environ) == {
+        "A": "1", "B": "x=y", "C": "", "D": "a:b", "E": "3", "F": "x\ny",
+    }  # fmt: skip
+    for text, message in (("Z", "no such variable is set here"), ("1A=2", "it is NAME=VALUE"), ("", "it is NAME")):
+        with pytest.raises(ConfigError, match=f"--env-worker.*{message}"):
+            environment.read_pairs("--env-worker", [text], environ)
+
+
+def test_what_goes_along() -> None:
+    environ = dict.fromkeys(
+        ("PATH", "HOME", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "MPIKV_TIMEOUT_S", "UCX_TLS", "CUDA_VISIBLE_DEVICES", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK",
+         "OMPI_MCA_btl", "PMI_RANK", "XUCX_TLS", "DISPLAY"), "x",
+    )  # fmt: skip
+    assert sorted(environment.always(environ)) == sorted(
+        ["PATH", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "MPIKV_TIMEOUT_S", "UCX_TLS", "OMPI_MCA_btl"]
+    )
+
+
+def test_remote_shell() -> None:
+    patient = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+    assert shell("ssh -p 22", [Host("a")]) == ("ssh", "-p", "22", *patient)
+    assert shell("/x/agent", [Host("a", None, "me"), Host("b", None, "me")]) == ("/x/agent", "-l", "me")
+    for text, hosts, message in (
+        ("", [Host("a")], "is empty"),
+        ("ssh 'x", [Host("a")], "--ssh"),
+        ("ssh", [Host("a"), Host("b", None, "me")], "different users"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            shell(text, hosts)
+
+
+def test_sync_line() -> None:
+    words = sync.command(Host("192.0.2.1"), "/home/me/my job", "/tmp/a b", ["ssh", "-p", "22"], ["/logs"])
+    assert words[:3] == ["rsync", "-a", "-z"]
+    assert words[-2:] == ["/home/me/my job/", "192.0.2.1:/tmp/a b/"]
+    assert words[words.index("--rsh") + 1] == "ssh -p 22"
+    assert words[words.index("--rsync-path") + 1] == "mkdir -p '/tmp/a b' && rsync"
+    assert {"--exclude=.git", "--exclude=/logs"} <= set(words)
+    assert sync.command(Host("localhost"), "/a", "/b", ["ssh"])[-2:] == ["/a/", "/b/"]
+
+
+def test_sync_statistics() -> None:
+    text = "Number of files: 3 (reg: 2, dir: 1)\nNumber of regular files transferred: 1,234\nTotal bytes sent: 5.678\n"
+    assert sync.statistics(text) == (1234, 5678)
+    assert sync.statistics("") == (0, 0)
+
+
+def test_sync_targets(tmp_path: Path) -> None:
+    for target, message in (("x/y", "absolute path"), (str(tmp_path), "is the current folder")):
+        with pytest.raises(ConfigError, match=message):
+            sync.check(target, str(tmp_path))
+
+
+def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        status = main(["launch", *words])
+    except SystemExit as end:
+        status = int(str(end.code))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHO", "me")
+    status, out, err = launch(
+        capsys, "-n", "2", "--dry-run", "--env", "WHO", "--env-server", "A=b c", "hostname", "--dry-run", "-n", "7"
+    )
+    assert (status, err) == (0, "")
+    words = shlex.split(out)
+    variables = dict(word.split("=", 1) for word in words[: next(i for i, word in enumerate(words) if word[0] == "/")])
+    told = json.loads(variables["_MPIKV_LAUNCH"])
+    assert told["env"]["all"]["WHO"] == "me"
+    assert told["env"]["all"]["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
+    assert (told["env"]["server"], told["folder"]) == ({"A": "b c"}, os.getcwd())
+    assert programs(words)[0][-4:] == ["hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["hostname"], 2, "-n"),
+        (["-n", "0", "hostname"], 2, "0 is less than 1"),
+        (["-n", "x", "hostname"], 2, "'x' is not a whole number"),
+        (["-n", "1", "-s", "-1", "hostname"], 2, "-1 is less than 0"),
+        (["-n", "1"], 2, "no command"),
+        (["-n", "1", "--"], 2, "no command"),
+        (["-n", "1", "--timeout", "0", "hostname"], 2, "not a number of seconds above 0"),
+        (["-n", "1", "--no-such", "hostname"], 2, "--no-such"),
+        (["-n", "1", "train.py"], 127, "write `python train.py`"),
+        (["-n", "1", "no-such-command"], 127, "no such command on this machine"),
+        (["-n", "1", "/etc/passwd"], 127, "/etc/passwd: is not executable"),
+        (["-n", "1", "-H", "/no/such", "hostname"], 2, "host file /no/such: No such file"),
+        (["-n", "1", "-H", "a", "--hosts", "b", "hostname"], 2, "both name hosts"),
+        (["-n", "1", "--launcher", "ssh", "hostname"], 2, "needs hosts"),
+        (["-n", "1", "--launcher", "local", "--hosts", "a", "hostname"], 2, "this machine alone"),
+        (["-n", "1", "--launcher", "yarn", "hostname"], 2, "YARN"),
+        (["-n", "1", "--sync-dst-dir", "/x", "hostname"], 2, "none were given"),
+        (["-n", "9", "--hosts", "localhost:2", "hostname"], 2, "18 processes"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], status: int, message: str) -> None:
+    found, _, err = launch(capsys, *words)
+    assert found == status
+    assert message in err
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = launch(capsys, "--help")
+    assert status == 0
+    assert "mpikv launch -n 8 -H hosts --launcher ssh" in out
+    assert "exit status" in out
+
+
+def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = str(Path(line.__file__).parents[2])
+    assert line.package_path({"PYTHONPATH": f"/a:{here}:"}) == {"PYTHONPATH": f"{here}:/a"}
+    monkeypatch.setattr(line, "__file__", "/v/lib/python3.12/site-packages/mpikv/launch/line.py")
+    assert line.package_path({}) == {}

@@ -1,0 +1,284 @@
+"""The watch over a job, without MPI: a shell stands in for mpirun and starts the processes above the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpikv.launch import channel
+from mpikv.launch.line import QUICK
+from mpikv.launch.output import Output
+from mpikv.launch.placement import Block, place
+from mpikv.launch.processes import JOB, descendants, end_job, is_alive, of_job
+from mpikv.launch.rank import LAUNCH
+from mpikv.launch.ranks import Verdict
+from mpikv.launch.watch import Limits, Watch
+
+LIMITS = Limits(job=None, start=20.0, grace=0.5)
+SECRET = "of this test"
+
+
+class Job:
+    """A job whose ranks run shell commands."""
+
+    def __init__(self, commands: list[str], limits: Limits = LIMITS, blocks: list[Block] | None = None, **env: str):
+        self.id = os.urandom(8).hex()
+        self.blocks = blocks or place([], len(commands), 0)
+        self.folder = Path(os.environ.get("PYTEST_FOLDER", "."))
+        self.output = Output(colours=(False, False))
+        self.watch = Watch(self.blocks, SECRET, self.output, limits)
+        self.commands = commands
+        self.env = env
+
+    def run(self, plan: dict[str, object] | None = None, before: str = "", after: str = "wait") -> Verdict:
+        starts = [before]
+        for block in self.blocks:
+            for i in range(block.ranks):
+                rank = block.first_rank + i
+                words = f"{sys.executable} -I -S {QUICK} rank {block.role} {block.first_number} {block.first_rank}"
+                starts.append(f"PMI_RANK={rank} COMMAND_{rank}=x {words} -- sh -c '{self.commands[rank]}' &")
+        told = {
+            "job": self.id, "secret": SECRET, "addresses": [["127.0.0.1", self.watch.port]], **(plan or {}),
+        }  # fmt: skip
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))}
+        try:
+            return self.watch.run(
+                ["sh", "-c", "\n".join([*starts, after])],
+                {**environ, LAUNCH: json.dumps(told), JOB: f"{self.id}/mpirun", **self.env},
+            )
+        finally:
+            self.output.close()
+            _, left = end_job(self.id, 0, 5)
+            assert left == []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    assert set(descendants(os.getpid())) - before == set()
+
+
+def test_output(capfd: pytest.CaptureFixture[str]) -> None:
+    commands = ["echo a; echo b >&2; printf c", r"printf \\303\\251\\n; printf \\377\\n"]
+    assert Job(commands).run() == Verdict(0, "")
+    out, err = capfd.readouterr()
+    host = socket.gethostname()
+    assert sorted(out.splitlines())[:3] == [
+        f"[worker 0 @ {host}] a",
+        f"[worker 0 @ {host}] c",
+        f"[worker 1 @ {host}] é",
+    ]
+    assert err == f"[worker 0 @ {host}] b\n"
+
+
+def test_environment_and_folder(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    env = {"all": {"A": "1", "B": "1"}, "worker": {"B": "2"}, "server": {"B": "3"}}
+    commands = [f"echo $A $B $C $PYTHONUNBUFFERED ${JOB} ${LAUNCH}; pwd"] * 2
+    job = Job(commands, blocks=place([], 1, 1), C="inherited")
+    assert job.run({"env": env, "folder": str(tmp_path)}).status == 0
+    lines = sorted(line.split("] ")[1] for line in capfd.readouterr().out.splitlines())
+    assert lines[:2] == [str(tmp_path)] * 2
+    assert lines[2:] == [f"1 2 inherited 1 {job.id}/worker-0", f"1 3 inherited 1 {job.id}/server-0"]
+
+
+def test_a_missing_folder() -> None:
+    verdict = Job(["true"]).run({"folder": "/no/such/folder"})
+    assert verdict.status == 127
+    assert "the folder /no/such/folder does not exist on" in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "text"),
+    [("exit 3", 3, "ended with status 3"), ("kill -9 $$", 137, r"was killed by signal 9 \(SIGKILL\)")],
+)
+def test_a_failure_ends_the_others(command: str, status: int, text: str) -> None:
+    begun = time.monotonic()
+    verdict = Job(["sleep 300", f"sleep 0.3; {command}", "sleep 300"]).run()
+    assert verdict.status == status
+    assert re.search(f"worker 1 on .* {text}", verdict.text)
+    assert time.monotonic() - begun < 10
+
+
+def test_what_a_rank_leaves_is_ended() -> None:
+    job = Job(["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"])
+    assert job.run().status == 4
+    assert of_job(job.id) == []
+
+
+def test_the_process_above_a_rank_is_killed() -> None:
+    job = Job(["sleep 300", "kill -9 $PPID; sleep 300"])
+    verdict = job.run()
+    assert verdict.status != 0
+    assert "worker 1 (1 of 2 ranks) on" in verdict.text
+
+
+def test_mpirun_kills_its_children() -> None:
+    """The ranks get SIGTERM through the process above them and still report; mpirun's status counts."""
+    job = Job(['trap "echo told; exit 1" TERM; sleep 300 & wait'] * 2)
+    verdict = job.run(after="sleep 1.5; kill -9 $(jobs -p); exit 9")
+    assert verdict == Verdict(9, "mpirun ended the ranks, with status 9")
+
+
+def test_ranks_that_never_start() -> None:
+    verdict = Job(["true"] * 2, LIMITS._replace(start=0.5), blocks=place([], 1, 1)).run(before="sleep 300")
+    assert verdict.status == 1
+    assert verdict.text.startswith("worker 0, server 0 did not start within 0.5 s")
+
+
+def test_mpirun_ends_before_its_ranks_start(capfd: pytest.CaptureFixture[str]) -> None:
+    assert Job(["true"]).run(before="echo oh no >&2; exit 0") == Verdict(
+        1, "mpirun ended, and worker 0 (1 of 1 ranks) never started"
+    )
+    assert capfd.readouterr().err == "[mpirun] oh no\n"
+
+
+def test_the_time_limit() -> None:
+    begun = time.monotonic()
+    verdict = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(job=1.0)).run()
+    assert verdict == Verdict(124, "timed out after 1 s")
+    assert time.monotonic() - begun < 10
+
+
+def test_unused_servers_are_ended() -> None:
+    verdict = Job(["true", "sleep 300"], blocks=place([], 1, 1)).run()
+    assert verdict.status == 0
+    assert "servers that wait" in verdict.text
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_to_the_launcher(signum: int, status: int) -> None:
+    job = Job(["sleep 300"] * 2)
+    with when_started(job, lambda: os.kill(os.getpid(), signum)):
+        assert job.run().status == status
+
+
+def test_ranks_that_end_well_when_told() -> None:
+    job = Job(['trap "exit 0" TERM; sleep 300 & wait'] * 2)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
+
+
+def test_a_second_signal_kills() -> None:
+    job = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(grace=60.0))
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    begun = time.monotonic()
+    with when_started(job, twice):
+        assert job.run().status == 130
+    assert time.monotonic() - begun < 20
+
+
+def test_signals_that_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(['trap "echo told; exit 0" USR1; sleep 300 & wait'] * 2)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
+        assert job.run() == Verdict(0, "")
+    assert capfd.readouterr().out.count("told") == 2
+
+
+@contextlib.contextmanager
+def when_started(job: Job, act: object) -> Iterator[None]:
+    """Do something once all ranks have reported and had time to set their traps."""
+
+    def wait() -> None:
+        while not all(rank.host for rank in job.watch.ranks.values()):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        act()  # type: ignore[operator]
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    yield
+    thread.join(5)
+
+
+def test_strangers_are_turned_away() -> None:
+    """Without the secret nobody becomes a rank, and nothing that is sent ends the launcher."""
+    job = Job(["sleep 1.5"])
+    answers = []
+
+    def disturb() -> None:
+        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, channel.message(channel.ENDED, status=0),
+                     channel.frame(channel.HELLO, b"[]"),
+                     channel.message(channel.HELLO, proof="00", rank=0, host="x", pid=1)):  # fmt: skip
+            with socket.create_connection(("127.0.0.1", job.watch.port)) as stranger:
+                stranger.sendall(data)
+                stranger.settimeout(5)
+                answers.append(stranger.recv(100))
+                if data:
+                    answers.append(stranger.recv(100))
+
+    with when_started(job, disturb):
+        assert job.run() == Verdict(0, "")
+    assert len(answers) == 11
+    assert answers[-1] == b""
+
+
+def test_a_launcher_that_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        free = silent.getsockname()[1]
+    told = {"job": "0" * 16, "secret": "s", "addresses": [["127.0.0.1", free]]}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(QUICK), "rank", "worker", "0", "0", "--", "true"],
+        env={LAUNCH: json.dumps(told), "PMI_RANK": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 125
+    assert f"127.0.0.1:{free}: ConnectionRefusedError" in done.stderr
+
+
+def test_without_a_launcher() -> None:
+    words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", "echo a; exit 3"]
+    done = subprocess.run(words, env={"PMI_RANK": "6"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, f"[server 3 @ {socket.gethostname()}] a\n")
+
+
+def test_frames() -> None:
+    data = channel.frame(1, b"") + channel.frame(2, b"abc") + channel.message(3, x=1)
+    frames = channel.Frames()
+    found = [one for i in range(len(data)) for one in frames.add(data[i : i + 1])]
+    assert found == [(1, b""), (2, b"abc"), (3, b'{"x": 1}')]
+    with pytest.raises(ValueError, match="a frame of 4294967295 bytes"):
+        list(frames.add(b"\xff" * 8))
+
+
+def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    output = Output(tmp_path / "new" / "logs", colours=(True, False))
+    output.lines(1, "worker", 1, "h", b"a\nb\n")
+    output.lines(2, "server", 0, "h", b"c\n")
+    output.plain(2, "mpirun", b"d\n")
+    output.say("e")
+    output.close()
+    out, err = capfd.readouterr()
+    assert out == "\033[33m[worker 1 @ h]\033[0m a\n\033[33m[worker 1 @ h]\033[0m b\n"
+    assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
+    files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
+    assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+
+
+def test_processes() -> None:
+    child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], env={**os.environ, JOB: "feed/x"})
+    deadline = time.monotonic() + 5
+    while len(of_job("feed")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(of_job("feed")) == 2
+    assert child.pid in descendants(os.getpid())
+    found, left = end_job("feed", 1, 5)
+    assert (len(found), left) == (2, [])
+    child.wait(5)
+    assert not is_alive(child.pid)

@@ -1,0 +1,218 @@
+"""`mpikv plan`: what it reads, what it prints, and that its counts are those of real stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.__main__ import main
+from mpikv.config import Config
+from mpikv.kvstore import KVStore
+from mpikv.plan import allreduce, calibrate, servers, units
+from mpikv.plan.costs import Costs, Link
+from mpikv.plan.workload import Workload, of_bytes, of_model
+from mpikv.testing.stores import spawn_stores
+
+LINK = Link(1.25e9, 20e-6)
+SIZES = (300, 20_000, 1_200_000, 7, 500_000, 90_000, 0, 40_000)
+
+
+def plan(*words: str) -> int:
+    return main(["plan", *words])
+
+
+# --- units
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("10gbit", 1.25e9), ("200mbit", 25e6), ("1.5Gbit/s", 187.5e6), ("64kbit", 8e3)],
+)
+def test_rates(text: str, found: float) -> None:
+    assert units.rate(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(("text", "found"), [("20us", 20e-6), ("1.5ms", 1.5e-3), ("2s", 2), ("0us", 0), ("5ns", 5e-9)])
+def test_durations(text: str, found: float) -> None:
+    assert units.duration(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(("text", "found"), [("16M", 16 << 20), ("4", 4), ("1.5KiB", 1536), ("2GB", 2 << 30)])
+def test_sizes(text: str, found: int) -> None:
+    assert units.size(text) == found
+
+
+def test_numbers_of_workers() -> None:
+    assert units.counts("8..1024") == [8, 16, 32, 64, 128, 256, 512, 1024]
+    assert units.counts("3..20,5, 6") == [3, 6, 12, 5]
+    assert units.counts("7") == [7]
+
+
+def test_numbers_of_servers() -> None:
+    assert [count(12) for count in units.server_counts("0,W/2,W,2W,4,w/5,3W/4")] == [0, 6, 12, 24, 4, 2, 9]
+    assert units.server_counts("W/16")[0](8) == 1  # less than one is one
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (units.rate, "10"),
+        (units.rate, "0gbit"),
+        (units.rate, "fast"),
+        (units.duration, "20"),
+        (units.duration, "-1us"),
+        (units.size, "0"),
+        (units.size, "1.5"),
+        (units.counts, "8.."),
+        (units.counts, "0"),
+        (units.counts, "16..8"),
+        (units.counts, ""),
+        (units.server_counts, "W/0"),
+        (units.server_counts, "many"),
+        (units.server_counts, ""),
+        (units.server_counts, "-1"),
+    ],
+)
+def test_what_cannot_be_read(read: object, text: str) -> None:
+    with pytest.raises(ValueError, match=r"none of the form|carries|whole number|downwards|no number"):
+        read(text)  # type: ignore[operator]
+
+
+# --- the command
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--model", "lenet", "--workers", "2,4", "--servers", "0,W/2", "--link", "200mbit") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert lines[0].split() == ["workers", "servers", "mode", "messages", "MB", "exchange", "ms", "binds"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [w, s] for w in "24" for s in ("0", str(int(w) // 2)) for _ in "sa"
+    ]
+    assert sum("*" in line for line in lines) == 2
+    assert "allreduce ring" in lines[1]
+    assert "in workers, async" in lines[2]
+    assert "servers, sync" in lines[3]
+
+
+def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--bytes", "1M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compute-ms", "50")
+    assert plan(*words, "--json", "-") == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["rows"]
+    assert row["step_s"] == pytest.approx(0.05 + row["exchange_s"])
+    assert 0.05 <= row["overlapped_step_s"] <= row["step_s"] + 2.2e-3  # a look beside a computing program is rare
+    assert found["settings"]["workload"] == f"{1 << 20} bytes"
+    assert plan(*words) == 0
+    assert "overlapped" in capsys.readouterr().out
+
+
+def test_json_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    assert plan("--bytes", "64K", "--workers", "2", "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["mode"] for row in rows] == [
+        "allreduce ring", "in workers, async", "servers, sync", "servers, async", "servers, sync", "servers, async"
+    ][: len(rows)]  # fmt: skip
+    assert "65536 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--workers", "8..4"], "downwards"),
+        (["--link", "10"], "10gbit"),
+        (["--latency", "soon"], "20us"),
+        (["--servers", "W/x"], "W/2"),
+        (["--modes", "sync,lazy"], "lazy"),
+        (["--mtu", "10"], "100"),
+        (["--compute-ms", "-1"], "milliseconds"),
+        (["--bytes", "1T"], "16M"),
+        (["--model", "alexnet"], "resnet50"),
+        (["--model", "lenet", "--bytes", "1M"], "not allowed with"),
+        (["--per-host", "0"], "from 1 on"),
+    ],
+)
+def test_wrong_options(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        plan(*words)
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--workers", "4", "--per-host", "4", "--servers", "0"], "one host"),
+        (["--workers", "8", "--json", "/nowhere/plan.json"], "no such folder"),
+    ],
+)
+def test_what_cannot_be_planned(words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan("--help")
+    assert "mpikv plan --model resnet50 --workers 8..1024 --servers 0,W/2,W" in capsys.readouterr().out
+
+
+# --- the same counts as real stores
+
+
+def counted(name: str, workers: int, n_servers: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Messages and bytes of the worker that sends most, in one step of a Trainer on thread ranks."""
+
+    def body(store: KVStore) -> tuple[int, int]:
+        params = {f"{i:03}": mpikv.Parameter(np.zeros(n, np.float32)) for i, n in enumerate(sizes)}
+        trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store)
+        for parameter in params.values():
+            parameter.grad[...] = 1
+        trainer.step(1)
+        before = store.stats()
+        trainer.step(1)
+        after = store.stats()
+        return tuple(after[what] - before[what] for what in ("messages_sent", "bytes_sent"))  # type: ignore[return-value]
+
+    hosts = [f"h{i}" for i in range(workers + n_servers)]
+    config = Config(timeout_s=60, server_placement="last", progress="calls")
+    found = spawn_stores(name, workers, body, num_servers=n_servers, config=config, hosts=hosts)
+    return max(found)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
+def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
+    found = allreduce.simulate(Workload("mixed", SIZES), workers, LINK, Costs())
+    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SIZES)
+
+
+@pytest.mark.parametrize("n_servers", [1, 2, 3])
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
+    found = servers.simulate(Workload("mixed", SIZES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
+    assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SIZES)
+
+
+def test_workloads() -> None:
+    assert of_bytes(10).n_bytes == 12
+    workload = of_model("lenet")
+    assert workload.n_bytes == 4 * 431_080
+    ready = workload.ready_s(0.3)
+    assert ready[0] == pytest.approx(0.3)  # the first layer's gradient comes last
+    assert ready == sorted(ready, reverse=True)
+    assert ready[-1] > 0.1
+
+
+# --- calibration
+
+
+def test_a_message_and_a_byte_from_two_lengths() -> None:
+    message_s, byte_s = calibrate._line(lambda n_bytes: 5e-6 + 2e-9 * n_bytes)
+    assert message_s == pytest.approx(5e-6)
+    assert byte_s == pytest.approx(2e-9)
+    assert calibrate._line(lambda n_bytes: 1e-6)[1] == 0
