@@ -163,8 +163,8 @@ class Follower:
         while True:
             self._show()
             told = self._tail.status(self.job_id)
-            if status is None:
-                status = told
+            if told is not None and (status is None or state.lost):
+                status = told  # before the accounting, which may have several records of one job
             # A job that the scheduler ended has no last line.
             if told is not None or waited_s >= (QUIET_S if status is not None else ACCOUNTED_S):
                 break

@@ -91,16 +91,29 @@ def pending_reason(text: str) -> str:
 
 
 def _accounted(job_id: str) -> int | None:
-    """The status from the accounting, None where there is none (yet). A requeued job has several entries."""
+    """The status from the accounting, None where there is none (yet)."""
     try:
         done = run(["qacct", "-j", job_id], "Grid Engine")
     except ConfigError:
         return None
-    codes = re.findall(r"^exit_status +(\d+)", done.stdout, re.MULTILINE)
-    failed = re.findall(r"^failed +(\d+)", done.stdout, re.MULTILINE)
-    if done.returncode != 0 or not codes:
+    return read_accounting(done.stdout) if done.returncode == 0 else None
+
+
+def read_accounting(text: str) -> int | None:
+    """The status of a job from what qacct says, None if that is nothing.
+
+    A job that was requeued has several records, of which the last counts; and each process that it started on another
+    host may have one of its own, with that process's status.
+    """
+    records = [
+        dict(re.findall(r"^(\w+) +(.*?) *$", part, re.MULTILINE)) for part in re.split(r"^=+$", text, flags=re.M)
+    ]
+    own = [record for record in records if record.get("pe_taskid", "NONE") in ("NONE", "UNDEFINED")]
+    codes = [record for record in own if record.get("exit_status", "").isdigit()]
+    if not codes:
         return None
-    return int(codes[-1]) or (1 if failed and failed[-1] != "0" else 0)
+    failed = codes[-1].get("failed", "0").partition(" ")[0]
+    return int(codes[-1]["exit_status"]) or (0 if failed == "0" else 1)
 
 
 def cancel(job_id: str) -> str:

@@ -260,3 +260,29 @@ def test_roles_are_in_the_script() -> None:
         assert f"REQUEUE={'yes' if requeue else 'no'}" in lines
         assert "PLACEMENT=hosts" in lines
         assert "DISTRIBUTION=cyclic" in lines
+
+
+QACCT = """==============================================================
+qname        all.q
+taskid       undefined
+pe_taskid    {task}
+failed       {failed}
+exit_status  {status}
+"""
+
+
+@pytest.mark.parametrize(
+    ("records", "status"),
+    [
+        ([("NONE", "0", 3)], 3),
+        ([("NONE", "0", 3), ("1.h2", "0", 0)], 3),  # a process that it started on another host
+        ([("1.h2", "0", 7), ("NONE", "0", 0), ("2.h3", "0", 7)], 0),
+        ([("NONE", "0", 99), ("NONE", "0", 0)], 0),  # requeued
+        ([("NONE", "100 : assumedly after job", 0)], 1),
+        ([("1.h2", "0", 0)], None),
+        ([], None),
+    ],
+)
+def test_accounting_of_grid_engine(records: list[tuple[str, str, int]], status: int | None) -> None:
+    text = "".join(QACCT.format(task=task, failed=failed, status=code) for task, failed, code in records)
+    assert sge.read_accounting(text) == status
