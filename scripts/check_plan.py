@@ -5,10 +5,10 @@
 Each host is a network namespace of this machine (`tests/cluster/namespaces.py`) with one rank. For every number of
 hosts one job runs. In it each workload is trained with all ranks as workers (`dist_sync` without servers) and, where
 there are workers left, with 1 and 2 of them as servers (`dist_sync` and `dist_async`): one step to make connections,
-then `--turns` steps or, of short ones, more, of which the median counts, each begun by all workers together. What is predicted comes from the
-same simulation as `mpikv plan`'s, told nothing but the links' rate, packets and latency. Messages and bytes are counted
-by the store and must be those of the plan. The status is 1 where a prediction is off by more than `--limit` percent, or
-a count by one.
+then `--turns` steps or, of short ones, more, of which the median counts, each begun by all workers together. What is
+predicted comes from the same simulation as `mpikv plan`'s, told nothing but the links' rate, packets and latency.
+Messages and bytes are counted by the store and must be those of the plan. The status is 1 where a prediction is off by
+more than `--limit` percent, or a count by one.
 
 The pretended network works on the same cores as the ranks. With few of them use `--mtu 9000`: packets of 1500 bytes
 keep 2 cores so busy that from 3 hosts on they, and not the links, are what is measured.
