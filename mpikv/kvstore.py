@@ -185,8 +185,8 @@ class KVStore:
         undefined (`zeros` sets them). Such an array is this worker's own, like any other; only a `pushpull` of it in
         place, without an optimizer, is done without a copy. With all workers on one host the array then *is* the
         store's value of the key until the next push: what is written into it, a later `pull` of the key returns. The
-        memory is given back at the end of the process. Where workers cannot share memory the arrays are ordinary ones. Collective over the workers, same
-        arguments on each (else ShapeMismatch on all); blocks.
+        memory is given back at the end of the process. Where workers cannot share memory the arrays are ordinary ones.
+        Collective over the workers, same arguments on each (else ShapeMismatch on all); blocks.
         """
         self._check_open("empty")
         wanted, found = shapes.parse(shape), dtype_named(dtype)

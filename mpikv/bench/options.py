@@ -7,6 +7,7 @@ from typing import Any
 
 from mpikv import config
 from mpikv.bench.sizes import parse_bytes
+from mpikv.numbers import at_least, seconds
 
 ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -58,29 +59,6 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _at_least(minimum: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
-        return number
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return number
-
-
 def _words(known: tuple[str, ...]) -> Any:
     def parse(text: str) -> tuple[str, ...]:
         words = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -100,10 +78,10 @@ def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.Argum
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, help=title, description=description, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-n", type=_at_least(1), metavar="RANKS", help="start mpirun with this many ranks")
-    parser.add_argument("--iterations", type=_at_least(1), metavar="N", help="default: as many as fit into --seconds")
-    parser.add_argument("--seconds", type=_seconds, default=0.5, help="time for each size, checks too (default 0.5)")
-    parser.add_argument("--warmup", type=_at_least(1), default=3, metavar="N", help="untimed iterations (default 3)")
+    parser.add_argument("-n", type=at_least(1), metavar="RANKS", help="start mpirun with this many ranks")
+    parser.add_argument("--iterations", type=at_least(1), metavar="N", help="default: as many as fit into --seconds")
+    parser.add_argument("--seconds", type=seconds, default=0.5, help="time for each size, checks too (default 0.5)")
+    parser.add_argument("--warmup", type=at_least(1), default=3, metavar="N", help="untimed iterations (default 3)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="check every result (default)"
@@ -124,7 +102,7 @@ def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
     parser.add_argument(
         "-e", "--max-bytes", type=_size, default=max_bytes, metavar="SIZE", help=f"default {max_bytes}; K, M, G: 1024^k"
     )
-    parser.add_argument("-f", "--factor", type=_at_least(2), default=4, help="from size to size (default 4)")
+    parser.add_argument("-f", "--factor", type=at_least(2), default=4, help="from size to size (default 4)")
 
 
 def _versus(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +133,7 @@ def _pushpull(kinds: Any) -> None:
         "in one call, ordinary and shared arrays, against one MPI_Allreduce per key.",
     )
     _sizes(parser, "64M")
-    parser.add_argument("--keys", type=_at_least(1), metavar="N", help="N keys in one call instead of sizes")
+    parser.add_argument("--keys", type=at_least(1), metavar="N", help="N keys in one call instead of sizes")
     parser.add_argument("--key-bytes", type=_size, default="1K", metavar="SIZE", help="of each key (default 1K)")
     _versus(parser)
 
@@ -181,7 +159,7 @@ def _ps(kinds: Any) -> None:
         "asynchronous with SGD; beside MPI_Allreduce over the workers alone.",
     )
     _sizes(parser, "64M")
-    parser.add_argument("--servers", type=_at_least(1), default=1, metavar="S", help="of the ranks (default 1)")
+    parser.add_argument("--servers", type=at_least(1), default=1, metavar="S", help="of the ranks (default 1)")
     parser.add_argument(
         "--variants", type=_words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
     )

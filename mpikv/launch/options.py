@@ -7,6 +7,8 @@ import shlex
 import sys
 from typing import Any
 
+from mpikv.numbers import at_least, seconds
+
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "kubernetes", "yarn")
 BAD_INPUT = 2
 EXAMPLES = """examples:
@@ -65,36 +67,12 @@ def add_parser(commands: Any) -> None:
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """What a job is, wherever it runs: numbers and environment."""
-    parser.add_argument("-n", "--num-workers", metavar="N", type=_at_least(1), required=True, help="workers")
-    parser.add_argument("-s", "--num-servers", metavar="N", type=_at_least(0),
+    parser.add_argument("-n", "--num-workers", metavar="N", type=at_least(1), required=True, help="workers")
+    parser.add_argument("-s", "--num-servers", metavar="N", type=at_least(0),
                         help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
     for option, who in (("--env", "all"), ("--env-worker", "the workers"), ("--env-server", "the servers")):
         parser.add_argument(option, metavar="NAME[=VALUE]", action="append", default=[],
                             help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
-
-
-def _at_least(minimum: int) -> Any:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if number < minimum:
-            raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
-        return number
-
-    return parse
-
-
-def seconds(text: str) -> float:
-    """A positive number of seconds."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return number
 
 
 def _run(options: argparse.Namespace) -> int:

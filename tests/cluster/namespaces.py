@@ -210,6 +210,14 @@ class Network:
     def _since(self, host: Host, before: set[int]) -> dict[int, str]:
         return {pid: line for pid, line in self.processes(host).items() if pid not in before}
 
+    def wait_up(self, host: Host, device: str = "eth0") -> None:
+        """Wait until an interface says that it is up, for which the kernel may take a second; UCX refuses it before."""
+        deadline = time.monotonic() + READY_S
+        while "state UP" not in (shown := self.run(host, "ip", "-o", "link", "show", "dev", device)):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{host.name}: {device} is not up after {READY_S:g} s: {shown}")
+            time.sleep(0.02)
+
     def crash(self, host: Host) -> None:
         """Kill all processes of a host, daemons too, as a loss of power does; its link stays up."""
         while pids := list(self.processes(host)):
@@ -285,7 +293,10 @@ def network(n_hosts: int, rate_mbit: float | None = None, mtu: int = 1500) -> It
         pids = folder / "pids"
         pids.write_text("".join(f"{host.name} {host.pid}\n{host.address} {host.pid}\n" for host in hosts))
         _script(folder / "agent", AGENT.format(pids=shlex.quote(str(pids))))
-        yield Network(hosts, folder, switch)
+        made = Network(hosts, folder, switch)
+        for host in hosts:
+            made.wait_up(host)
+        yield made
 
 
 def _environment(more: Mapping[str, str] | None) -> dict[str, str]:

@@ -52,6 +52,8 @@ def second(hosts: Network) -> None:
     for i, host in enumerate(hosts.hosts):
         hosts.run(host, "ip", "address", "add", f"10.88.0.{i + 1}/24", "dev", "net1")
         hosts.run(host, "ip", "link", "set", "net1", "up")
+    for host in hosts.hosts:
+        hosts.wait_up(host, "net1")
 
 
 def run(hosts: Network, kind: str, command: list[str], timeout_s: float = 60, **env: str) -> jobs.Job:

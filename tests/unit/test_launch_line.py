@@ -79,7 +79,9 @@ def test_pairs() -> None:
 
 def test_what_goes_along() -> None:
     names = "PATH HOME OMP_NUM_THREADS OPENBLAS_CORETYPE MPIKV_TIMEOUT_S UCX_TLS CUDA_VISIBLE_DEVICES SSH_AUTH_SOCK"
-    environ = dict.fromkeys([*names.split(), *"AWS_SECRET_ACCESS_KEY OMPI_MCA_btl PMI_RANK XUCX_TLS DISPLAY".split()], "x")
+    environ = dict.fromkeys(
+        [*names.split(), *"AWS_SECRET_ACCESS_KEY OMPI_MCA_btl PMI_RANK XUCX_TLS DISPLAY".split()], "x"
+    )
     assert sorted(environment.always(environ)) == sorted(
         ["PATH", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "MPIKV_TIMEOUT_S", "UCX_TLS", "OMPI_MCA_btl"]
     )
