@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpikv import models
+from mpikv.numbers import at_least
 from mpikv.plan import units
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--mtu", type=_mtu, default=1500, metavar="BYTES", help="longest packet (default 1500)")
     parser.add_argument(
-        "--per-host", type=_at_least(1), default=1, metavar="N", help="workers on each host (default 1)"
+        "--per-host", type=at_least(1), default=1, metavar="N", help="workers on each host (default 1)"
     )
     parser.add_argument(
         "--server-hosts",
@@ -102,17 +103,8 @@ def _read(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
-def _at_least(minimum: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {minimum} on")
-        return int(text)
-
-    return parse
-
-
 def _mtu(text: str) -> int:
-    found = _at_least(100)(text)
+    found = at_least(100)(text)
     if found > 65535:
         raise argparse.ArgumentTypeError(f"{text} bytes: a packet has at most 65535")
     return found

@@ -158,7 +158,7 @@ def test_grid_engine_places_slots(grid_engine: GridEngine) -> None:
 def held(*programs: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that holds a network with these on it; and all processes that belong to the network."""
     command = [sys.executable, str(HOLD), *programs]
-    with subprocess.Popen(command, stdout=-1, text=True, start_new_session=True) as holder:
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, start_new_session=True) as holder:
         assert holder.stdout is not None
         words = holder.stdout.readline().split()
         assert words[:1] == ["holds"]
