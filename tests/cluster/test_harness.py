@@ -159,14 +159,15 @@ def held(*programs: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that holds a network with these on it; and all processes that belong to the network."""
     command = [sys.executable, str(HOLD), *programs]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, start_new_session=True) as holder:
-        assert holder.stdout is not None
-        words = holder.stdout.readline().split()
-        assert words[:1] == ["holds"]
-        sleeper = int(holder.stdout.readline())
-        inside = [pid for host in words[2:] for pid in namespaces._processes_in(int(host))]
-        assert sleeper in inside
-        assert len(inside) >= 3 + len(programs)
         try:
+            assert holder.stdout is not None
+            words = holder.stdout.readline().split()
+            assert words[:1] == ["holds"]
+            sleeper = int(holder.stdout.readline())
+            # It has to enter the host first.
+            wait_until(lambda: sleeper in namespaces._processes_in(int(words[3])))
+            inside = [pid for host in words[2:] for pid in namespaces._processes_in(int(host))]
+            assert len(inside) >= 3 + len(programs)
             yield holder, inside
         finally:
             holder.kill()
