@@ -68,6 +68,7 @@ class KVStore:
         self._restore_signals: Callable[[], None] = lambda: None
         self._closed = False
         self._namespaces = 0
+        self._stop_told = False  # whether one of several trainers has said that none of them saves
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
         self._prepared = PreparedCalls()

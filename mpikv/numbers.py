@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 
 
-def at_least(minimum: int) -> Callable[[str], int]:
-    """A whole number from `minimum` on."""
+def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number from `minimum` on, up to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -16,6 +16,8 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < minimum:
             raise argparse.ArgumentTypeError(f"{number} is less than {minimum}")
+        if most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"{number} is more than {most}")
         return number
 
     return parse

@@ -7,18 +7,22 @@ all workers; `resume` of the next run goes on from there.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 from mpikv import arrays, checkpoint
-from mpikv.errors import ConfigError, MpikvError
+from mpikv.errors import ConfigError, MpikvError, StatesFileError
 from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
 from mpikv.parameter import list_data
+
+STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
 
 
 class TrainerFiles:
@@ -109,7 +113,9 @@ class TrainerFiles:
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
-        states = f"{os.path.realpath(path)}.states.tmp"
+        folder, name = os.path.split(os.path.realpath(path))
+        # Short, since the file's own name may be as long as names can be.
+        states = os.path.join(folder, f".mpikv-{hashlib.sha256(name.encode()).hexdigest()[:16]}.states")
         try:
             if self._on_store:
                 self.save_states(states)
@@ -153,13 +159,25 @@ class TrainerFiles:
             look()
             if not found:
                 raise MpikvError(f"resume: worker 0 read {path}, and there is no such file on this worker's host")
-        self._restore(found[0] if found else None)
+        try:
+            self._restore(found[0] if found else None)
+        except StatesFileError as error:
+            raise StatesFileError(STATES_PLACE.sub(path, str(error))) from None
         self._steps = int(steps)
         return self._steps
 
     def _restore(self, found: checkpoint.Checkpoint | None) -> None:
         """Bring weights and states to where they belong. found: None on workers that did not read it."""
-        weights: Mapping[str, Any] = found.weights if found is not None else self._data()
+        with tempfile.TemporaryDirectory(prefix="mpikv-resume-") as folder:
+            states = os.path.join(folder, "states")
+            if found is not None:
+                found.states.tofile(states)
+            self.load_states(states)  # before anything is changed: they may be another optimizer's
+            self._restore_weights(found.weights if found is not None else self._data())
+            self.load_states(states)  # the weights came without any
+
+    def _restore_weights(self, weights: Mapping[str, Any]) -> None:
+        """Bring weights to the owners and into the parameters. Worker 0's count."""
         if self._store is None:
             for name, parameter in self._params.items():
                 for replica in list_data(parameter):
@@ -175,11 +193,6 @@ class TrainerFiles:
                         [list_data(self._params[name]) for name in names],
                         self._optimizer if updated else None,
                     )
-        with tempfile.TemporaryDirectory(prefix="mpikv-") as folder:
-            states = os.path.join(folder, "states")
-            if found is not None:
-                found.states.tofile(states)
-            self.load_states(states)
 
     # --- stopping
 
@@ -209,7 +222,8 @@ class TrainerFiles:
         if not path:
             return
         if self._store._namespaces > 1:
-            if self._store.rank == 0:
+            if self._store.rank == 0 and not self._store._stop_told:
+                self._store._stop_told = True
                 print(
                     f"mpikv: {path} (MPIKV_STOP_FILE) is not written, as several trainers share the store: "
                     "the program has to look at stop_requested and save",

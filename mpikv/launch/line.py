@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpikv.launch.placement import Block, per_host
 from mpikv.launch.processes import JOB
-from mpikv.launch.rank import LAUNCH
+from mpikv.launch.rank import LAUNCH, guarded
 from mpikv.mpirun import Mpirun
 
 QUICK = Path(__file__).with_name("quick.py")
@@ -45,7 +45,7 @@ def build(
         words += [":"] * (i > 0) + mpirun.exported([LAUNCH, JOB])
         # Isolated and without site: it needs the standard library alone, and no variable of the user's may hinder it.
         words += ["-n", str(block.ranks), sys.executable, "-I", "-S", str(QUICK), "rank"]
-        words += [block.role, str(block.first_number), str(block.first_rank), "--", *program]
+        words += [block.role, str(block.first_number), str(block.first_rank), "--", *map(guarded, program)]
     return words
 
 

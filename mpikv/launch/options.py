@@ -11,6 +11,7 @@ from mpikv.numbers import at_least, seconds
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "kubernetes", "yarn")
 BAD_INPUT = 2
+MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
@@ -67,8 +68,8 @@ def add_parser(commands: Any) -> None:
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """What a job is, wherever it runs: numbers and environment."""
-    parser.add_argument("-n", "--num-workers", metavar="N", type=at_least(1), required=True, help="workers")
-    parser.add_argument("-s", "--num-servers", metavar="N", type=at_least(0),
+    parser.add_argument("-n", "--num-workers", metavar="N", type=at_least(1, MOST_RANKS), required=True, help="workers")
+    parser.add_argument("-s", "--num-servers", metavar="N", type=at_least(0, MOST_RANKS),
                         help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
     for option, who in (("--env", "all"), ("--env-worker", "the workers"), ("--env-server", "the servers")):
         parser.add_argument(option, metavar="NAME[=VALUE]", action="append", default=[],

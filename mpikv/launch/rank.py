@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -33,6 +34,7 @@ from mpikv.launch.sink import Place, Printer, Sink
 from mpikv.transports.launcher import said_rank
 
 LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, folder, env, grace_s
+COLON = re.compile(r"\\*:")
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 DAEMON_S = 1.0  # to end by itself
 SIGNALS = 129  # statuses from here on stand for a signal
@@ -74,10 +76,21 @@ def die_of(signum: int) -> int:
     return 128 + signum  # a signal that ends nothing
 
 
+def guarded(word: str) -> str:
+    """A word of the command in a form that mpirun does not take for the `:` between programs."""
+    return f"\\{word}" if COLON.fullmatch(word) else word
+
+
+def unguarded(word: str) -> str:
+    """Undo `guarded`."""
+    return word[1:] if word[:1] == "\\" and COLON.fullmatch(word) else word
+
+
 def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
     """Run the command, report on it, and return its status; 128 + N for signal N. daemon: mpirun's process here."""
     role, first_number, first_rank, dashes, *command = arguments
     assert dashes == "--", dashes
+    command = [unguarded(word) for word in command]
     rank = said_rank(os.environ)
     place = Place(role, int(first_number) + rank - int(first_rank), rank, socket.gethostname())
     plan = json.loads(os.environ.pop(LAUNCH, "{}"))

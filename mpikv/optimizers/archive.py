@@ -58,7 +58,8 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None
     """
     # The file that a symbolic link points to is replaced, not the link.
     target = os.path.realpath(os.fsdecode(path))
-    beside = f"{target}.{uuid.uuid4().hex[:8]}.tmp"
+    # Not made of the file's name, which may be as long as names can be.
+    beside = os.path.join(os.path.dirname(target), f".mpikv-{uuid.uuid4().hex[:16]}.tmp")
     try:
         with open(beside, "xb") as file:
             write(file)

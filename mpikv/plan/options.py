@@ -57,9 +57,7 @@ def add_parser(commands: Any) -> None:
         "--latency", type=_read(units.duration), default="20us", metavar="TIME", help="from host to host (20us)"
     )
     parser.add_argument("--mtu", type=_mtu, default=1500, metavar="BYTES", help="longest packet (default 1500)")
-    parser.add_argument(
-        "--per-host", type=at_least(1), default=1, metavar="N", help="workers on each host (default 1)"
-    )
+    parser.add_argument("--per-host", type=at_least(1), default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument(
         "--server-hosts",
         choices=("own", "workers"),

@@ -13,7 +13,7 @@ import pytest
 
 from mpikv.__main__ import main
 from mpikv.errors import ConfigError
-from mpikv.launch import environment, line, sync
+from mpikv.launch import environment, line, rank, sync
 from mpikv.launch.hosts import Host
 from mpikv.launch.placement import place
 from mpikv.launch.remote import shell
@@ -80,7 +80,7 @@ def test_pairs() -> None:
 def test_what_goes_along() -> None:
     names = "PATH HOME OMP_NUM_THREADS OPENBLAS_CORETYPE MPIKV_TIMEOUT_S UCX_TLS CUDA_VISIBLE_DEVICES SSH_AUTH_SOCK"
     environ = dict.fromkeys(
-        [*names.split(), *"AWS_SECRET_ACCESS_KEY OMPI_MCA_btl PMI_RANK XUCX_TLS DISPLAY".split()], "x"
+        [*names.split(), *["AWS_SECRET_ACCESS_KEY", "OMPI_MCA_btl", "PMI_RANK", "XUCX_TLS", "DISPLAY"]], "x"
     )
     assert sorted(environment.always(environ)) == sorted(
         ["PATH", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "MPIKV_TIMEOUT_S", "UCX_TLS", "OMPI_MCA_btl"]
@@ -98,6 +98,13 @@ def test_remote_shell() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             shell(text, hosts)
+
+
+@pytest.mark.parametrize("word", [":", "\\:", "\\\\:", "::", "a:b", "\\", "", "\\:x"])
+def test_no_word_of_the_command_separates_programs(word: str) -> None:
+    words = line.build(HYDRA, place([], 1, 0), ["echo", word])
+    assert ":" not in words
+    assert rank.unguarded(words[-1]) == word
 
 
 def test_sync_line() -> None:

@@ -214,6 +214,35 @@ def test_wrong_files_change_nothing(fault, tmp_path):
     assert spawn_stores("dist_sync", 2, body) == [True, True]
 
 
+@pytest.mark.parametrize(("kind", "servers"), [("dist_sync", 0), ("dist_sync", 1), ("dist_async", 1)])
+@pytest.mark.parametrize("on_store", [True, False])
+def test_states_of_another_optimizer_change_nothing(kind, servers, on_store, tmp_path):
+    """Not the weights either, and the error names the file that was asked for."""
+    if kind == "dist_async" and not on_store:
+        pytest.skip("asynchronous updates are made by the store")
+    file = tmp_path / "file"
+    run(kind, 2, servers, 0, STOP, stop=True, file=file, optimizer=("adam", {}), on_store=on_store)
+
+    def body(store):
+        parameters = model()
+        trainer = Trainer(
+            parameters, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=store, update_on_kvstore=on_store
+        )
+        before = values(parameters)
+        with pytest.raises(StatesFileError) as raised:
+            trainer.resume(file)
+        assert str(file) in str(raised.value)
+        return values(parameters) == before
+
+    assert spawn_stores(kind, 2, body, num_servers=servers, config=Config(timeout_s=20)) == [True, True]
+
+
+def test_a_name_as_long_as_names_can_be(tmp_path):
+    file = tmp_path / ("x" * 255)
+    run("dist_sync", 2, 0, 0, STOP, stop=True, file=file)
+    assert os.listdir(tmp_path) == [file.name]
+
+
 def test_resume_comes_first():
     def body(store):
         parameters = model()
