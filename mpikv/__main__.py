@@ -7,6 +7,7 @@ needs itself, so that `mpikv --help` is quick and needs no MPI.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(words)
     options.words = words  # for a command that starts itself again
-    status: int = options.run(options)
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        print("mpikv: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status
 
 

@@ -78,6 +78,10 @@ class NoCommandError(ConfigError):
 def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     """Check everything that can be checked without starting anything. Raises ConfigError."""
     config = Config.from_environ(environ)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder, in which the ranks would run, was removed: change to another") from None
     servers = options.num_workers if options.num_servers is None else options.num_servers
     chosen = _hosts(options, environ)
     scheduled = allocation.inside(environ) and options.launcher == "mpi" and not (options.hostfile or options.hosts)
