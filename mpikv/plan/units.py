@@ -9,6 +9,7 @@ BITS_PER_S: Mapping[str, float] = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit"
 SECONDS: Mapping[str, float] = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 BYTES: Mapping[str, float] = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z/]*)")
+MOST = 16384  # workers
 
 
 def _quantity(text: str, units: Mapping[str, float], example: str) -> float:
@@ -52,6 +53,8 @@ def counts(text: str) -> list[int]:
         number, end = int(first), int(last or first)
         if end < number:
             raise ValueError(f"{word!r} goes downwards")
+        if end > MOST:
+            raise ValueError(f"{word!r} is more than {MOST}, which is the most that can be simulated in minutes")
         while number <= end:
             found.append(number)
             number *= 2

@@ -125,6 +125,7 @@ def test_json_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("words", "said"),
     [
         (["--workers", "8..4"], "downwards"),
+        (["--workers", "99999999999"], "the most that can be simulated"),
         (["--link", "10"], "10gbit"),
         (["--latency", "soon"], "20us"),
         (["--servers", "W/x"], "W/2"),
