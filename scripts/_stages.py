@@ -11,10 +11,12 @@ import argparse
 import collections
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,7 @@ MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their tim
 QUICK_SIZES = (3,)
 CLUSTER_LIMIT_S = 1800
 SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
+POLL_S = 0.1
 NO_TESTS = 5  # pytest's status where it ran none
 
 
@@ -65,23 +68,45 @@ def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = Fals
         if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
     ]
     without_runner = [f"--ignore={path}" for path in RUNNER]
-    found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], 400, options=without_runner)]
+    found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], 900, options=without_runner)]
+    if not quick:
+        found.append(Stage("jobs", "whole jobs", openmpi, others, 1000))  # early, since it takes longest
     sizes = QUICK_SIZES if quick else OPENMPI_SIZES
-    found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], 240, ranks=n) for n in sizes]
+    found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], 400, ranks=n) for n in sizes]
     if quick:
         return found
-    found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], 240, ranks=n) for n in MPICH_SIZES]
-    found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 240))
-    found.append(Stage("jobs", "whole jobs", openmpi, others, 500))
+    found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], 400, ranks=n) for n in MPICH_SIZES]
+    found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 400))
     found.append(
-        Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], 600, options=SELECTION, may_skip=True)
+        Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], 900, options=SELECTION, may_skip=True)
     )
-    found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], 400))
+    found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], 900))
     return found
 
 
-def run(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi]) -> tuple[jobs.Job, Count]:
-    """Run one stage to its end."""
+@dataclass
+class Session:
+    """A stage that runs. folder: for its report and its temporary files."""
+
+    stage: Stage
+    running: jobs.Running
+    folder: Path
+
+    def finish(self) -> tuple[jobs.Job, Count]:
+        """Wait for its end."""
+        job = self.running.finish()
+        counted = count(self.folder / "report")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return job, counted
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.running.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi]) -> Session:
+    """Start one stage."""
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *stage.options, *stage.paths]
     if options.k:
         arguments += ["-k", options.k]
@@ -90,25 +115,41 @@ def run(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi])
         command = jobs.command(stage.mpi, [(stage.ranks, ["python", *arguments])])
     else:
         command = [stage.mpi.python, *arguments]
-    with tempfile.TemporaryDirectory(prefix="mpikv-stage-") as folder:
-        path = Path(folder) / "report"
-        (Path(folder) / "tmp").mkdir()
-        env = jobs.environment(
-            stage.mpi,
-            {
-                report.FILE_VARIABLE: str(path),
-                report.STAGE_VARIABLE: stage.title,
-                jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
-            },
-            Path(folder) / "tmp",
-        )
-        running = jobs.Running(command, env, Path(folder) / "tmp", stage.limit_s, echo=options.v)
-        try:
-            job = running.finish()
-        except BaseException:  # Ctrl-C: leave nothing behind
-            running.end()
-            raise
-        return job, count(path)
+    folder = Path(tempfile.mkdtemp(prefix="mpikv-stage-"))
+    (folder / "tmp").mkdir()
+    env = jobs.environment(
+        stage.mpi,
+        {
+            report.FILE_VARIABLE: str(folder / "report"),
+            report.STAGE_VARIABLE: stage.title,
+            jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
+        },
+        folder / "tmp",
+    )
+    return Session(stage, jobs.Running(command, env, folder / "tmp", stage.limit_s, echo=options.v), folder)
+
+
+def run_all(
+    chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi]
+) -> Iterator[tuple[Stage, jobs.Job, Count]]:
+    """Run the stages, some at the same time, and hand over each when it has ended.
+
+    Most stages wait much of their time, for an mpirun or a scheduler to start something, so two of them share two cores
+    well. With their output on the terminal they run one by one.
+    """
+    at_once = 1 if options.v else min(2, len(os.sched_getaffinity(0)))
+    waiting, active = list(chosen), []
+    try:
+        while waiting or active:
+            while waiting and len(active) < at_once:
+                active.append(start(waiting.pop(0), options, environments))
+            for session in [one for one in active if one.running.is_over]:
+                active.remove(session)
+                yield session.stage, *session.finish()
+            time.sleep(POLL_S)
+    finally:  # Ctrl-C
+        for session in active:
+            session.end()
 
 
 def count(path: Path) -> Count:
@@ -166,8 +207,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
     passed, failed, executed, skipped = 0, [], set(), {}
     began = time.monotonic()
-    for stage in chosen:
-        job, counted = run(stage, options, environments)
+    for stage, job, counted in run_all(chosen, options, environments):
         judge(stage, job, counted, selected=bool(options.k))
         if counted.failed and not options.v:
             print(f"--- {stage.title}\n{job.stdout}{job.stderr}", flush=True)

@@ -163,6 +163,11 @@ class Running:
         assert pid in self.processes(), f"{pid} is no live process of this job"
         os.kill(pid, signum)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or its time is over: `finish` will not wait long."""
+        return self._process.poll() is not None or time.monotonic() > self._deadline
+
     def end(self) -> Job:
         """End it now."""
         self._deadline = 0.0
