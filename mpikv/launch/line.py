@@ -38,11 +38,12 @@ def build(
             del ours[ours.index(option) : ours.index(option) + 2]
     words = [mpirun.program, *(mpirun.oversubscribed() if oversubscribe else []), *ours]
     if remote_shell:
-        words += [*mpirun.remote_shell(remote_shell), *mpirun.in_any_folder()]
+        words += mpirun.remote_shell(remote_shell)
     words += more
     for i, block in enumerate(blocks):
         program = SERVER if block.role == "server" else command
         words += [":"] * (i > 0) + mpirun.exported([LAUNCH, JOB])
+        words += mpirun.in_any_folder() if remote_shell else []
         # Isolated and without site: it needs the standard library alone, and no variable of the user's may hinder it.
         words += ["-n", str(block.ranks), sys.executable, "-I", "-S", str(QUICK), "rank"]
         words += [block.role, str(block.first_number), str(block.first_rank), "--", *map(guarded, program)]
