@@ -66,9 +66,11 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:
+        with contextlib.suppress(OSError):
             os.remove(beside)
+        if isinstance(error, OSError):  # about the file that was asked for, whichever it was in between
+            error.filename, error.filename2 = os.fsdecode(path), None
         raise
     # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
     with contextlib.suppress(OSError):
