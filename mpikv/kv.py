@@ -128,12 +128,14 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
 
     # What is missing is no error: messages do the same, `mpikv info` says why.
     memory, links = None, None
-    if wants_memory(roles, spec, config, transport.hosts) or wants_links(roles, spec, config, transport.hosts):
+    for_workers = wants_memory(roles, spec, config, transport.hosts)
+    for_servers = wants_links(roles, spec, config, transport.hosts)
+    if for_workers or for_servers:
         here = ranks_here(transport)
         memory, _ = shm.open_host_memory(here.index(transport.rank), len(here), gather)
-    if wants_memory(roles, spec, config, transport.hosts):
+    if for_workers:
         memory = shm.on_all_hosts(memory, gather_all)
-    if wants_links(roles, spec, config, transport.hosts):
+    if for_servers:
         links = None if memory is None else server_links(transport, memory, roles, config)
         (bell.stand_by if links is None else links.bell.connect)(gather)
     if transport.rank in roles.servers:

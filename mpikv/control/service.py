@@ -27,7 +27,7 @@ from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.keys import Key
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
-from mpikv.transports.base import Arrival, Group, Request, Steps, Transport
+from mpikv.transports.base import Arrival, Group, Predicate, Request, Steps, Transport
 from mpikv.transports.progress import Engine
 
 ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds
@@ -61,17 +61,6 @@ class Proposal:
     def test(self) -> bool:
         """Whether all verdicts are there."""
         return None not in self.replies.values()
-
-
-class Said:
-    """A request that is done when a function says something."""
-
-    def __init__(self, asked: Callable[[], str | None]) -> None:
-        self._asked = asked
-
-    def test(self) -> bool:
-        """Whether it does."""
-        return self._asked() is not None
 
 
 class _Listening:
@@ -236,7 +225,7 @@ class Control:
     def wish_when(self, asked: Callable[[], str | None]) -> Steps[None]:
         """A service that wishes to stop as soon as `asked()` says why."""
         self._asked = asked
-        yield Said(asked)
+        yield Predicate(lambda: asked() is not None)
         self.wish(asked() or "")
 
     def _order(self, orders: Sequence[Order]) -> None:

@@ -35,7 +35,7 @@ from mpikv.server.memory import Pool
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.strategies.base import Sink
 from mpikv.strategies.exchange import Client, ClientKey, Item
-from mpikv.transports.base import Done, Request, Steps
+from mpikv.transports.base import Done, Predicate, Request, Steps
 
 EVERY_WORKER = 16  # up to so many workers are all simulated
 STANDING = 8  # of more, so many stand for all
@@ -269,22 +269,17 @@ def _start(
     simulation.at(compute_s, lambda time_s: rank.work(time_s, lambda: rank.serve(pulls)))
 
 
-class _Enough:
-    """A request that is done when there are tags for so many answers, as in `PsStrategy`."""
-
-    def __init__(self, client: Client, replies: int) -> None:
-        self._tags, self._replies = client.reply_tags, replies
-
-    def test(self) -> bool:
-        """Whether there are, or all that there can be."""
-        return self._replies <= self._tags.left or self._tags.left == self._tags.count
-
-
 def _pulls(simulation: Simulation, rank: Rank, client: Client, keys: Sequence[ClientKey]) -> Steps[None]:
-    """Pull key after key, each as soon as there are tags for its answers."""
+    """Pull key after key, each as soon as there are tags for its answers, as in `PsStrategy`."""
+    tags = client.reply_tags
     for key in keys:
         items = _items([key], simulation.blank, push=False, pull=True)
-        yield _Enough(client, client.tags_needed(items)[0])
+        replies = client.tags_needed(items)[0]
+
+        def enough(replies: int = replies) -> bool:
+            return replies <= tags.left or tags.left == tags.count  # or all that there can be
+
+        yield Predicate(enough)
         rank.start(client.exchange(wire.PULL, items, 0))
 
 

@@ -25,7 +25,7 @@ from mpikv.arrays import HostArray
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Reply
-from mpikv.transports.base import Done, Incoming, Request, Steps, Transport
+from mpikv.transports.base import Done, Incoming, Predicate, Request, Steps, Transport
 from mpikv.transports.local import HELD, LocalTransport
 from mpikv.transports.local_requests import Arrived, Receiving
 from mpikv.transports.progress import Backoff, Running
@@ -51,17 +51,6 @@ class _Peer:
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
         self.held = 0  # partitions in the worker's memory
         self.sending: deque[tuple[Request, Reply]] = deque()
-
-
-class _Flushing:
-    """A request: the last records leave."""
-
-    def __init__(self, local: LocalTransport | None) -> None:
-        self._local = local
-
-    def test(self) -> bool:
-        """Whether they have left."""
-        return self._local is None or self._local.flushed
 
 
 class _Traffic:
@@ -123,14 +112,17 @@ class _Traffic:
     def idle(self) -> bool:
         """Whether every reply has left."""
         self._forget(0)
-        flushed = self._local is None or self._local.flushed
-        return not self._sending and not self._copied and flushed
+        return not self._sending and not self._copied and self._flushed()
+
+    def _flushed(self) -> bool:
+        """Whether the last records have left."""
+        return self._local is None or self._local.flushed
 
     def last(self) -> Request:
         """What is to be waited for when no more requests come."""
         if self._sending:
             return self
-        return self._copied[0] if self._copied else _Flushing(self._local)
+        return self._copied[0] if self._copied else Predicate(self._flushed)
 
     def handle(self) -> None:
         """Handle what has come, and start what follows from it."""

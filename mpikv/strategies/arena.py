@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared import Slots
 from mpikv.keys import KeyInfo
-from mpikv.transports.shm import HostMemory, aligned
+from mpikv.transports.shm import HostMemory, Space
 
 
 class Block(NamedTuple):
@@ -30,16 +30,12 @@ class Arena:
         self.rank = memory.rank
         self.size = memory.size
         self.slots = Slots(memory)
-        self._free = self.slots.end  # kept by worker 0 alone
+        self._space = Space(self.slots.end, memory.n_bytes)  # kept by worker 0 alone
         self._blocks: list[Block] = []
 
     def reserve(self, n_bytes: int) -> int | None:
         """At worker 0: where the next `n_bytes` are. None when the memory is full."""
-        begin = self._free
-        if begin + n_bytes > self.memory.n_bytes:
-            return None
-        self._free = begin + aligned(n_bytes)
-        return begin
+        return self._space.reserve(n_bytes)
 
     def add_block(self, begin: int, stride: int) -> int:
         """Note what `store.empty` agreed on; returns where this worker's part begins."""

@@ -39,7 +39,8 @@ from mpikv.strategies.arena import Arena
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending
 from mpikv.strategies.direct_plans import in_place, regions
-from mpikv.strategies.workers import Predicate, Workers
+from mpikv.strategies.workers import Workers
+from mpikv.transports.base import Predicate
 from mpikv.transports.meeting import Meeting, digest, history_hash
 from mpikv.transports.shm import HostMemory, aligned
 

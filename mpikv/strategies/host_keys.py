@@ -17,7 +17,7 @@ import numpy as np
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, place_bytes
 from mpikv.transports.base import Steps, Transport
-from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
+from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
 from mpikv.transports.topology import topology
 
 LINE = ALIGN_BYTES // WORD_BYTES
@@ -35,26 +35,20 @@ class HostKeys:
         self._most = max(len(ranks) for ranks in found.hosts)
         self._words = memory.words(0, memory.size * LINE)
         self._seen = b""
-        self._free = self._most * ALIGN_BYTES  # kept by worker 0 alone
+        self._space = Space(self._most * ALIGN_BYTES, memory.n_bytes)  # kept by worker 0 alone
         self._under_way: dict[HostKey, Any] = {}
 
     # --- places
 
-    def reserve(self, n_bytes: int) -> int | None:
-        """At worker 0: where the next `n_bytes` are on every host. None when the smallest memory is full."""
-        begin = self._free
-        if begin + n_bytes > self.memory.n_bytes:
-            return None
-        self._free = begin + aligned(n_bytes)
-        return begin
-
     def reserve_key(self, n_elems: int, itemsize_bytes: int) -> int | None:
-        """The same for a key."""
-        return self.reserve(place_bytes(n_elems, itemsize_bytes, max(itemsize_bytes, WIDEST_WIRE_BYTES), self._most))
+        """At worker 0: where a key is on every host. None when the smallest memory is full."""
+        return self._space.reserve(
+            place_bytes(n_elems, itemsize_bytes, max(itemsize_bytes, WIDEST_WIRE_BYTES), self._most)
+        )
 
     def reserve_arrays(self, n_bytes: int) -> int | None:
         """The same for `n_bytes` of each worker."""
-        return self.reserve(aligned(n_bytes) * self._most)
+        return self._space.reserve(aligned(n_bytes) * self._most)
 
     def key(self, begin: int, n_elems: int, dtype: np.dtype[Any]) -> HostKey:
         """A key at its place."""

@@ -19,8 +19,7 @@ from mpikv.collectives.select import ALGORITHMS
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lanes import Lane, Numbers, Round
-from mpikv.strategies.workers import Predicate
-from mpikv.transports.base import Group, Steps
+from mpikv.transports.base import Group, Predicate, Steps
 from mpikv.transports.progress import Running
 
 

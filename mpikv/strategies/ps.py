@@ -31,8 +31,8 @@ from mpikv.strategies.base import Pending, Sink
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import Predicate, Workers
-from mpikv.transports.base import Done, Request, Steps, Transport
+from mpikv.strategies.workers import Workers
+from mpikv.transports.base import Done, Predicate, Request, Steps, Transport
 from mpikv.transports.local import LocalTransport
 
 EVENLY = -1  # in place of a key's only owner: it is cut evenly over all servers

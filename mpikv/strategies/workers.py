@@ -23,19 +23,8 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
 from mpikv.strategies.base import Pending
-from mpikv.transports.base import Group, Request, Transport
+from mpikv.transports.base import Group, Predicate, Request, Transport
 from mpikv.transports.progress import Engine
-
-
-class Predicate:
-    """A request that is done when a function says so."""
-
-    def __init__(self, predicate: Callable[[], bool]) -> None:
-        self._predicate = predicate
-
-    def test(self) -> bool:
-        """What the function says."""
-        return self._predicate()
 
 
 class Placement(Protocol):

@@ -8,7 +8,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mpikv.arrays import HostArray
@@ -91,6 +91,17 @@ class Done:
     def test(self) -> bool:
         """True."""
         return True
+
+
+class Predicate:
+    """A request that is done when a function says so."""
+
+    def __init__(self, predicate: Callable[[], bool]) -> None:
+        self._predicate = predicate
+
+    def test(self) -> bool:
+        """What the function says."""
+        return self._predicate()
 
 
 class Arrival:

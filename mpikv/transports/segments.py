@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.transports.shm import HostMemory, aligned
+from mpikv.transports.shm import HostMemory, Space
 
 PAGE_BYTES = 4096
 
@@ -21,8 +21,8 @@ class Segment:
         begin_bytes = -(-begin_bytes // PAGE_BYTES) * PAGE_BYTES
         length = max(0, memory.n_bytes - begin_bytes) // memory.size // PAGE_BYTES * PAGE_BYTES
         self._memory = memory
-        self._next = begin_bytes + memory.rank * length
-        self._end = self._next + length
+        begin = begin_bytes + memory.rank * length
+        self._space = Space(begin, begin + length)
         self._free: dict[int, list[HostArray]] = {}
         self.taken_bytes = 0
 
@@ -34,10 +34,10 @@ class Segment:
             array = free.pop()
             array.fill(0)  # the ends share pages with others, and were not given back
             return array
-        if self._next + n_bytes > self._end:
+        begin = self._space.reserve(n_bytes)
+        if begin is None:
             return None
-        array = self._memory.array(self._next, n_bytes, np.dtype(np.uint8))
-        self._next += aligned(n_bytes)
+        array = self._memory.array(begin, n_bytes, np.dtype(np.uint8))
         self.taken_bytes += n_bytes
         return array
 

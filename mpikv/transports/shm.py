@@ -45,6 +45,21 @@ def fence() -> None:
 ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in program order, and loads made in it
 
 
+class Space:
+    """Bytes of a memory that are given out from the beginning to the end and never taken back."""
+
+    def __init__(self, begin_bytes: int, end_bytes: int) -> None:
+        self._next, self._end = begin_bytes, end_bytes
+
+    def reserve(self, n_bytes: int) -> int | None:
+        """Where the next `n_bytes` are. None when there are not so many left."""
+        begin = self._next
+        if begin + n_bytes > self._end:
+            return None
+        self._next = begin + aligned(n_bytes)
+        return begin
+
+
 class HostMemory:
     """The same bytes, seen by every rank of a host. `rank` of `size` counts the ranks of this host."""
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import digits as written_digits
 import jobs
 import numpy as np
 import pytest
-
-from mpikv.data import images
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAST_LINE = r"accuracy (0\.\d{4}|1\.0000) after (\d+ (?:epoch|step)s?) in \d+\.\d s"
@@ -24,17 +22,7 @@ LAST_LINE = r"accuracy (0\.\d{4}|1\.0000) after (\d+ (?:epoch|step)s?) in \d+\.\
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """scikit-learn's digits as IDX files: the same images wherever the tests run."""
-    directory = tmp_path_factory.mktemp("digits")
-    data = images._digits()
-    for name, array in (
-        ("train-images-idx3-ubyte", data.train_x[:, 0]),
-        ("train-labels-idx1-ubyte", data.train_y),
-        ("t10k-images-idx3-ubyte", data.test_x[:, 0]),
-        ("t10k-labels-idx1-ubyte", data.test_y),
-    ):
-        header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
-        (directory / name).write_bytes(header + array.astype(np.uint8).tobytes())
-    return directory
+    return written_digits.write(tmp_path_factory.mktemp("digits"))
 
 
 def run(example: str, *arguments: object, n: int | None = None, timeout_s: float = 100) -> str:
