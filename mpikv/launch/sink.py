@@ -57,6 +57,7 @@ class Sink:
         self.pending += channel.message(
             channel.HELLO, proof=proof, **place._asdict(), pid=os.getpid(), parent=os.getppid()
         )
+        self.flush()  # now: this process may be killed as soon as it has started the command
 
     def write(self, kind: int, data: bytes) -> None:
         """Queue one frame, and send what can be sent now."""

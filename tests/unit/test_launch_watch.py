@@ -24,6 +24,7 @@ from mpikv.launch.placement import Block, place
 from mpikv.launch.processes import JOB, descendants, end_job, is_alive, of_job
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import Verdict
+from mpikv.launch.sink import Place, Sink
 from mpikv.launch.watch import Limits, Watch
 
 LIMITS = Limits(job=None, start=20.0, grace=0.5)
@@ -116,6 +117,29 @@ def test_what_a_rank_leaves_is_ended() -> None:
     job = Job(["(trap : TERM; setsid sleep 300 & sleep 300) & exit 4"])
     assert job.run().status == 4
     assert of_job(job.id) == []
+
+
+def test_a_rank_has_reported_before_its_command_starts() -> None:
+    """What it sends later is lost with it, if the command or anybody else kills it at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            connection.sendall(channel.proof(SECRET, "launcher"))
+            connection.settimeout(10)
+            frames = channel.Frames()
+            while not heard:
+                heard.extend(kind for kind, _ in frames.add(connection.recv(4096)))
+            connection.close()
+
+        heard: list[int] = []
+        launcher = threading.Thread(target=greet)
+        launcher.start()
+        plan = {"addresses": [listener.getsockname()], "secret": SECRET}
+        sink = Sink(plan, Place("worker", 0, 0, "here"))
+        launcher.join()
+        sink.socket.close()
+    assert heard == [channel.HELLO]
 
 
 def test_the_process_above_a_rank_is_killed() -> None:
