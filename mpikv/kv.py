@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["KVStore", "create"]
+
+_served: list[tuple[weakref.ref[KVStore], MPI.Group]] = []  # stores that server ranks serve or served, and these ranks
 
 
 def create(
@@ -101,11 +104,12 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     elif not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
     me = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+    ended = _check_servers(name, comm)
 
     def nobody() -> BaseException:
         return StallError(
             f"{me} waited {config.timeout_s:g} s in kv.create({name!r}) for the other ranks of its communicator: "
-            "every one of them must call it"
+            f"every one of them must call it{ended}"
         )
 
     transport = open_transport(comm, config.timeout_s, nobody)
@@ -145,7 +149,28 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         transport, roles, spec, config, threaded=threaded, on_fatal=_fatal, memory=memory, links=links
     )
     store = KVStore(name, strategy, on_device=spec.on_device, stop_file=config.stop_file)
+    if roles.servers:
+        _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
     return _registered(_listening(store, config), strategy)
+
+
+def _check_servers(name: str, comm: MPI.Intracomm) -> str:
+    """ConfigError where ranks of `comm` serve a store that is open. What to say of those that have served one."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    for store, servers in _served:
+        common = MPI.Group.Intersection(comm.Get_group(), servers)
+        ranks = ", ".join(str(rank) for rank in common.Translate_ranks(None, comm.Get_group()))
+        advice = "make one store for all, or the next one over a communicator without these ranks"
+        if not ranks:
+            continue
+        earlier = store()
+        if earlier is not None and not earlier._closed:
+            raise ConfigError(
+                f"kv.create({name!r}): another store is open and has its servers at rank {ranks}; {advice}"
+            )
+        return f"; an earlier store had its servers at rank {ranks}, where the process ended with it: {advice}"
+    return ""
 
 
 def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
@@ -309,7 +334,7 @@ def _registered(store: KVStore, strategy: Strategy) -> KVStore:
             return  # a child that was forked; the store is its parent's
         guard = abort.guard()
         if guard is not None and guard.exit_status:
-            guard.fail(f"sys.exit({guard.exit_status}) while {store!r} was open: the job ends", guard.exit_status)
+            guard.fail(f"sys.exit({guard.exit_status}) while {store!r} was open", guard.exit_status)
         try:
             store.close()
         except MpikvError as error:

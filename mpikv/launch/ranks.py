@@ -30,7 +30,8 @@ class Rank:
     told: bool = False  # it ended after it had been told to
     error: str = ""  # why its command could not be started
     gone: bool = False  # and all that it left running
-    aborted: int = 0  # as `order`: when it said that it called MPI_Abort, for it may be killed before it can end
+    aborted: int = 0  # as `order`: when it said that it calls MPI_Abort, for others may end before it does
+    abort_status: int = 0
     lost: bool = False  # the connection ended before it reported its end
     order: int = 0  # of the reports of an end, from 1
 
@@ -99,8 +100,11 @@ def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | 
         return asked
     own = exit_status(mpirun_status) if mpirun_status else 0
     aborted = min((rank for rank in ranks if rank.aborted), key=lambda rank: rank.aborted, default=None)
-    if own and aborted is not None and (failed is None or aborted.aborted < failed.order) and aborted is not failed:
-        return Verdict(own, f"{aborted.name} on {aborted.host} called MPI_Abort with status {own}")
+    if aborted is not None and aborted is not failed and (own if failed is None else aborted.aborted < failed.order):
+        status = aborted.abort_status & 0xFF
+        return Verdict(
+            status or own or FAILED, f"{aborted.name} on {aborted.host} called MPI_Abort with status {status}"
+        )
     if failed is not None:
         return Verdict(exit_status(failed.status or 0) or FAILED, f"{failed.name} on {failed.host} {how(failed)}")
     missing = [rank for rank in ranks if not rank.host]

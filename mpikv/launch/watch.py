@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -31,7 +32,11 @@ IDLE_SERVERS_S = 3.0  # servers end with the last worker's store, so within this
 LINGERING_S = 5.0  # for an mpirun whose ranks have all reported their end
 TICK_S = 0.25
 READ_BYTES = 1 << 16
-ABORTED = b"application called MPI_Abort("  # how MPICH and Intel MPI say it, in the rank's own output
+# How MPICH and Intel MPI say it in the rank's own output, and how ours does under any MPI (transports/abort.py)
+ABORTED = re.compile(
+    rb"^(?:.*application called MPI_Abort\(\w+, (-?\d+)\)|\[rank \d+ of \d+ on \S+\] ends the job with status (\d+)$)",
+    re.MULTILINE,
+)
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Open MPI 5, when its child was quicker (PRRTE, plm_ssh_module.c)
 TIMED_OUT = 124  # as timeout(1)
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -206,9 +211,10 @@ class Watch:
             self._welcome(peer, json.loads(body))
         elif kind in (channel.OUT, channel.ERR):
             rank = peer.rank
-            if ABORTED in body and not rank.aborted:
+            said = None if rank.aborted else ABORTED.search(body)
+            if said is not None:
                 self._reports += 1
-                rank.aborted = self._reports
+                rank.aborted, rank.abort_status = self._reports, int(said[1] or said[2])
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
         elif kind == channel.ENDED:
             self._ended(peer.rank, json.loads(body))

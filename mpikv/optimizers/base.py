@@ -19,7 +19,7 @@ Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
@@ -281,13 +281,26 @@ class Optimizer:
         grad: same shape, any supported dtype, not changed. state: of `init` or of the last update. Local.
         Raises ShapeMismatch, TypeError, or ValueError for a read-only weight; the weight is unchanged then.
         """
-        self.check_update(key, weight, grad)
+        return self.update_sum(key, weight, (grad,), state)
+
+    @property
+    def sums(self) -> bool:
+        """Whether `update_sum` takes several terms and does what `update`, maybe a user's own, does with their sum."""
+        return self.elementwise and type(self).update is Optimizer.update
+
+    def update_sum(self, key: Key, weight: HostArray, terms: Sequence[HostArray], state: State) -> State:
+        """`update` with the sum of `terms`, arrays like `grad` of one dtype, which are added in their order.
+
+        That happens block by block: the sum is in the cache when it is used, and nowhere else. Several: see `sums`.
+        """
+        for term in terms:
+            self.check_update(key, weight, term)
         flat = weight.reshape(-1) if weight.flags.c_contiguous else weight.flatten()
         self._complete(flat, state)
         step = self._step(key, flat, weight.shape, state)
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
-            self._apply(step, flat, grad.reshape(-1), state)
+            self._apply(step, flat, [term.reshape(-1) for term in terms], state)
         if not weight.flags.c_contiguous:
             weight[...] = flat.reshape(weight.shape)
         state["t"] = step.t
@@ -316,8 +329,9 @@ class Optimizer:
             state=state,
         )
 
-    def _apply(self, step: Step, weight: HostArray, grad: HostArray, state: State) -> None:
+    def _apply(self, step: Step, weight: HostArray, terms: Sequence[HostArray], state: State) -> None:
         n, work = weight.size, work_dtype(weight.dtype)
+        dtype = terms[0].dtype
         names = self.state_names()
         # A formula of few arrays has room for longer blocks, of which there are fewer.
         longer = max(1, 6 // (2 + len(names) + self.scratch))
@@ -325,16 +339,19 @@ class Optimizer:
         if length == 0:
             return
         master = state.get("master")
-        converts = 2 if weight.dtype != work or grad.dtype != work else 0
+        converts = 2 if weight.dtype != work or dtype != work else 0
         buffers = np.empty((self.scratch + converts, length), work)
+        total = np.empty(length if len(terms) > 1 else 0, dtype)
         for begin in range(0, n, length):
             here = slice(begin, min(begin + length, n))
             size = here.stop - begin
-            stored, g = weight[here], grad[here]
+            stored, g = weight[here], terms[0][here]
             w = stored if stored.dtype == work else buffers[-1, :size] if master is None else master[here]
             if master is None and w is not stored:
                 np.copyto(w, stored, casting="unsafe")
-            if g.dtype != work:
+            for term in terms[1:]:
+                g = np.add(g, term[here], out=total[:size])
+            if dtype != work:
                 np.copyto(buffers[-2, :size], g, casting="unsafe")
                 g = buffers[-2, :size]
             arrays = {name: state[name][here] for name in names}

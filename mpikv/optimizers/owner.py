@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,16 +140,25 @@ class Owner:
         total: same length, in the dtype that the key is added in. attributes: those to apply it with.
         Raises what the optimizer raises, with the key noted.
         """
-        state = self.update(info, weight, total, attributes, self.states.get(info.id))
+        state = self.update(info, weight, (total,), attributes, self.states.get(info.id))
         if state is not None:
             self.states[info.id] = state
 
     def update(
-        self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: AttributesId, state: State | None
+        self,
+        info: KeyInfo,
+        weight: HostArray,
+        terms: Sequence[HostArray],
+        attributes: AttributesId,
+        state: State | None,
     ) -> State | None:
-        """`apply` for an owner that keeps states elsewhere: takes a state (None at first) and returns the new one."""
+        """`apply` for an owner that keeps states elsewhere: takes a state (None at first) and returns the new one.
+
+        terms: arrays whose sum is applied; several only for an optimizer that adds them itself (`Optimizer.sums`).
+        """
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
+            (total,) = terms
             np.copyto(weight, total, casting="unsafe")
             return state
         slot = self.slot_of(info.id)
@@ -160,11 +169,13 @@ class Owner:
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
                 raise MpikvError(f"{optimizer.name} needs the whole of key {info.key!r}, which is cut into shards")
-            weight, total = weight.reshape(info.shape), total.reshape(info.shape)
+            weight, terms = weight.reshape(info.shape), [term.reshape(info.shape) for term in terms]
         try:
             if state is None:
                 state = optimizer.init(weight)
-            return optimizer.update(info.key, weight, total, state)
+            if len(terms) > 1:
+                return optimizer.update_sum(info.key, weight, terms, state)
+            return optimizer.update(info.key, weight, terms[0], state)
         except Exception as error:
             add_note(error, f"in the update of key {info.key!r} by {type(optimizer).__name__}")
             raise

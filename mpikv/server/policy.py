@@ -16,9 +16,13 @@ Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
 
 class Update(NamedTuple):
-    """A sum to apply, in the dtype that the key is added in, and the number of the attributes to apply it with."""
+    """What to apply: one array, or two whose sum it is, and the number of the attributes to apply it with.
 
-    total: HostArray
+    terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
+    adds block by block, and uses the sum while it is in the cache.
+    """
+
+    terms: Sequence[HostArray]
     attributes: AttributesId
 
 
@@ -76,17 +80,14 @@ class Synchronous:
             return None
         part: HostArray | None = gradient
         while part is not None:
-            if self._total is None:
-                self._total = part
-            else:
-                self._total = memory.add(self._total, part)
             self._next_worker += 1
+            if self._next_worker == self._num_workers:
+                update = Update((part,) if self._total is None else (self._total, part), self._attributes)
+                self._next_worker, self._total, self._attributes = 0, None, AS_SET
+                return update
+            self._total = part if self._total is None else memory.add(self._total, part)
             part = self._early.pop(self._next_worker, None)
-        if self._next_worker < self._num_workers:
-            return None
-        update = Update(self._total, self._attributes)  # type: ignore[arg-type] # there is at least one worker
-        self._next_worker, self._total, self._attributes = 0, None, AS_SET
-        return update
+        return None
 
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """The same sums, cut anew."""
@@ -111,7 +112,7 @@ class Asynchronous:
 
     def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
         """The gradient itself."""
-        return Update(gradient, attributes)
+        return Update((gradient,), attributes)
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """Nothing waits here."""

@@ -9,6 +9,7 @@ been added is free again.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -22,7 +23,7 @@ from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, join_states, slice_state
 from mpikv.server.events import Answer, Event, Fetch, Reply
 from mpikv.server.memory import Block, Pool
-from mpikv.server.policy import Policy
+from mpikv.server.policy import Policy, Update
 from mpikv.wire import Header
 
 
@@ -256,7 +257,7 @@ class Shard:
         update = unit.policy.push(push.worker, gradient, push.attributes, self._pool)
         if update is None:
             return []
-        self._apply(unit, update.total, update.attributes)
+        self._apply(unit, update)
         unit.version += 1
         events = self._answer()
         if self._counts:
@@ -265,21 +266,24 @@ class Shard:
                     events += self._advance(worker)
         return events
 
-    def _apply(self, unit: Unit, total: HostArray, attributes: AttributesId) -> None:
-        optimizer = self._owner.optimizer_of(self.info.id)
-        if optimizer is None and total.dtype == unit.block.array.dtype:
+    def _apply(self, unit: Unit, update: Update) -> None:
+        optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
+        if optimizer is None or not optimizer.sums:
+            terms = (functools.reduce(self._pool.add, terms),)
+        if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
-            unit.block = Block(self._pool.own(total), self._pool)
+            unit.block = Block(self._pool.own(terms[0]), self._pool)
             return
         if unit.block.readers:
             block = Block(self._copy(unit.block.array), self._pool)
             unit.block.leave()
             unit.block = block
-        gradient = total
+        given = terms
         if optimizer is not None and type(optimizer).update is not Optimizer.update:
-            gradient = total.copy()  # a user's function may make it its state, or write into it
-        unit.state = self._owner.update(self.info, unit.block.array, gradient, attributes, unit.state)
-        self._pool.give(total)
+            given = (terms[0].copy(),)  # a user's function may make it its state, or write into it
+        unit.state = self._owner.update(self.info, unit.block.array, given, update.attributes, unit.state)
+        for term in terms:
+            self._pool.give(term)
 
     # --- pulls
 

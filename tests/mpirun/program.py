@@ -62,6 +62,11 @@ def fault(store: kv.KVStore, folder: Path) -> None:
         store.pull(name)
     elif case == "optimizers differ":
         store.set_optimizer(optimizers.create("sgd", learning_rate=0.1 + store.rank))
+    elif case == "second store":
+        kv.create(kind)
+    elif case == "store after store":
+        store.close()
+        kv.create(kind)
     elif case == "other call":
         store.init("x", ONES) if mine else store.barrier()
     elif case in ("damaged states", "truncated states", "foreign states"):

@@ -64,6 +64,11 @@ EVERYWHERE = {
     "foreign states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
 }
 WITH_SERVERS = {
+    "second store": [r"ConfigError: .* another store is open and has its servers at rank 2; make one store for all"],
+    "store after store": [
+        r"StallError: rank [01] of 3 waited 4 s in kv\.create\('dist_sync'\) for the other ranks .*: every one of them "
+        r"must call it; an earlier store had its servers at rank 2, where the process ended with it: make one store"
+    ],
     "returns early": [r"PeerError: worker 0 .* pull of key 'w', round 3: worker 1 .* closed its store after 2 pushes"],
     "never pushes": [r"StallError: worker 0 .* pull of key 'w', round 3\. Not arrived: worker 1"],
     "optimizer raises": [rf"\[rank 2 of 3 {HOST}\] .*ZeroDivisionError", r"in the update of key 'w'"],

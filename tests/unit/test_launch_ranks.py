@@ -59,10 +59,13 @@ def test_never_0_without_every_report() -> None:
 
 def test_mpi_abort() -> None:
     """MPICH kills the rank that calls it before it can end."""
-    ranks = job({"status": 15, "told": True, "order": 3}, {"status": -15, "told": True, "aborted": 1, "order": 2})
+    aborted = {"status": -15, "told": True, "aborted": 1, "abort_status": 6, "order": 2}
+    ranks = job({"status": 15, "told": True, "order": 3}, aborted)
     assert judge(ranks, 6) == Verdict(6, "worker 1 on h1 called MPI_Abort with status 6")
     ranks[0] = job({"status": 4, "order": 2})[0]
     assert judge(ranks, 6).text.startswith("worker 1")
+    assert judge(ranks, 4) == Verdict(6, "worker 1 on h1 called MPI_Abort with status 6")  # mpirun's is another's
+    assert judge(ranks, None).status == 6
     ranks[0].order, ranks[1].aborted = 1, 2
     assert judge(ranks, 6).status == 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpikv import optimizers
+from mpikv.arrays import sum_dtype
 from mpikv.optimizers import FactorScheduler
 
 # Each reference updates the lists in place. `h` holds the hyperparameters, `s` is the state, a dict of lists.
@@ -371,6 +373,33 @@ def test_half_precision(name: str, dtype: Any) -> None:
         assert np.array_equal(value, wide.astype(dtype))
     assert state["master"].dtype == np.float32
     assert "master" not in wide_state
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", ml_dtypes.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_sum_that_is_added_block_by_block(name: str, dtype: Any, count: int) -> None:
+    """The bits of adding first and updating then, in every block, also the last and shorter one."""
+    rate = {} if name in ("test", "adadelta") else {"learning_rate": 3.0}
+    optimizer = optimizers.create(name, multi_precision=dtype is ml_dtypes.bfloat16, **rate)
+    if not optimizer.sums and count > 1:
+        pytest.skip("its formula needs the whole sum")
+    rng = np.random.default_rng(3)
+    n = 100_003 if optimizer.sums else 103
+    first = (10 * rng.standard_normal(n)).astype(dtype)
+    one, other = first.copy(), first.copy()
+    state, other_state = optimizer.init(one), optimizer.init(other)
+    for _ in range(3):
+        terms = [(10 * rng.standard_normal(n)).astype(sum_dtype(first.dtype)) for _ in range(count)]
+        before = [term.copy() for term in terms]
+        state = optimizer.update_sum("w", one, terms, state)
+        other_state = optimizer.update("w", other, functools.reduce(np.add, terms), other_state)
+        assert all(map(np.array_equal, terms, before)), "a term was changed"
+    assert one.tobytes() == other.tobytes()
+    assert dtype == "int32" or not np.array_equal(one, first)  # some steps round to none
+    assert set(state) == set(other_state)
+    for part, value in state.items():
+        assert np.array_equal(value, other_state[part]), part
 
 
 @pytest.mark.parametrize("name", REFERENCES)
