@@ -19,6 +19,7 @@ Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/op
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -41,6 +42,35 @@ State = dict[str, Any]
 of elements and plain numbers. What a user's own function keeps may be anything (wrap.py)."""
 
 BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
+
+
+SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
+
+
+class _Scratch(threading.local):
+    """This thread's memory for blocks, kept from one update to the next.
+
+    Memory of such a length that is made and let go each time may come as new pages each time (M_MMAP_THRESHOLD in
+    mallopt(3)), whose faults take as long as the arithmetic. Shorter and longer memory is new.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, HostArray] = {}
+
+    def take(self, name: str, rows: int, length: int, dtype: np.dtype[Any]) -> HostArray:
+        """(rows, length) of any content, for as long as nobody takes the same name."""
+        n_bytes = rows * length * dtype.itemsize
+        if n_bytes < SMALL_BYTES:
+            return np.empty((rows, length), dtype)
+        kept = self._kept.get(name)
+        if kept is None or kept.size < n_bytes:
+            kept = np.empty(n_bytes, np.uint8)
+            if n_bytes <= KEPT_BYTES:
+                self._kept[name] = kept
+        return kept[:n_bytes].view(dtype).reshape(rows, length)
+
+
+_scratch = _Scratch()
 
 
 class Common(TypedDict, total=False):
@@ -340,8 +370,8 @@ class Optimizer:
             return
         master = state.get("master")
         converts = 2 if weight.dtype != work or dtype != work else 0
-        buffers = np.empty((self.scratch + converts, length), work)
-        total = np.empty(length if len(terms) > 1 else 0, dtype)
+        (total,) = _scratch.take("sum", 1, length if len(terms) > 1 else 0, dtype)
+        buffers = _scratch.take("formula", self.scratch + converts, length, work)
         for begin in range(0, n, length):
             here = slice(begin, min(begin + length, n))
             size = here.stop - begin
