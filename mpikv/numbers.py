@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+
+BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}  # as in nccl-tests
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
@@ -32,3 +36,14 @@ def seconds(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return number
+
+
+def size(text: str) -> int:
+    """`4`, `64K`, `1.5MiB` in bytes, at least one."""
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes; write 4, 64K, 256M or 1G")
+    n_bytes = float(found[1]) * BYTES[found[2].upper()]
+    if n_bytes < 1 or n_bytes != int(n_bytes):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of bytes, at least 1")
+    return int(n_bytes)

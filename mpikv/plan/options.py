@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpikv import models
-from mpikv.numbers import at_least
+from mpikv.numbers import at_least, size
 from mpikv.plan import units
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", choices=models.NAMES, default="resnet50", help="whose gradients (default resnet50)")
-    what.add_argument("--bytes", type=_read(units.size), metavar="SIZE", help="one float32 array instead, e.g. 16M")
+    what.add_argument("--bytes", type=size, metavar="SIZE", help="one float32 array instead, e.g. 16M")
     parser.add_argument(
         "--workers", type=_read(units.counts), default="8..1024", metavar="N", help="e.g. 8..1024 (default), or 8,12"
     )

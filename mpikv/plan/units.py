@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 BITS_PER_S: Mapping[str, float] = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 SECONDS: Mapping[str, float] = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-BYTES: Mapping[str, float] = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z/]*)")
 MOST = 16384  # workers
 
@@ -32,15 +31,6 @@ def rate(text: str) -> float:
 def duration(text: str) -> float:
     """`20us`, `1.5ms` in seconds."""
     return _quantity(text, SECONDS, "20us or 1.5ms")
-
-
-def size(text: str) -> int:
-    """`4`, `64K`, `16M` in bytes; K, M and G are powers of 1024."""
-    plain = {**BYTES, **{f"{unit}{end}": factor for unit, factor in BYTES.items() for end in ("b", "ib") if unit}}
-    found = _quantity(text, plain, "16M or 64K")
-    if found < 1 or found != int(found):
-        raise ValueError(f"{text!r} is no whole number of bytes, at least 1")
-    return int(found)
 
 
 def counts(text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 import mpikv.arrays  # noqa: F401 - bfloat16
 from mpikv.bench.pattern import EXACT, Pattern
-from mpikv.bench.sizes import parse_bytes, short, sweep
+from mpikv.bench.sizes import short, sweep
+from mpikv.numbers import size
 
 
 @pytest.mark.parametrize(
@@ -22,17 +24,18 @@ from mpikv.bench.sizes import parse_bytes, short, sweep
         ("256MiB", 1 << 28),
         ("1.5K", 1536),
         ("2G", 2 << 30),
+        ("2 GB", 2 << 30),
         (" 8 ", 8),
     ],
 )
 def test_sizes_are_read(text: str, n_bytes: int) -> None:
-    assert parse_bytes(text) == n_bytes
+    assert size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "x", "-4", "0", "1.5", "4T", "1e6", "K", "4 4"])
 def test_other_texts_are_errors(text: str) -> None:
-    with pytest.raises(ValueError, match="bytes"):
-        parse_bytes(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="bytes"):
+        size(text)
 
 
 def test_sweep() -> None:
@@ -54,7 +57,7 @@ def test_sweep_of_nothing() -> None:
 )
 def test_short(n_bytes: int, text: str) -> None:
     assert short(n_bytes) == text
-    assert parse_bytes(text) == n_bytes
+    assert size(text) == n_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
