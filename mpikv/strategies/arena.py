@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpikv.arrays import HostArray
-from mpikv.collectives.shared import Slots
+from mpikv.collectives.shared_plans import Slots
 from mpikv.keys import KeyInfo
 from mpikv.transports.shm import HostMemory, Space
 

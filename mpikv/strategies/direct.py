@@ -23,14 +23,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.collectives.shared import (
-    Executor,
-    Plan,
-    Update,
-    always,
-    staged_plan,
-    update_plan,
-)
+from mpikv.collectives.shared import Executor, Plan
+from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting

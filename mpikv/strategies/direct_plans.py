@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.collectives.shared import Piece, Plan, Region, in_place_plan
+from mpikv.collectives.shared import Plan
+from mpikv.collectives.shared_plans import Piece, Region, in_place_plan
 from mpikv.strategies.arena import Arena
 from mpikv.strategies.arguments import Flat
 from mpikv.transports.shm import ALIGN_BYTES

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.collectives.shared import Piece, Region, cut, part_of
+from mpikv.collectives.shared_plans import Piece, Region, cut, part_of
 from mpikv.config import Config
 from mpikv.testing.reference import add
 from mpikv.testing.stores import spawn_stores

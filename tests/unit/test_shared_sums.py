@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from mpikv.arrays import sum_dtype
-from mpikv.collectives import shared
-from mpikv.collectives.shared import Executor, Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
+from mpikv.collectives import shared, shared_plans
+from mpikv.collectives.shared import Executor
+from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
 from mpikv.testing.reference import add
@@ -113,8 +114,9 @@ def on_ranks(size, body):
 @pytest.fixture
 def small(monkeypatch):
     """Small chunks, so that short arrays have many."""
-    monkeypatch.setattr(shared, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(shared, "TINY_BYTES", TINY)
+    monkeypatch.setattr(shared_plans, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(shared_plans, "IN_PLACE_BYTES", CHUNK)
+    monkeypatch.setattr(shared_plans, "TINY_BYTES", TINY)
 
 
 def whole_numbers(rank, n, dtype, seed=0):
@@ -246,7 +248,7 @@ def test_bits_are_those_of_adding_in_rank_order(small, p, dtype):
     on_ranks(p, body)
 
 
-TRUE_TINY, TRUE_CHUNK = shared.TINY_BYTES // 4, shared.CHUNK_BYTES // 4
+TRUE_TINY, TRUE_CHUNK = shared_plans.TINY_BYTES // 4, shared_plans.CHUNK_BYTES // 4
 
 
 @pytest.mark.parametrize(
@@ -486,7 +488,7 @@ def test_cost_of_large_values(p, n):
 
     n_bytes = 8 * n
     part = n_bytes * (p - 1) // p
-    expected = [(part + n_bytes, part, max(1, n_bytes // shared.CHUNK_BYTES)), (part, part, 1)]
+    expected = [(part + n_bytes, part, max(1, n_bytes // shared_plans.CHUNK_BYTES)), (part, part, 1)]
     assert on_ranks(p, body) == [expected] * p
 
 

@@ -1,0 +1,283 @@
+"""Plans of sums through memory that the ranks of a host share: what `shared` does, and how it is cut into chunks.
+
+Arrays of any kind go through *slots*, scratch memory of each rank, chunk by chunk. Arrays that lie in shared memory are
+added where they are. Where an optimizer owns the keys, sums go through its update into the stored value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
+from mpikv.transports.meeting import WORDS_PER_RANK
+from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
+
+CHUNK_BYTES = 512 << 10  # measured: less waits too often, more leaves the cache before it is copied out
+IN_PLACE_BYTES = 512 << 10
+SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out
+TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
+
+
+class Slots:
+    """The scratch memory of every rank, behind the counters."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self._begin = aligned(memory.size * WORDS_PER_RANK * WORD_BYTES)
+        self.per_rank_bytes = SLOTS * CHUNK_BYTES + 2 * TINY_BYTES
+        self.end = self._begin + memory.size * self.per_rank_bytes
+
+    def view(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """Some elements of a rank's slot for chunks."""
+        return self.memory.array(self._offset(rank) + slot * CHUNK_BYTES + offset_bytes, n_elems, dtype)
+
+    def tiny(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """The same of its two slots for tiny calls."""
+        begin = self._offset(rank) + SLOTS * CHUNK_BYTES + slot * TINY_BYTES
+        return self.memory.array(begin + offset_bytes, n_elems, dtype)
+
+    def _offset(self, rank: int) -> int:
+        return self._begin + rank * self.per_rank_bytes
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of one rank's values: `value` (None: a gap between two keys), written to `outs` at last."""
+
+    n_elems: int
+    value: HostArray | None
+    outs: tuple[HostArray, ...]
+
+
+class Region(NamedTuple):
+    """Elements that lie one behind the other in `result`, which is shared; together the pieces are as long."""
+
+    result: HostArray
+    pieces: Sequence[Piece]
+
+
+def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
+    """Regions cut and put together again into groups of at most `limit_bytes`, each region at a cache line."""
+    groups: list[list[Region]] = [[]]
+    room = limit_bytes
+    for region in regions:
+        itemsize = region.result.itemsize
+        pieces, begin, left = list(region.pieces), 0, region.result.size
+        while left:
+            take = min(left, room // itemsize)
+            if take == 0 or (take < left and take * itemsize < limit_bytes and left * itemsize <= limit_bytes):
+                groups.append([])
+                room = limit_bytes
+                continue
+            head: list[Piece] = []
+            missing = take
+            while missing:
+                piece = pieces.pop(0)
+                if piece.n_elems > missing:
+                    rest = piece.n_elems - missing
+                    value = piece.value
+                    pieces.insert(
+                        0,
+                        Piece(
+                            rest, None if value is None else value[missing:], tuple(out[missing:] for out in piece.outs)
+                        ),
+                    )
+                    piece = Piece(
+                        missing, None if value is None else value[:missing], tuple(out[:missing] for out in piece.outs)
+                    )
+                head.append(piece)
+                missing -= piece.n_elems
+            groups[-1].append(Region(region.result[begin : begin + take], head))
+            begin, left = begin + take, left - take
+            room -= aligned(take * itemsize)
+    return [group for group in groups if group]
+
+
+def part_of(rank: int, size: int, n_elems: int, itemsize: int) -> tuple[int, int]:
+    """The elements that `rank` adds: even parts in whole cache lines."""
+    line = max(1, ALIGN_BYTES // itemsize)
+    lines = -(-n_elems // line)
+    base, extra = divmod(lines, size)
+    begin = rank * base + min(rank, extra)
+    return min(n_elems, begin * line), min(n_elems, (begin + base + (rank < extra)) * line)
+
+
+def always(plan: Plan) -> Callable[[int], Plan]:
+    """The same plan for either tiny slot."""
+    return lambda turn: plan
+
+
+def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan]:
+    """Arrays of any kind: values go through the slots, sums into each region's result, and out from there.
+
+    Returns a function of the tiny slot to use, 0 or 1; all plans of one call are the same otherwise.
+    """
+    groups = cut(regions, CHUNK_BYTES)
+    if not groups:
+        return always(Plan([Chunk()], alone=True))
+    sizes = [sum(aligned(region.result.nbytes) for region in group) for group in groups]
+    if len(groups) == 1 and sizes[0] <= TINY_BYTES:
+        plans = [_tiny(slots, groups[0], turn) for turn in range(2)]
+        return lambda turn: plans[turn]
+    chunks = [_staged(slots, group, i % SLOTS) for i, group in enumerate(groups)]
+    return always(_priced(Plan(chunks)))
+
+
+def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:
+    chunk, offset = Chunk(), 0
+    ranks, me = range(slots.memory.size), slots.memory.rank
+    for region in group:
+        n, dtype = region.result.size, region.result.dtype
+        views = [slots.tiny(rank, turn, offset, n, dtype) for rank in ranks]
+        chunk.fills.add(_fills(views[me], region.pieces))
+        # All ranks write the same bits into the result, which must not hold anything in between.
+        if len(region.pieces) == 1 and region.pieces[0].outs:
+            first, *others = region.pieces[0].outs
+            chunk.sums.append(summed(first, views, [region.result, *others]))
+        else:
+            total = np.empty(n, dtype)
+            chunk.sums.append(summed(total, views, [region.result]))
+            chunk.drains.add(_drains(Region(total, region.pieces)))
+        offset += aligned(region.result.nbytes)
+    return _priced(Plan([chunk], alone=True))
+
+
+def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
+    chunk, offset = Chunk(), 0
+    size, me = slots.memory.size, slots.memory.rank
+    for region in group:
+        n, dtype = region.result.size, region.result.dtype
+        begin, end = part_of(me, size, n, dtype.itemsize)
+        views = [slots.view(rank, slot, offset, n, dtype) for rank in range(size)]
+        value = region.pieces[0].value
+        if len(region.pieces) == 1 and value is not None:
+            # One array: this rank's own part need not go through the slot.
+            own = value[begin:end]
+            chunk.fills.add(copy_of(views[me][a:b], value[a:b]) for a, b in ((0, begin), (end, n)) if a < b)
+        else:
+            own = views[me][begin:end]
+            chunk.fills.add(_fills(views[me], region.pieces))
+        if begin < end:
+            sources = tuple(own if rank == me else views[rank][begin:end] for rank in range(size))
+            chunk.sums.append(summed(region.result[begin:end], sources))
+        chunk.drains.add(_drains(region))
+        offset += aligned(region.result.nbytes)
+    return chunk
+
+
+def _fills(view: HostArray, pieces: Sequence[Piece]) -> list[Copy]:
+    zeros = np.zeros(ALIGN_BYTES, np.uint8).view(view.dtype)
+    copies, begin = [], 0
+    for piece in pieces:
+        # A gap is filled too: what lies there from earlier calls could overflow when it is added.
+        value = zeros[: piece.n_elems] if piece.value is None else piece.value
+        copies.append(copy_of(view[begin : begin + piece.n_elems], value))
+        begin += piece.n_elems
+    return copies
+
+
+def _drains(region: Region) -> list[Copy]:
+    copies, begin = [], 0
+    for piece in region.pieces:
+        copies += [copy_of(out, region.result[begin : begin + piece.n_elems]) for out in piece.outs]
+        begin += piece.n_elems
+    return copies
+
+
+def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]]) -> Plan:
+    """Arrays in shared memory: for each value those of all ranks, in rank order. Each becomes the sum."""
+    chunk = Chunk()
+    for replicas in arrays:
+        first = replicas[0]
+        begin, end = part_of(rank, len(replicas), first.size, first.itemsize)
+        step = IN_PLACE_BYTES // first.itemsize
+        for a in range(begin, end, step):
+            parts = tuple(replica[a : min(a + step, end)] for replica in replicas)
+            chunk.sums.append(summed(parts[0], parts, parts[1:]))
+    return _priced(Plan([chunk]))
+
+
+class Update(NamedTuple):
+    """A key with an optimizer.
+
+    values: of every rank, all in shared memory; or this rank's own, and None for all others. bounds: who owns what.
+    update(total): apply the sum of the own part.
+    """
+
+    values: Sequence[HostArray | None]
+    result: HostArray
+    outs: tuple[HostArray, ...]
+    bounds: Sequence[int]
+    update: Callable[[HostArray], None]
+
+
+def update_plan(slots: Slots, keys: Sequence[Update], scratch: Callable[[int, np.dtype[Any]], HostArray]) -> Plan:
+    """Each owner adds its part into scratch memory and applies it to its part of the result.
+
+    scratch(n_elems, dtype): memory that one key uses after another.
+    """
+    size, me = slots.memory.size, slots.memory.rank
+    chunks = [Chunk()]
+    room = CHUNK_BYTES
+    for key in keys:
+        dtype = key.result.dtype
+        own_elems = key.bounds[me + 1] - key.bounds[me]
+        total = scratch(own_elems, sum_dtype(dtype))
+        longest = max(key.bounds[rank + 1] - key.bounds[rank] for rank in range(size))
+        staged = any(value is None for rank, value in enumerate(key.values) if rank != me) or size == 1
+        done = 0
+        while done < longest:
+            if staged:
+                # A chunk holds a piece of the same length of every owner's part, so that all have work.
+                fitting = (room // size - ALIGN_BYTES) // dtype.itemsize
+                whole = longest * size * dtype.itemsize <= CHUNK_BYTES // 2  # better in the next chunk than cut
+                if fitting <= 0 or (whole and fitting < longest and room < CHUNK_BYTES):
+                    chunks.append(Chunk())
+                    room = CHUNK_BYTES
+                    continue
+                take = min(longest - done, fitting)
+            else:
+                take = min(longest - done, CHUNK_BYTES // dtype.itemsize)
+            chunk = chunks[-1]
+            offset = CHUNK_BYTES - room
+            slot = (len(chunks) - 1) % SLOTS
+            for owner in range(size):
+                begin, end = key.bounds[owner] + done, min(key.bounds[owner] + done + take, key.bounds[owner + 1])
+                if begin >= end:
+                    continue
+                views = [
+                    value[begin:end] if value is not None else slots.view(rank, slot, offset, end - begin, dtype)
+                    for rank, value in enumerate(key.values)
+                ]
+                if owner == me:
+                    after = None
+                    if end == key.bounds[me + 1]:
+                        after = _bound(key.update, total)
+                    chunk.sums.append(summed(total[done : done + end - begin], tuple(views), (), after))
+                elif staged:
+                    mine = key.values[me]
+                    assert mine is not None
+                    chunk.fills.add([copy_of(slots.view(me, slot, offset, end - begin, dtype), mine[begin:end])])
+                if staged:
+                    offset += aligned((end - begin) * dtype.itemsize)
+            if staged:
+                room = CHUNK_BYTES - offset
+            done += take
+        chunks[-1].drains.add(copy_of(out, key.result) for out in key.outs)
+    return _priced(Plan(chunks))
+
+
+def _bound(update: Callable[[HostArray], None], total: HostArray) -> Callable[[], None]:
+    return lambda: update(total)
+
+
+def _priced(plan: Plan) -> Plan:
+    for chunk in plan.chunks:
+        plan.copied_bytes += chunk.fills.n_bytes + chunk.drains.n_bytes
+        for one in chunk.sums:
+            plan.added_bytes += one.out.nbytes * (len(one.sources) - 1)
+            plan.copied_bytes += sum(copy.nbytes for copy in one.copies)
+    return plan
