@@ -17,7 +17,6 @@ from mpikv.transports.meeting import WORDS_PER_RANK
 from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
 
 CHUNK_BYTES = 512 << 10  # measured: less waits too often, more leaves the cache before it is copied out
-IN_PLACE_BYTES = 512 << 10
 SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out
 TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
 
@@ -193,7 +192,7 @@ def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]]) -> Plan:
     for replicas in arrays:
         first = replicas[0]
         begin, end = part_of(rank, len(replicas), first.size, first.itemsize)
-        step = IN_PLACE_BYTES // first.itemsize
+        step = CHUNK_BYTES // first.itemsize
         for a in range(begin, end, step):
             parts = tuple(replica[a : min(a + step, end)] for replica in replicas)
             chunk.sums.append(summed(parts[0], parts, parts[1:]))

@@ -115,7 +115,6 @@ def on_ranks(size, body):
 def small(monkeypatch):
     """Small chunks, so that short arrays have many."""
     monkeypatch.setattr(shared_plans, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(shared_plans, "IN_PLACE_BYTES", CHUNK)
     monkeypatch.setattr(shared_plans, "TINY_BYTES", TINY)
 
 
