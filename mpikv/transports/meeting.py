@@ -35,7 +35,7 @@ WORDS_PER_RANK = 2 * ALIGN_BYTES // WORD_BYTES
 POLLS = 1500  # of 40 ns
 YIELDS = 60
 CROWDED_POLLS = 3  # more ranks than cores: whoever we wait for needs our core
-CROWDED_YIELDS = 300
+CROWDED_YIELDS = 1500  # a millisecond: whoever naps while others add 4 MiB comes late to the next step
 # How long a rank waits for the others before it pushes by messages, which need no meeting. Only ranks that are in
 # different calls need this to end, so it may be long; but each such call costs it.
 PATIENCE_S = 0.25
