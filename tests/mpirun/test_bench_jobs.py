@@ -209,3 +209,14 @@ def test_starts_mpirun_itself(tmp_path: Path) -> None:
     done = subprocess.run([*command, "-b", "8"], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (2, "")
     assert "larger than the largest" in done.stderr
+
+
+def test_work_without_waiting(mpi) -> None:
+    """scripts/bench_waits.py checks its sums itself."""
+    words = ["python", str(ROOT / "scripts" / "bench_waits.py"), "--bytes", "4K,100K", "--turns", "3"]
+    job = mpirun(3, words, mpi=mpi)
+    assert job.status == 0, job.output
+    assert [line.split()[0] for line in job.stdout.splitlines()] == ["3", "bytes", "4096", "102400"]
+    alone = mpirun(1, words, mpi=mpi)
+    assert alone.status != 0
+    assert "bench_waits: needs two ranks or more" in alone.output
