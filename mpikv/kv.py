@@ -57,8 +57,8 @@ def create(
 
     The `dist` stores are collective over `comm` and block until all its ranks have called this. On a server rank the
     call serves until every worker has closed its store and then ends the process with status 0 (SystemExit). Raises
-    ValueError for an unknown name, ConfigError where ranks or settings do not fit, or where some of the ranks are servers
-    of another store that is open, StallError where ranks do not come.
+    ValueError for an unknown name, ConfigError where ranks or settings do not fit, or where some of the ranks are
+    servers of another store that is open, StallError where ranks do not come.
     """
     try:
         spec = store_spec.parse(name)
