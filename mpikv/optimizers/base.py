@@ -43,7 +43,6 @@ of elements and plain numbers. What a user's own function keeps may be anything 
 
 BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
 
-
 SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
 
 
@@ -55,19 +54,20 @@ class _Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, HostArray] = {}
+        self._kept = np.empty(0, np.uint8)
 
-    def take(self, name: str, rows: int, length: int, dtype: np.dtype[Any]) -> HostArray:
-        """(rows, length) of any content, for as long as nobody takes the same name."""
-        n_bytes = rows * length * dtype.itemsize
-        if n_bytes < SMALL_BYTES:
-            return np.empty((rows, length), dtype)
-        kept = self._kept.get(name)
-        if kept is None or kept.size < n_bytes:
-            kept = np.empty(n_bytes, np.uint8)
-            if n_bytes <= KEPT_BYTES:
-                self._kept[name] = kept
-        return kept[:n_bytes].view(dtype).reshape(rows, length)
+    def take(self, n_bytes: int) -> HostArray:
+        """(n_bytes or more,) of uint8 and any content."""
+        if n_bytes < SMALL_BYTES or n_bytes > KEPT_BYTES:
+            return np.empty(n_bytes, np.uint8)
+        # Nobody else has it meanwhile: a formula may make an update of its own.
+        kept, self._kept = self._kept, np.empty(0, np.uint8)
+        return kept if kept.size >= n_bytes else np.empty(n_bytes, np.uint8)
+
+    def give(self, memory: HostArray) -> None:
+        """Keep what `take` returned, unless what is kept is larger."""
+        if SMALL_BYTES <= memory.size <= KEPT_BYTES and memory.size > self._kept.size:
+            self._kept = memory
 
 
 _scratch = _Scratch()
@@ -370,8 +370,11 @@ class Optimizer:
             return
         master = state.get("master")
         converts = 2 if weight.dtype != work or dtype != work else 0
-        (total,) = _scratch.take("sum", 1, length if len(terms) > 1 else 0, dtype)
-        buffers = _scratch.take("formula", self.scratch + converts, length, work)
+        rows = self.scratch + converts
+        n_bytes = rows * length * work.itemsize
+        sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
+        memory = _scratch.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
+        buffers = memory[:n_bytes].view(work).reshape(rows, length)
         for begin in range(0, n, length):
             here = slice(begin, min(begin + length, n))
             size = here.stop - begin
@@ -380,7 +383,7 @@ class Optimizer:
             if master is None and w is not stored:
                 np.copyto(w, stored, casting="unsafe")
             for term in terms[1:]:
-                g = np.add(g, term[here], out=total[:size])
+                g = np.add(g, term[here], out=memory[sum_at : sum_at + size * dtype.itemsize].view(dtype))
             if dtype != work:
                 np.copyto(buffers[-2, :size], g, casting="unsafe")
                 g = buffers[-2, :size]
@@ -388,6 +391,7 @@ class Optimizer:
             self.formula(step, w, g, arrays, [buffers[i, :size] for i in range(self.scratch)])
             if w is not stored:
                 round_into(stored, w)
+        _scratch.give(memory)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
