@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import signal
 import sys
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from namespaces import network  # noqa: E402 - lies beside this file
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background may have it ignored
 with contextlib.ExitStack() as stack:
     hosts = stack.enter_context(network(2))
     for name in sys.argv[1:]:
