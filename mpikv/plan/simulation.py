@@ -30,9 +30,10 @@ from mpikv.plan.ranks import Message, Rank
 from mpikv.plan.waiting import Rhythm
 from mpikv.transports.topology import topology
 
-# Connections do not share a link in evenly: one that has it keeps it for a while. Chosen so that servers with two and
-# three workers take the times that were measured (docs/scaling.md).
-TURN_BYTES = 8 << 20
+# Connections share a link in evenly at first, while their windows are small; later one that has it keeps it for a
+# while. So a turn is as long as what its sender has had since the link was idle, within these limits, which were chosen
+# so that servers with two and three workers take the times that were measured (docs/scaling.md).
+SHORTEST_TURN_BYTES, LONGEST_TURN_BYTES = 256 << 10, 8 << 20
 NETWORK_BYTES = 1 << 20  # of one sender under way to one host: a window of TCP's, about
 HEARTBEAT = 1 << 14  # events between two calls of `alive`
 
@@ -73,6 +74,7 @@ class _Port:
         self._coming: dict[_Port, deque[_Flight]] = {}  # in turn
         self._in_busy = False
         self._turn_bytes = 0
+        self._had_bytes: dict[_Port, int] = {}  # by sender, since the link was idle
         self._under_way: dict[_Port, int] = {}  # bytes by sender
 
     def leave(self, time_s: float, to: _Port, flight: _Flight) -> None:
@@ -131,6 +133,7 @@ class _Port:
         flight = self._coming[sender].popleft()
         self._in_busy = True
         self._turn_bytes += flight.n_bytes
+        self._had_bytes[sender] = self._had_bytes.get(sender, 0) + flight.n_bytes
         self.in_s += flight.in_s
 
         def through(now_s: float) -> None:
@@ -139,13 +142,15 @@ class _Port:
             if not waiting:
                 del self._coming[sender]
                 self._turn_bytes = 0
-            elif self._turn_bytes >= TURN_BYTES:
+            elif self._turn_bytes >= min(max(self._had_bytes[sender], SHORTEST_TURN_BYTES), LONGEST_TURN_BYTES):
                 self._coming[sender] = self._coming.pop(sender)  # behind the others
                 self._turn_bytes = 0
             self._under_way[sender] -= flight.n_bytes
             flight.message.arrive(now_s)
             if self._coming:
                 self._next_in(now_s)
+            else:
+                self._had_bytes.clear()
             sender.caught_up(now_s, self)
 
         self._simulation.at(time_s + flight.in_s, through)

@@ -16,7 +16,7 @@ from mpikv.plan.allreduce import hosts_of, lanes_of
 from mpikv.plan.blank import blank
 from mpikv.plan.costs import EAGER_BYTES, Costs, Link
 from mpikv.plan.ranks import Rank
-from mpikv.plan.simulation import TURN_BYTES, Simulation
+from mpikv.plan.simulation import LONGEST_TURN_BYTES, SHORTEST_TURN_BYTES, Simulation
 from mpikv.plan.waiting import Rhythm
 from mpikv.plan.workload import Workload, of_bytes, of_model
 from mpikv.transports.base import Request
@@ -293,7 +293,19 @@ def test_servers_inside_the_workers() -> None:
 
 
 def test_one_sender_keeps_a_link_for_its_turn() -> None:
-    """What is known of TCP goes into one number; it must not change what one sender gets."""
-    assert TURN_BYTES >= 1 << 20
+    """What is known of TCP goes into two numbers; they must not change what one sender gets."""
+    assert SHORTEST_TURN_BYTES < 1 << 20 <= LONGEST_TURN_BYTES
     found = servers.simulate(of_bytes(16 << 20), 1, 1, LINK, FREE)
     assert found.exchange_s < 1.3 * 16 * wire_s(1 << 20, LINK)
+
+
+def test_turns_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short values share a link in evenly, so that the last part of each comes late; long ones come one by one."""
+
+    def exchange_s(shortest: int, workload: Workload) -> float:
+        monkeypatch.setattr("mpikv.plan.simulation.SHORTEST_TURN_BYTES", shortest)
+        return servers.simulate(workload, 3, 1, LINK, FREE, synchronous=False).exchange_s
+
+    lenet, long = of_model("lenet"), of_bytes(16 << 20)
+    assert exchange_s(SHORTEST_TURN_BYTES, lenet) > 1.1 * exchange_s(LONGEST_TURN_BYTES, lenet)
+    assert exchange_s(SHORTEST_TURN_BYTES, long) == exchange_s(LONGEST_TURN_BYTES, long)
