@@ -159,7 +159,7 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
     """ConfigError where ranks of `comm` serve a store that is open. What to say of those that have served one."""
     from mpi4py import MPI  # noqa: PLC0415
 
-    for store, servers in _served:
+    for store, servers in reversed(_served):  # an open one is the last that has these servers
         common = MPI.Group.Intersection(comm.Get_group(), servers)
         ranks = ", ".join(str(rank) for rank in common.Translate_ranks(None, comm.Get_group()))
         advice = "make one store for all, or the next one over a communicator without these ranks"

@@ -89,7 +89,7 @@ def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.Argum
     return parser
 
 
-def sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
+def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
     parser.add_argument("-b", "--min-bytes", type=size, default="4", metavar="SIZE", help="default 4")
     parser.add_argument(
         "-e", "--max-bytes", type=size, default=max_bytes, metavar="SIZE", help=f"default {max_bytes}; K, M, G: 1024^k"
@@ -109,7 +109,7 @@ def _allreduce(kinds: Any) -> None:
         "Sum one array over the ranks, in place: store.pushpull with ordinary and with shared arrays, by each "
         "algorithm that --algorithms names, and MPI_Allreduce.",
     )
-    sizes(parser)
+    _sizes(parser)
     parser.add_argument(
         "--algorithms", type=_words(ALGORITHMS), default=(), metavar="A,B", help=f"{', '.join(ALGORITHMS)} or all"
     )
@@ -124,7 +124,7 @@ def _pushpull(kinds: Any) -> None:
         "The same exchange in its variants: in place, with out=, with SGD where the owner is. With --keys: many keys "
         "in one call, ordinary and shared arrays, against one MPI_Allreduce per key.",
     )
-    sizes(parser, "64M")
+    _sizes(parser, "64M")
     parser.add_argument("--keys", type=at_least(1), metavar="N", help="N keys in one call instead of sizes")
     parser.add_argument("--key-bytes", type=size, default="1K", metavar="SIZE", help="of each key (default 1K)")
     _versus(parser)
@@ -150,7 +150,7 @@ def _ps(kinds: Any) -> None:
         "One key pushed to and pulled from server ranks: without an optimizer, with SGD on the servers, and "
         "asynchronous with SGD; beside MPI_Allreduce over the workers alone.",
     )
-    sizes(parser, "64M")
+    _sizes(parser, "64M")
     parser.add_argument("--servers", type=at_least(1), default=1, metavar="S", help="of the ranks (default 1)")
     parser.add_argument(
         "--variants", type=_words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
@@ -165,7 +165,7 @@ def _link(kinds: Any) -> None:
         "What the links between ranks of one host and of different hosts do, and how near an allreduce comes to the "
         "bound 2(h-1)/h * S/B that B, the TCP goodput between two hosts, sets to it.",
     )
-    sizes(parser, "16M")
+    _sizes(parser, "16M")
     parser.set_defaults(min_bytes=1 << 20)
     parser.add_argument(
         "--interface-counters", action="store_true", help="say how many bytes crossed each host's interfaces"

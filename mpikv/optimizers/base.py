@@ -19,7 +19,6 @@ Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/op
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -33,6 +32,7 @@ from mpikv.optimizers.fields import Field, factor_pairs, factors, flag, number
 from mpikv.optimizers.identity import identity
 from mpikv.optimizers.numeric import check_array, round_into, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule_from_config
+from mpikv.optimizers.scratch import SCRATCH
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,35 +42,6 @@ State = dict[str, Any]
 of elements and plain numbers. What a user's own function keeps may be anything (wrap.py)."""
 
 BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
-
-SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
-
-
-class _Scratch(threading.local):
-    """This thread's memory for blocks, kept from one update to the next.
-
-    Memory of such a length that is made and let go each time may come as new pages each time (M_MMAP_THRESHOLD in
-    mallopt(3)), whose faults take as long as the arithmetic. Shorter and longer memory is new.
-    """
-
-    def __init__(self) -> None:
-        self._kept = np.empty(0, np.uint8)
-
-    def take(self, n_bytes: int) -> HostArray:
-        """(n_bytes or more,) of uint8 and any content."""
-        if n_bytes < SMALL_BYTES or n_bytes > KEPT_BYTES:
-            return np.empty(n_bytes, np.uint8)
-        # Nobody else has it meanwhile: a formula may make an update of its own.
-        kept, self._kept = self._kept, np.empty(0, np.uint8)
-        return kept if kept.size >= n_bytes else np.empty(n_bytes, np.uint8)
-
-    def give(self, memory: HostArray) -> None:
-        """Keep what `take` returned, unless what is kept is larger."""
-        if SMALL_BYTES <= memory.size <= KEPT_BYTES and memory.size > self._kept.size:
-            self._kept = memory
-
-
-_scratch = _Scratch()
 
 
 class Common(TypedDict, total=False):
@@ -373,7 +344,7 @@ class Optimizer:
         rows = self.scratch + converts
         n_bytes = rows * length * work.itemsize
         sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
-        memory = _scratch.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
+        memory = SCRATCH.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
         buffers = memory[:n_bytes].view(work).reshape(rows, length)
         for begin in range(0, n, length):
             here = slice(begin, min(begin + length, n))
@@ -391,7 +362,7 @@ class Optimizer:
             self.formula(step, w, g, arrays, [buffers[i, :size] for i in range(self.scratch)])
             if w is not stored:
                 round_into(stored, w)
-        _scratch.give(memory)
+        SCRATCH.give(memory)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
