@@ -271,13 +271,12 @@ def _start(
 
 def _pulls(simulation: Simulation, rank: Rank, client: Client, keys: Sequence[ClientKey]) -> Steps[None]:
     """Pull key after key, each as soon as there are tags for its answers, as in `PsStrategy`."""
-    tags = client.reply_tags
     for key in keys:
         items = _items([key], simulation.blank, push=False, pull=True)
         replies = client.tags_needed(items)[0]
 
         def enough(replies: int = replies) -> bool:
-            return replies <= tags.left or tags.left == tags.count  # or all that there can be
+            return client.reply_tags.allow(replies)
 
         yield Predicate(enough)
         rank.start(client.exchange(wire.PULL, items, 0))

@@ -105,6 +105,10 @@ class Tags:
         """How many are free."""
         return len(self._free)
 
+    def allow(self, number: int) -> bool:
+        """Whether a call may have so many: one that needs more than there are gets them while it is the only one."""
+        return number <= self.left or self.left == self.count
+
     def take(self) -> int:
         """The one that was free for longest."""
         return self._free.popleft()

@@ -158,12 +158,9 @@ class PsStrategy(DistributedStrategy):
 
     def _wait_for_tags(self, replies: int, payloads: int) -> None:
         """A program that never waits for its requests does so here, after some thousands of them."""
-        reply_tags, payload_tags = self._client.reply_tags, self._client.payload_tags
 
         def enough() -> bool:
-            # A call that needs more than there are at all gets them while it is the only one.
-            missing = replies > reply_tags.left and reply_tags.left < reply_tags.count
-            return not missing and not (payloads > payload_tags.left and payload_tags.left < payload_tags.count)
+            return self._client.reply_tags.allow(replies) and self._client.payload_tags.allow(payloads)
 
         if not enough():
             self._workers.wait_for(Predicate(enough), "wait for earlier pushes and pulls")
