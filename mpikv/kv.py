@@ -29,7 +29,7 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.transports import abort, bell, library, shm, signals
+from mpikv.transports import abort, bell, launcher, library, shm, signals, unmet
 from mpikv.transports.base import Transport
 from mpikv.transports.local import LocalTransport, local_transport, ranks_here
 from mpikv.transports.topology import pretended
@@ -65,8 +65,10 @@ def create(
         config = Config.from_environ() if config is None else config
         if num_servers is not None:
             config = config.with_(num_servers=num_servers)
+        if spec.distributed:
+            library.prepare(config.mpi, config.interface)
     except Exception:
-        _guard_if_ranks_exist()
+        _guard(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
     if not spec.distributed:
         store = KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device, stop_file=config.stop_file)
@@ -76,21 +78,28 @@ def create(
 
 def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) -> None:
     """Be a server in somebody else's job: what `python -m mpikv.server` runs. Ends as a server rank's `create` does."""
-    _create_distributed("", None, Config.from_environ() if config is None else config, comm)
+    try:
+        config = Config.from_environ() if config is None else config
+        library.prepare(config.mpi, config.interface)
+    except Exception:
+        _guard(others_wait=True)
+        raise
+    _create_distributed("", None, config, comm)
 
 
-def _guard_if_ranks_exist() -> None:
-    """An error before the ranks have met must still end the job, where MPI runs already."""
-    if "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI  # noqa: PLC0415
-
-        if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
-            abort.install(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+def _guard(*, others_wait: bool) -> None:
+    """An error before the ranks have met must still end the job, where MPI runs already or others wait in MPI_Init."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized():
+        if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+            abort.install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    elif others_wait and (started_by := launcher.find()) and started_by.size > 1:
+        abort.install(launcher.said_rank(os.environ), started_by.size)
+        unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same
 
 
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
-    library.prepare(config.mpi, config.interface)
-    from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI, which only a dist store may do
+    from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
     from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
 

@@ -26,7 +26,8 @@ from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import FAILED
 from mpikv.launch.watch import Limits, Watch
 from mpikv.mpirun import Mpirun, find_mpirun, identify
-from mpikv.transports.interface import OPEN_MPI, mpirun_variables
+from mpikv.transports.interface import mpirun_variables
+from mpikv.transports.launcher import OPEN_MPI
 
 BAD_INPUT = 2
 

