@@ -87,7 +87,7 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         config = Config()  # the row of the wrong variable says so
     started_by = launcher.find(environ)
     try:
-        library.prepare(config.mpi, config.interface)
+        library.prepare(config.mpi, config.interface, config.timeout_s)
         from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
         library.check_launcher(MPI.COMM_WORLD.Get_size())

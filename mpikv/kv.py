@@ -66,7 +66,7 @@ def create(
         if num_servers is not None:
             config = config.with_(num_servers=num_servers)
         if spec.distributed:
-            library.prepare(config.mpi, config.interface)
+            library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
         _guard(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
@@ -80,7 +80,7 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
     """Be a server in somebody else's job: what `python -m mpikv.server` runs. Ends as a server rank's `create` does."""
     try:
         config = Config.from_environ() if config is None else config
-        library.prepare(config.mpi, config.interface)
+        library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
         _guard(others_wait=True)
         raise

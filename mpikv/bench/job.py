@@ -52,7 +52,7 @@ class Job:
 
 def open_job(config: Config) -> Job:
     """Initialise MPI and meet the other ranks. Collective over COMM_WORLD."""
-    library.prepare(config.mpi, config.interface)
+    library.prepare(config.mpi, config.interface, config.timeout_s)
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
     world = MPI.COMM_WORLD

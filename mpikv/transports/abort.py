@@ -66,15 +66,19 @@ class Guard:
         self.fail("".join(traceback.format_exception(kind, error, trace)), 130 if kind is KeyboardInterrupt else 1)
 
     def fail(self, text: str, status: int = 1) -> None:
-        """Print `text` with this rank in front of every line, and end the job with `status`.
+        """Print `text` with this rank in front of every line, and end the job with `status`."""
+        self.say(text, status)
+        abort(status)
 
-        The last line says so: `mpikv launch` takes it for the cause of what becomes of the other ranks.
+    def say(self, text: str, status: int) -> None:
+        """Print `text` before the job's end.
+
+        The last line names the status: `mpikv launch` takes it for the cause of what becomes of the other ranks.
         """
         sys.stdout.flush()
         for line in [*text.rstrip().splitlines(), f"ends the job with status {status}"]:
             sys.stderr.write(f"[{self.label}] {line}\n")
         sys.stderr.flush()
-        abort(status)
 
     def _remember_exit(self, status: Any = None, /) -> None:
         if isinstance(status, int):

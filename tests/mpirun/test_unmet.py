@@ -1,6 +1,7 @@
-"""One rank finds something wrong before MPI_Init, where the others go and wait for it: the job ends all the same.
+"""One rank does not come to MPI_Init, where the others go and wait for it: the job ends all the same.
 
-With MPICH they would wait for ever, with Open MPI mpirun may: the rank must have come to MPI_Init before it ends.
+If it finds something wrong before, they would wait for ever with MPICH, and with Open MPI mpirun may: the rank must
+have come to MPI_Init before it ends. If it never comes, they tell.
 """
 
 from __future__ import annotations
@@ -42,3 +43,26 @@ def test_ends_and_says_why(mpi, case: str) -> None:
     if mpi.kind == "openmpi" and case != "others never come":
         assert "rank 0 comes" in job.stdout, job.output
         assert "rank 2 comes" in job.stdout, job.output
+
+
+def test_never_comes(mpi) -> None:
+    job = mpirun(3, ["python", PROGRAM, "never comes"], env={"MPIKV_TIMEOUT_S": "2"}, timeout_s=LIMIT_S, mpi=mpi)
+    assert not job.timed_out, job.output
+    assert job.status != 0, job.output
+    assert job.ranks_left == [], job.output
+    assert re.search(r"\[rank [02] of 3 on \S+\] StallError: .* waited 3 s in MPI_Init for the other", job.output), (
+        job.output
+    )
+
+
+@pytest.mark.parametrize(("errors", "handler"), [("exception", "ERRORS_RETURN"), ("fatal", "ERRORS_ARE_FATAL")])
+def test_mpi_is_as_mpi4py_would_have_left_it(mpi, errors: str, handler: str) -> None:
+    """Begun through ctypes, it has mpi4py's error handlers, and is ended by mpi4py: mpirun would complain."""
+    code = (
+        f"import mpi4py; mpi4py.rc.errors = {errors!r}; from mpikv.transports import library; library.prepare()\n"
+        "from mpi4py import MPI\n"
+        f"assert all(comm.Get_errhandler() == MPI.{handler} for comm in (MPI.COMM_WORLD, MPI.COMM_SELF))\n"
+        "assert MPI.COMM_WORLD.allreduce(1) == 3"
+    )
+    job = mpirun(3, ["python", "-c", code], timeout_s=LIMIT_S, mpi=mpi)
+    assert (job.status, job.output, job.ranks_left) == (0, "", [])

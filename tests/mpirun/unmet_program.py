@@ -1,4 +1,4 @@
-"""A rank of the jobs in which rank 1 finds something wrong before MPI_Init: `unmet_program.py CASE`.
+"""A rank of the jobs in which rank 1 does not come to MPI_Init: `unmet_program.py CASE`.
 
 Other ranks print `comes` before they make the store, and `survived` where they get beyond it, which none may.
 """
@@ -10,9 +10,10 @@ import sys
 import time
 
 from mpikv import kv
-from mpikv.transports import launcher, unmet
+from mpikv.transports import init, launcher, unmet
 
 case = sys.argv[1]
+init.STARTING_S = 3.0 if case == "never comes" else 60.0
 rank = launcher.said_rank(os.environ)
 name = "dist_sync"
 if rank == 1:
@@ -23,6 +24,8 @@ if rank == 1:
     else:
         os.environ["MPIKV_TIMEOUT_S"] = "ten"
     unmet.MEET_S = 1.0 if case == "others never come" else 20.0
+    if case == "never comes":
+        time.sleep(60)
 elif case == "others never come":
     time.sleep(60)
 else:

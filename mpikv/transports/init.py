@@ -1,0 +1,58 @@
+"""MPI_Init, with a limit to the wait for the other ranks.
+
+MPI_Init returns when all ranks have come to it, and one that never does leaves the others without a word. The call of
+mpi4py 4.1.2 keeps the interpreter's lock meanwhile, so that no thread could notice. This one makes the same call by
+ctypes, which releases the lock; a timer ends the job when the time is over. What mpi4py does after MPI_Init, setting
+the error handlers that its `rc.errors` asks for, is done here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+from mpikv.transports import abort, launcher, unmet
+from mpikv.transports.loaded import loaded_path
+
+STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
+
+
+def initialise(timeout_s: float) -> None:
+    """Initialise MPI as `mpi4py.rc` says. Waits for the other ranks of the job, if this process has some.
+
+    When they have not come after `timeout_s`, or STARTING_S, the job ends with status 1, and a line says why.
+    """
+    import mpi4py  # noqa: PLC0415
+    from mpi4py import MPI  # noqa: PLC0415
+
+    level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
+    started_by, path = launcher.find(), loaded_path()
+    if started_by is None:
+        # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
+        os.environ.setdefault("OMPI_MCA_btl", "^sm")
+    if started_by is None or not path:
+        MPI.Init_thread(level)
+        return
+    limit_s = max(timeout_s, STARTING_S)
+    timer = threading.Timer(limit_s, _give_up, (abort.Guard(launcher.said_rank(os.environ), started_by.size), limit_s))
+    timer.daemon = True
+    timer.start()
+    status = ctypes.CDLL(path).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    timer.cancel()
+    if status:
+        raise MPI.Exception(status)
+    handler = {"exception": MPI.ERRORS_RETURN, "abort": MPI.ERRORS_ABORT}.get(mpi4py.rc.errors)
+    if handler is not None:
+        for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
+            comm.Set_errhandler(handler)
+
+
+def _give_up(guard: abort.Guard, limit_s: float) -> None:
+    text = (
+        f"StallError: {guard.label} waited {limit_s:g} s in MPI_Init for the other ranks of the job: every one of them "
+        "must make its store. Look for one that still does something else, waits for a file, or never started"
+    )
+    guard.say(text, 1)
+    unmet.tell_hydra(1)  # any other launcher ends the job when a rank ends with an error
+    os._exit(1)
