@@ -13,7 +13,7 @@ import os
 import threading
 
 from mpikv.transports import abort, launcher, unmet
-from mpikv.transports.loaded import loaded_path
+from mpikv.transports.loaded import function
 
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
 
@@ -27,18 +27,18 @@ def initialise(timeout_s: float) -> None:
     from mpi4py import MPI  # noqa: PLC0415
 
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
-    started_by, path = launcher.find(), loaded_path()
+    started_by, init_thread = launcher.find(), function("MPI_Init_thread")
     if started_by is None:
         # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
         os.environ.setdefault("OMPI_MCA_btl", "^sm")
-    if started_by is None or not path:
+    if started_by is None or init_thread is None:
         MPI.Init_thread(level)
         return
     limit_s = max(timeout_s, STARTING_S)
     timer = threading.Timer(limit_s, _give_up, (abort.Guard(launcher.said_rank(os.environ), started_by.size), limit_s))
     timer.daemon = True
     timer.start()
-    status = ctypes.CDLL(path).MPI_Init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
+    status = init_thread(None, None, level, ctypes.byref(ctypes.c_int()))
     timer.cancel()
     if status:
         raise MPI.Exception(status)

@@ -1,11 +1,14 @@
-"""The file of the MPI library that this process has loaded, for what mpi4py does not tell and ctypes can ask."""
+"""The MPI library that this process has loaded: its file and its functions, for what mpi4py does not do."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING (MPICH: 8192)
 
@@ -27,6 +30,18 @@ def loaded_path() -> str:
             if text.value.decode(errors="replace").strip("\0\n ") == wanted.strip("\0\n "):
                 return path
     return ""
+
+
+def function(name: str) -> Callable[..., Any] | None:
+    """A C function of MPI, found as mpi4py's own call finds it; None where it cannot be.
+
+    A tool that was put before MPI with LD_PRELOAD, a profiler, comes first: it lives from seeing MPI_Init.
+    """
+    for path in (None, loaded_path()):
+        if path != "":
+            with contextlib.suppress(AttributeError, OSError):
+                return getattr(ctypes.CDLL(path), name)  # type: ignore[no-any-return]
+    return None
 
 
 def _mapped_files() -> list[str]:

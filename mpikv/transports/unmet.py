@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
+import stat
 import sys
 import threading
 import time
 
 from mpikv.errors import ConfigError
 from mpikv.transports import launcher
-from mpikv.transports.loaded import loaded_path
+from mpikv.transports.loaded import function, loaded_path
 
 MEET_S = 10.0  # ranks of one job start together; those that come later will find it ended
 
@@ -50,12 +50,20 @@ def end_job(status: int) -> None:
 def tell_hydra(status: int) -> bool:
     """Ask hydra, if it has started this process, to end the job with `status`. Whether it has."""
     words = os.environ.get("PMI_FD", "")
-    if not words.isdigit():
+    if not words.isdigit() or not _is_socket(int(words)):
         return False
     time.sleep(launcher.SILENT_S)  # what was printed is on its way through other pipes
     with contextlib.suppress(OSError):
         os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
     return True
+
+
+def _is_socket(fd: int) -> bool:
+    """A child of a rank has the rank's variables, but its file descriptors are others."""
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def _abort_open_mpi(status: int) -> None:
@@ -65,14 +73,13 @@ def _abort_open_mpi(status: int) -> None:
         mpi4py.rc.initialize = False
         from mpi4py import MPI  # noqa: PLC0415
 
-        path = loaded_path()
-        launcher.check_before_init(MPI.get_vendor()[0], path)
+        launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
     except (ImportError, RuntimeError, ConfigError):
         return
-    if MPI.get_vendor()[0] != launcher.OPEN_MPI or not path:
+    init = function("MPI_Init")  # not mpi4py's, which would hold the interpreter until it returns
+    if MPI.get_vendor()[0] != launcher.OPEN_MPI or init is None:
         return
-    # Not mpi4py's Init, which would hold the interpreter until it returns.
-    meeting = threading.Thread(target=ctypes.CDLL(path).MPI_Init, args=(None, None), daemon=True)
+    meeting = threading.Thread(target=init, args=(None, None), daemon=True)
     meeting.start()
     meeting.join(MEET_S)
     if not meeting.is_alive() and MPI.Is_initialized():
