@@ -347,10 +347,10 @@ def _registered(store: KVStore, strategy: Strategy) -> KVStore:
             guard.fail(f"sys.exit({guard.exit_status}) while {store!r} was open", guard.exit_status)
         try:
             store.close()
-        except MpikvError as error:
+        except BaseException as error:  # also Ctrl-C: the others wait in close
             if guard is None:
                 raise
-            guard.fail("".join(traceback.format_exception(error)))
+            guard.excepthook(type(error), error, error.__traceback__)
 
     def closed() -> None:
         atexit.unregister(at_exit)

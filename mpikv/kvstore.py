@@ -6,7 +6,7 @@ import builtins
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -135,6 +135,10 @@ class KVStore:
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<KVStore {self._name}: worker {self.rank} of {self.num_workers}{state}>"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """No copy, no pickle: it would be of the host's shared memory, and close the same store a second time."""
+        raise TypeError(f"{self!r} belongs to its process: it cannot be copied or pickled, nor what holds it")
 
     # --- call forms
 

@@ -307,6 +307,7 @@ class Direct:
                     call.rounds += 1
                     self._meeting.part(call.hash, call.n_keys)
             call.settle()
+            self._workers.control.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
             self.added_bytes += plan.added_bytes
@@ -353,6 +354,7 @@ class DirectCall:
     ) -> None:
         self._direct = direct
         self.kind = kind
+        self.name = f"pushpull of key {lanes[0].info.key!r}"  # for a stall report
         self.lanes = lanes
         self.plan = plan
         self.digest = digest_

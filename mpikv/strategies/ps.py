@@ -252,6 +252,13 @@ class PsStrategy(DistributedStrategy):
 
     def blocking(self, entries: Sequence[Entry], priority: int) -> None:
         """A `pushpull` by whoever waits for it, without the engine's thread."""
+        try:
+            self._blocking(entries, priority)
+        except KeyboardInterrupt as error:  # answers may still come, into the caller's arrays
+            self._engine.interrupted("pushpull", error)
+            raise
+
+    def _blocking(self, entries: Sequence[Entry], priority: int) -> None:
         if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
             info, total, sink = entries[0]
             if total is not None and sink is not None:

@@ -81,7 +81,9 @@ class Guard:
         sys.stderr.flush()
 
     def _remember_exit(self, status: Any = None, /) -> None:
-        if isinstance(status, int):
+        if threading.current_thread() is not threading.main_thread():
+            pass  # it ends that thread alone
+        elif isinstance(status, int):
             self.exit_status = int(status) & 0xFF
         else:
             self.exit_status = 0 if status is None else 1

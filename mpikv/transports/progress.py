@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from mpikv.errors import MpikvError
 from mpikv.transports.base import Request, Steps, Transport
 
 T = TypeVar("T")
@@ -177,7 +178,7 @@ class Engine:
         self._stopped = False
         self.bell: Any = None  # where others of this host can wake this rank (bell.py)
         self.serves = False  # they expect answers while no caller waits
-        self.failure: BaseException | None = None  # what ended a service; every later wait raises it
+        self.failure: BaseException | None = None  # what ended a service, or was interrupted; later waits raise it
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._loop, name="mpikv-progress", daemon=True)
@@ -216,9 +217,11 @@ class Engine:
                 self._transport.poll()
             for running in self._services:
                 moved |= self._advance(running)
-                if running.error is not None and self.failure is None:
-                    self.failure = running.error
+                if running.error is not None:
+                    self._services.remove(running)
+                    self.failure = self.failure or running.error
                     self._on_fatal(running.error)
+                    break  # the others are moved on by the next step
             ended = False
             for running in tuple(self._running):
                 if self._transport is None or running.may_move():
@@ -229,13 +232,24 @@ class Engine:
             return moved
 
     def _advance(self, running: Running[Any]) -> bool:
-        if self._transport is None:
-            return running.advance()
-        before, self._transport.owner = self._transport.owner, running
         try:
-            return running.advance()
-        finally:
-            self._transport.owner = before
+            if self._transport is None:
+                return running.advance()
+            before, self._transport.owner = self._transport.owner, running
+            try:
+                return running.advance()
+            finally:
+                self._transport.owner = before
+        except BaseException as error:  # Ctrl-C: `advance` raises nothing else
+            self.interrupted(running.name, error)
+            raise
+
+    def interrupted(self, name: str, error: BaseException) -> None:
+        """A transfer was hit and is lost, and other ranks count on it: let every later wait say so."""
+        self.failure = self.failure or MpikvError(
+            f"{type(error).__name__} has interrupted a transfer half-way ({name}), and the other workers count on this "
+            "worker's part of it: this store can be used no more"
+        )
 
     def wait(
         self,

@@ -7,6 +7,7 @@ the end, which none may.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -73,6 +74,8 @@ def fault(store: kv.KVStore, folder: Path) -> None:
         broken_states(store, folder)
     elif mine:
         fault_of_one(store)
+    elif case == "Ctrl-C at exit":
+        time.sleep(20)
 
 
 def fault_of_one(store: kv.KVStore) -> None:
@@ -80,6 +83,10 @@ def fault_of_one(store: kv.KVStore) -> None:
         raise RuntimeError("boom on one worker")
     if case == "exits with a status":
         sys.exit(3)
+    if case == "Ctrl-C at exit":
+        signal.setitimer(signal.ITIMER_REAL, 1.0)  # while the exit waits in `close`
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        sys.exit(0)
     if case == "returns early":
         sys.exit(0)
     if case == "leaves by os._exit":

@@ -34,6 +34,7 @@ EVERYWHERE = {
         rf"Not arrived: worker 1 {HOST} \(pushed it 2 times; outside the store for",
     ],
     "leaves by os._exit": [],
+    "Ctrl-C at exit": [rf"\[rank 1 of 3 {HOST}\] KeyboardInterrupt"],
     "shape differs": [
         rf"ShapeMismatch: init of key 'x'.* worker 0 {HOST}: float32 \(2,\); worker 1 {HOST}: float32 \(3,\)"
     ],
@@ -64,6 +65,7 @@ EVERYWHERE = {
     "foreign states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
 }
 WITH_SERVERS = {
+    "Ctrl-C at exit": [rf"\[rank 1 of 3 {HOST}\] KeyboardInterrupt"],
     "second store": [r"ConfigError: .* another store is open and has its servers at rank 2; make one store for all"],
     "store after store": [
         r"StallError: rank [01] of 3 waited 4 s in kv\.create\('dist_sync'\) for the other ranks .*: every one of them "
@@ -114,6 +116,8 @@ def test_ends_and_says_why(mpi, kind: str, servers: int, case: str, tmp_path: Pa
         assert re.search(phrase, job.output), f"no {phrase!r} in:\n{job.output}"
     if case == "exits with a status":
         assert job.status == 3
+    if case == "Ctrl-C at exit":
+        assert job.status == 130
     if case == "leaves by os._exit" and mpi.kind == "openmpi":
         assert job.status == 5
 

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from mpikv.errors import MpikvError
 from mpikv.transports.base import Done
 from mpikv.transports.progress import Backoff, Engine, Running, run, wait_until
 
@@ -227,6 +228,31 @@ def test_services_run_beside_and_their_error_is_fatal(engine):
         engine.wait(Flag(), 10, TOO_LATE)
     engine.step()
     assert len(engine.failures) == 1
+
+
+@pytest.mark.parametrize("kind", ["transfer", "service"])
+def test_after_ctrl_c_inside_a_transfer_every_wait_says_so(kind):
+    """The interrupt itself reaches whoever steps, once."""
+    failures = []
+    engine = Engine(threaded=False, on_fatal=failures.append)
+
+    def steps():
+        yield flag
+        raise KeyboardInterrupt
+
+    flag = Flag()
+    running = engine.serve(steps(), "listener") if kind == "service" else engine.start(steps(), "key 'w'")
+    engine.step()
+    flag.done = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.wait(Flag(), 10, TOO_LATE)
+    name = "listener" if kind == "service" else "key 'w'"
+    for request in (Flag(), running):
+        with pytest.raises(MpikvError, match=rf"KeyboardInterrupt has interrupted a transfer half-way \({name}\)"):
+            engine.wait(request, 10, TOO_LATE)
+    engine.step()
+    assert [type(error) for error in failures] == ([KeyboardInterrupt] if kind == "service" else [])
+    engine.stop()
 
 
 def test_a_busy_service_does_not_keep_others_waiting(engine):

@@ -166,6 +166,7 @@ def test_the_report_of_a_stall_says_where_the_other_is():
     assert kind is StallError
     assert "pushpull of key 'w', round 4" in text
     assert "Not arrived: worker 1 on localhost (pushed it 3 times; outside the store" in text
+    assert "its last call was pushpull of key 'w'" in text
     assert after == value == [16.0] * 4  # the stall did no harm to the round
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
@@ -30,6 +33,18 @@ def test_second_init(mode):
         with pytest.raises(KeyNotInitialized):
             store.pull("b")
         return store.pull("a").tolist()
+
+    assert mode.run(body) == [[1.0] * 3] * mode.workers
+
+
+@EVERY_KIND
+def test_no_copy_and_no_pickle(mode):
+    def body(store):
+        for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy({"model": [one]})):
+            with pytest.raises(TypeError, match=rf"worker {store.rank} .* belongs to its process"):
+                attempt(store)
+        store.init("w", full(1, 3))
+        return store.pull("w").tolist()
 
     assert mode.run(body) == [[1.0] * 3] * mode.workers
 
