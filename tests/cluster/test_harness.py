@@ -16,7 +16,7 @@ import pytest
 import slurm as slurm_module
 import sshd as sshd_module
 from grid_engine import GridEngine
-from namespaces import Network, network
+from namespaces import Host, Network, network
 from needs import need
 from slurm import Slurm
 
@@ -27,9 +27,27 @@ HOLD = Path(__file__).with_name("hold_everything.py")
 # ---- hosts
 
 
+def start(hosts: Network, host: Host, *command: str) -> subprocess.Popen[str]:
+    """A command on a host, no longer on its way there."""
+    process = hosts.start(host, *command)
+    wait_until(lambda: " ".join(command) in hosts.processes(host).values())
+    return process
+
+
+@contextlib.contextmanager
+def running(hosts: Network, host: Host, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A command on a host that the end of the block ends, also where the block fails."""
+    process = start(hosts, host, *command)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
 def test_a_cut_cable_and_a_mended_one(hosts: Network) -> None:
     reach = ("python3", "-c", "import socket; socket.create_connection(('h2', 7000), 1).close()")
-    with hosts.start(hosts[1], "python3", "-c", LISTEN) as listener:
+    with running(hosts, hosts[1], "python3", "-c", LISTEN) as listener:
         assert listener.stdout is not None
         listener.stdout.readline()
         assert hosts.call(hosts[0], *reach).returncode == 0
@@ -37,7 +55,6 @@ def test_a_cut_cable_and_a_mended_one(hosts: Network) -> None:
         assert "timed out" in hosts.call(hosts[0], *reach).stderr
         hosts.mend(hosts[1])
         assert hosts.call(hosts[0], *reach).returncode == 0
-        listener.kill()
 
 
 LISTEN = """
@@ -62,13 +79,12 @@ def test_a_crash_takes_all_of_one_host(hosts: Network) -> None:
 
 
 def test_what_is_left_behind_is_named_and_killed(hosts: Network) -> None:
-    with hosts.start(hosts[1], "sleep", "600.1") as before:
+    with running(hosts, hosts[1], "sleep", "600.1") as before:
         with pytest.raises(AssertionError, match=r"h3: \d+ sleep 600\.2") as raised, hosts.nothing_left(0.3):
-            left = hosts.start(hosts[2], "sleep", "600.2")
+            left = start(hosts, hosts[2], "sleep", "600.2")
         assert "600.1" not in str(raised.value)
         left.communicate(timeout=10)
         assert before.poll() is None
-        before.kill()
     with hosts.nothing_left(5):
         hosts.start(hosts[0], "sleep", "0.2")
 

@@ -117,12 +117,13 @@ def test_a_failure_ends_the_others(command: str, status: int, text: str) -> None
     "line",
     ["[rank 1 of 2 on h] ends the job with status 3", "Abort(3): application called MPI_Abort(X, 3) - process 1"],
 )
-def test_a_rank_that_ends_the_job_is_to_blame(line: str) -> None:
+def test_a_rank_that_ends_the_job_is_to_blame(line: str, tmp_path: Path) -> None:
     """Not another, which loses its connections and ends first."""
-    job = Job(["sleep 0.6; exit 14", f'echo "{line}" >&2; sleep 300'])
+    afterwards = f"until [ -e {tmp_path}/said ]; do sleep 0.1; done; sleep 1.5; exit 14"
+    job = Job([afterwards, f'echo "{line}" >&2; touch {tmp_path}/said; sleep 300'])
     host = socket.gethostname()
     assert job.run() == Verdict(3, f"worker 1 on {host} called MPI_Abort with status 3")
-    job = Job(["sleep 0.6; exit 14", f'echo "some {line[1:9]}" >&2; sleep 300'])
+    job = Job([afterwards, f'echo "some {line[1:9]}" >&2; sleep 300'])
     assert job.run() == Verdict(14, f"worker 0 on {host} ended with status 14")
 
 

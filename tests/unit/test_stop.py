@@ -209,6 +209,8 @@ def test_asynchronous_worker_that_has_finished(progress, servers):
             if store.rank == 1 and step == 10:
                 store.request_stop()
             said.append(store.stop_requested)
+            if step == 2:
+                store.barrier()  # worker 0 has made its last read before anybody asks
             time.sleep(0.002)
         return said
 
