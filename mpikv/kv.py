@@ -66,6 +66,7 @@ def create(
         if num_servers is not None:
             config = config.with_(num_servers=num_servers)
         if spec.distributed:
+            _check_process(name)
             library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
         _guard(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
@@ -85,6 +86,15 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
         _guard(others_wait=True)
         raise
     _create_distributed("", None, config, comm)
+
+
+def _check_process(name: str) -> None:
+    guard = abort.guard()
+    if guard is not None and guard.is_child():
+        raise MpikvError(
+            f"kv.create({name!r}) in a process that was forked from {guard.label}: MPI serves the process that has "
+            "initialised it. Make the store there, or a 'local' one here"
+        )
 
 
 def _guard(*, others_wait: bool) -> None:
@@ -355,12 +365,12 @@ def _registered(store: KVStore, strategy: Strategy) -> KVStore:
     def closed() -> None:
         atexit.unregister(at_exit)
         guard = abort.guard()
-        if guard is not None:
-            guard.unwatch(strategy.doing)
+        if guard is not None and strategy.activity is not None:
+            guard.unwatch(strategy.activity)
 
     atexit.register(at_exit)
     store._on_close = closed
     guard = abort.guard()
-    if guard is not None:
-        guard.watch(strategy.doing)
+    if guard is not None and strategy.activity is not None:
+        guard.watch(strategy.activity)
     return store

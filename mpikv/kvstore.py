@@ -29,6 +29,7 @@ class Request:
 
     def test(self) -> bool:
         """Whether it is done. Never blocks. Raises what went wrong."""
+        _check_process(self._strategy, "test")
         self._strategy.progress()
         self._pending = [entry for entry in self._pending if not entry.request.test()]
         return not self._pending
@@ -39,9 +40,19 @@ class Request:
         timeout_s: default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the request then goes on.
         """
         while self._pending:
+            _check_process(self._strategy, "wait")
             self._strategy.wait(self._pending[0], timeout_s)
             self._pending.pop(0)
         return self.result
+
+
+def _check_process(strategy: Strategy, call: str) -> None:
+    """MPI, threads and memory that is shared do not survive a fork: what a child did there would be the parent's."""
+    if strategy.pid and strategy.pid != os.getpid():
+        raise MpikvError(
+            f"{call} in a process that was forked from worker {strategy.rank} of {strategy.num_workers}: a store "
+            "serves the process that made it. Let the parent make the call, or make a 'local' store here"
+        )
 
 
 class KVStore:
@@ -61,6 +72,7 @@ class KVStore:
     ) -> None:
         self._name = name
         self._strategy = strategy
+        self._pid = strategy.pid
         self._forms = CallForms(strategy, on_device=on_device)
         self._on_close = on_close
         self._stop_file = stop_file  # where a trainer saves when the workers stop
@@ -143,7 +155,8 @@ class KVStore:
     # --- call forms
 
     def _check_open(self, call: str) -> None:
-        if self._closed:
+        if self._closed or (self._pid and self._pid != os.getpid()):
+            _check_process(self._strategy, call)
             raise MpikvError(f"{call} on a closed store ({self._name}, worker {self.rank} of {self.num_workers})")
 
     # --- init
@@ -390,9 +403,10 @@ class KVStore:
     def close(self) -> None:
         """End the store: waits for all workers to do the same. Collective, idempotent.
 
-        Raises PeerError when workers have pushed a key unequally often in a synchronous store.
+        Raises PeerError when workers have pushed a key unequally often in a synchronous store. Does nothing in a
+        process that was forked from the worker.
         """
-        if self._closed:
+        if self._closed or (self._pid and self._pid != os.getpid()):
             return
         self._closed = True
         self._prepared.clear()

@@ -12,7 +12,10 @@ orders), `reads` (the answers).
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ from mpikv.observe.stall import Waiting, stall_text
 from mpikv.transports.base import Arrival, Group, Predicate, Request, Steps, Transport
 from mpikv.transports.progress import Engine
 
+SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
 ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds
 
 
@@ -113,6 +117,8 @@ class Control:
         check_key: Callable[[Key], None],
     ) -> None:
         self.activity = Activity()
+        # Ranks may be threads.
+        self._process = f"{socket.gethostname()} {os.getpid()} {threading.get_ident()}"
         self.engine = engine
         self.timeout_s = timeout_s
         self.labels = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
@@ -127,6 +133,7 @@ class Control:
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
         self._departures = None if agreement is None else Departures(workers.size)
         self._answers: dict[int, dict[str, Any]] = {}
+        self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
         self._question = 0
         self._sending: list[Request] = []
         self.sent_messages = 0  # counted since the start
@@ -167,7 +174,8 @@ class Control:
     def agree(self, topic: str, name: Name, payload: Any, waiting: Waiting, *, patient: bool = False) -> Any:
         """Propose and wait. Collective over the workers. Raises what they agreed to raise.
 
-        patient: past the time limit go on waiting as long as every other worker answers that it is alive.
+        patient: past the time limit go on waiting as long as every other worker answers that it is alive, and does not
+        wait for this one in another store.
         """
         proposal = self.propose([(topic, name, payload)])
         while True:
@@ -177,7 +185,11 @@ class Control:
             except StallError as stall:
                 if not patient or len(self._answers) < self._workers.size - 1:
                     raise
+                self.activity.waits_for = self._held_by
+                if self._process in self._held_by:
+                    raise StallError(f"{stall} They wait for this worker in another store: {SAME_ORDER}.") from None
                 print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
+        self.activity.waits_for = frozenset()
         reply = proposal.replies[(topic, name)]
         assert reply is not None
         return reply.unwrap()
@@ -316,6 +328,7 @@ class Control:
         elif kind == "where":
             here = {"kind": "here", "worker": self._workers.rank, "question": message["question"]}
             pushes = self._pushes().get(message["key_id"], 0)
+            here |= {"process": self._process, "waits_for": sorted(self.activity.held_by())}
             self._send(source, {**here, "pushes": pushes, "doing": self.activity.text()})
         elif kind == "here":
             if message["question"] == self._question:
@@ -375,6 +388,7 @@ class Control:
         arrived: dict[str, str] = {}
         missing: dict[str, str] = {}
         silent: list[str] = []
+        held_by: set[str] = set()
         for worker in others:
             answer = self._answers.get(worker)
             if answer is None:
@@ -387,6 +401,9 @@ class Control:
             elif waiting.owners:
                 continue  # an answer that depends on no other worker
             else:
-                here = doing.startswith(f"in {waiting} ")
+                here = doing.startswith(f"in {waiting} for ")
             (arrived if here else missing)[self.labels[worker]] = doing
+            if not here:
+                held_by |= {answer["process"], *answer["waits_for"]}
+        self._held_by = frozenset(held_by)
         return stall_text(waiting, self.me, waited_s, arrived=arrived, missing=missing, silent=silent)

@@ -1,19 +1,29 @@
-"""What a rank is doing, for the report of somebody who waits for it."""
+"""What a rank is doing in one of its stores, for the report of somebody who waits for it.
+
+A rank with several stores may wait in one of them while it is missed in another. Who misses it has to know: two
+ranks that close two stores in different orders wait for each other for ever.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
 class Activity:
-    """The store call that a rank is in, or was in last, and since when."""
+    """The store call that a rank is in, or was in last, and since when.
+
+    others: the activities of the process's other stores. waits_for: the processes that a call waits for past its limit,
+    and those that these wait for in turn, as far as is known.
+    """
 
     def __init__(self) -> None:
         self._call: str | None = None
         self._last = "kv.create"
         self._since_s = time.monotonic()
+        self.others: Callable[[], Iterable[Activity]] = tuple
+        self.waits_for: frozenset[str] = frozenset()
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
@@ -33,8 +43,18 @@ class Activity:
         return self.text() if self._call is not None else None
 
     def text(self) -> str:
-        """'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'."""
+        """'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'.
+
+        Where the rank waits in another store: 'in close of another store for 2.1 s'.
+        """
         elapsed_s = time.monotonic() - self._since_s
         if self._call is not None:
             return f"in {self._call} for {elapsed_s:.1f} s"
+        for other in self.others():
+            if (call := other._call) is not None:
+                return f"in {call} of another store for {time.monotonic() - other._since_s:.1f} s"
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
+
+    def held_by(self) -> frozenset[str]:
+        """The processes that this one waits for in its other stores."""
+        return frozenset().union(*(other.waits_for for other in self.others()))

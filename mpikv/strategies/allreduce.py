@@ -58,6 +58,7 @@ class AllreduceStrategy(DistributedStrategy):
         on_fatal: Callable[[BaseException], None],
         memory: HostMemory | None = None,
     ) -> None:
+        super().__init__()
         self._lanes: dict[int, Lane] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, write
 from mpikv.keys import Key, KeyInfo
+from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.transports.base import Request
@@ -106,6 +107,7 @@ class Strategy(Protocol):
     num_workers: int
     synchronous: bool
     shares_memory: bool  # all workers share memory: nothing travels over a link
+    pid: int  # the process whose store it is; 0: a child that is forked has a copy that is as good
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree on new keys and their first values (flat). Collective, blocks."""
@@ -219,8 +221,9 @@ class Strategy(Protocol):
         """Move transfers on without waiting, for a caller who asks whether one is done."""
         ...
 
-    def doing(self) -> str | None:
-        """What this rank waits for at the moment, for whoever asks from a signal handler."""
+    @property
+    def activity(self) -> Activity | None:
+        """What this rank does in the store; None where nobody ever waits for it."""
         ...
 
     def abandon(self) -> None:

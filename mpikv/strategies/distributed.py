@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key, KeyInfo
+from mpikv.observe.activity import Activity
 from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Updater
 from mpikv.strategies.workers import Workers
 
@@ -17,6 +19,9 @@ class DistributedStrategy(OneByOne):
 
     _workers: Workers
     shares_memory = False
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
 
     def lookup(self, key: Key) -> KeyInfo | None:
         """What was agreed on `key`."""
@@ -80,9 +85,10 @@ class DistributedStrategy(OneByOne):
         """Move transfers on."""
         self._workers.engine.step()
 
-    def doing(self) -> str | None:
-        """What this worker waits for, None outside of waits."""
-        return self._workers.doing()
+    @property
+    def activity(self) -> Activity:
+        """What this worker does in the store."""
+        return self._workers.control.activity
 
     def abandon(self) -> None:
         """Stop the engine."""

@@ -25,6 +25,8 @@ class LocalStrategy(OneByOne):
     num_workers = 1
     synchronous = True
     shares_memory = False
+    pid = 0
+    activity = None
 
     def __init__(self) -> None:
         self._infos: dict[Key, KeyInfo] = {}
@@ -152,10 +154,6 @@ class LocalStrategy(OneByOne):
 
     def progress(self) -> None:
         """Nothing is ever under way."""
-
-    def doing(self) -> str | None:
-        """It never waits."""
-        return None
 
     def abandon(self) -> None:
         """Nothing to stop."""

@@ -87,6 +87,7 @@ class PsStrategy(DistributedStrategy):
         service: Steps[None] | None = None,
         local: LocalTransport | None = None,
     ) -> None:
+        super().__init__()
         self.synchronous = synchronous
         self._config = config
         self._servers = tuple(servers)

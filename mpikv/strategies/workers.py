@@ -351,10 +351,6 @@ class Workers:
                 )
         return {key_id: least for key_id, _, least, _ in unmatched}, error
 
-    def doing(self) -> str | None:
-        """What this worker waits for, None outside of waits."""
-        return self.control.activity.waiting()
-
     def stop(self) -> None:
         """End the engine."""
         self.engine.stop()

@@ -18,10 +18,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from mpikv.observe.activity import Activity
 from mpikv.transports import unmet
 
 FLUSH_S = 0.2  # mpirun forwards what ranks print through pipes; give it this long before it is told to kill
@@ -36,7 +36,7 @@ class Guard:
         self._pid = os.getpid()
         self._before = sys.excepthook
         self._exit = sys.exit
-        self._doing: list[Callable[[], str | None]] = []
+        self.activities: list[Activity] = []  # of the stores that are open
 
     def install(self) -> None:
         """Replace `sys.excepthook` and `sys.exit`, and SIGTERM's default action."""
@@ -45,14 +45,15 @@ class Guard:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
 
-    def watch(self, doing: Callable[[], str | None]) -> None:
-        """`doing()` says what a store of this process waits for, or None."""
-        self._doing.append(doing)
+    def watch(self, activity: Activity) -> None:
+        """A store of this process is open."""
+        self.activities.append(activity)
+        activity.others = lambda: [other for other in self.activities if other is not activity]
 
-    def unwatch(self, doing: Callable[[], str | None]) -> None:
-        """Forget a store."""
-        if doing in self._doing:
-            self._doing.remove(doing)
+    def unwatch(self, activity: Activity) -> None:
+        """It is closed."""
+        if activity in self.activities:
+            self.activities.remove(activity)
 
     def is_child(self) -> bool:
         """Whether this process was forked from the rank, as the workers of a data loader are: its end is its own."""
@@ -90,8 +91,8 @@ class Guard:
         self._exit(status)
 
     def _terminated(self, signum: int, _frame: FrameType | None) -> None:
-        for doing in () if self.is_child() else self._doing:
-            text = doing()
+        for activity in () if self.is_child() else self.activities:
+            text = activity.waiting()
             if text is not None:
                 # os.write: a handler may run inside another write to stderr, which forbids a second one.
                 os.write(2, f"[{self.label}] was told to end (SIGTERM) while {text}\n".encode())

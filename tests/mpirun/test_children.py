@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from jobs import mpirun
 
 PROGRAM = """
@@ -49,4 +50,70 @@ def test_children_may_fail(tmp_path: Path) -> None:
     assert job.status == 0, job.output
     assert job.stdout.count("finished") == 2
     assert "told to end" not in job.output
+    assert job.ranks_left == []
+
+
+FORKED = """
+import multiprocessing, sys
+import numpy as np
+from mpikv import MpikvError, kv
+
+kind, servers = sys.argv[1], int(sys.argv[2])
+store = kv.create(kind, num_servers=servers)
+store.init("w", np.zeros(3))
+store.set_optimizer("test")
+store.pushpull("w", np.ones(3))
+request = store.push_async("w", np.ones(3))
+local = kv.create("local")
+local.init("w", np.zeros(3))
+
+def child(queue):
+    value = np.ones(3)
+    calls = {
+        "pushpull": lambda: store.pushpull("w", value),
+        "push": lambda: store.push("w", value),
+        "pull": lambda: store.pull("w"),
+        "barrier": store.barrier,
+        "stop_requested": lambda: store.stop_requested,
+        "with": store.__enter__,
+        "test": request.test,
+        "kv.create": lambda: kv.create(kind),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except MpikvError as error:
+            assert name in str(error) and "forked from" in str(error), (name, error)
+        else:
+            raise AssertionError(name)
+    store.close()
+    local.pushpull("w", value)
+    queue.put(value.tolist())
+
+fork = multiprocessing.get_context("fork")
+queue = fork.SimpleQueue()
+process = fork.Process(target=child, args=(queue,))
+process.start()
+assert queue.get() == [1, 1, 1]
+process.join()
+assert process.exitcode == 0, process.exitcode
+request.wait()
+store.barrier()
+store.pushpull("w", value := np.ones(3))
+if kind == "dist_sync":
+    assert value.tolist() == [3 * store.num_workers] * 3, value
+store.close()
+sys.stdout.write("finished\\n")
+"""
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_child_cannot_use_the_store(kind: str, servers: int, tmp_path: Path) -> None:
+    """Its calls would go through the parent's connections and counters."""
+    path = tmp_path / "program.py"
+    path.write_text(FORKED)
+    job = mpirun(2 + servers, ["python", str(path), kind, str(servers)], timeout_s=60)
+    assert job.status == 0, job.output
+    assert job.stdout.count("finished") == 2
     assert job.ranks_left == []

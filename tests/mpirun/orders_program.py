@@ -1,0 +1,49 @@
+"""Workers with several stores, in which they do not make their calls in one order: `orders_program.py CASE`.
+
+Prints `survived` where a worker gets to the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+from mpikv import kv
+
+case = sys.argv[1]
+world = MPI.COMM_WORLD
+kind = sys.argv[2]
+ONES = np.ones(3, np.float32)
+
+
+def store_on(*ranks: int) -> kv.KVStore | None:
+    """A store of some ranks; None elsewhere."""
+    comm = world.Split(0 if world.rank in ranks else MPI.UNDEFINED)
+    if world.rank not in ranks:
+        return None
+    store = kv.create(kind, comm=comm)
+    store.init("w", ONES)
+    store.set_optimizer("test")
+    return store
+
+
+if case in ("two", "two pushpulls"):
+    stores = [store_on(0, 1, 2), store_on(0, 1, 2)]
+    if world.rank == 1:
+        stores.reverse()
+    if case == "two pushpulls":
+        for store in stores:
+            store.pushpull("w", ONES.copy())
+elif case == "ring":  # each waits for the next one, in a store that the two have in common
+    pairs = [store_on(rank, (rank + 1) % 3) for rank in range(3)]
+    stores = [pairs[world.rank], pairs[world.rank - 1]]
+else:  # "late": worker 0 waits for worker 1, which waits for worker 2, which comes after several limits
+    stores = [store for store in (store_on(1, 2), store_on(0, 1)) if store is not None]
+    if world.rank == 2:
+        time.sleep(9)
+for store in stores:
+    store.close()
+print("survived", flush=True)

