@@ -288,7 +288,13 @@ class Direct:
             if call.kind == "update":
                 self._number_attributes(call)  # may raise, so before the others count on this worker
             self._executor.begin(plan)
-            if not self._meeting.meet(call.digest):
+            try:
+                together = self._meeting.meet(call.digest)
+            except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
+                self._failure = error
+                self._workers.engine.interrupted("pushpull", error)
+                raise
+            if not together:
                 self.declined += 1
                 return False
             self._turn ^= 1

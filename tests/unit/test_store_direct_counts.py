@@ -205,28 +205,35 @@ def test_an_optimizer_that_raises(patient, owner):
         assert all(isinstance(one, type) and issubclass(one, Exception) for one in result[2:]), result
 
 
-def test_an_interrupted_call_does_not_lead_to_wrong_sums(patient, monkeypatch):
+@pytest.mark.parametrize("where", ["adding", "meeting"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, where, victim):
     """Ctrl-C in the middle of a call, which the program survives: later calls raise, or are right."""
     from mpikv.collectives import shared as sums
 
-    original, hit = sums.add_all, threading.Event()
+    if where == "adding":
+        request.getfixturevalue("patient")  # else nobody may come to it
+    owner, name = (sums, "add_all") if where == "adding" else (Meeting, "_await")
+    original, hit = getattr(owner, name), threading.Event()
 
-    def interrupted(entries):
-        if threading.current_thread().name == "rank 1" and armed.is_set() and not hit.is_set():
+    def interrupted(*arguments):
+        if threading.current_thread().name == f"rank {victim}" and armed.is_set() and not hit.is_set():
             hit.set()
             raise KeyboardInterrupt
-        original(entries)
+        return original(*arguments)
 
     armed = threading.Event()
-    monkeypatch.setattr(sums, "add_all", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
 
     def body(store):
         value, found = np.empty(LARGE, F32), []
         store.init("w", np.zeros(LARGE, F32))
         for step in range(6):
             value[:] = numbers(store, LARGE, step)
-            if step == 2 and store.rank == 1:
+            if step == 2 and store.rank == victim:
                 armed.set()
+            elif step == 2 and where == "meeting":
+                time.sleep(0.1)  # so that the other one waits for it
             try:
                 store.pushpull("w", value)
                 found.append((step, value.tobytes()))
@@ -234,6 +241,8 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(patient, monkeypatch):
                 found.append((step, "interrupted"))
             except MpikvError as error:
                 found.append((step, type(error).__name__))
+                if store.rank != victim:
+                    break  # it has waited its time
         with contextlib.suppress(Exception):
             store.close()
         return found
@@ -243,3 +252,4 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(patient, monkeypatch):
         for step, entry in result:
             if isinstance(entry, bytes):
                 assert entry == expected[step][1], f"a wrong sum in step {step}"
+    assert hit.is_set()
