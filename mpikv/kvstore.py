@@ -340,9 +340,9 @@ class KVStore:
         """Let a trainer's keys, in the order in which they will be pushed, share messages. Collective."""
         self._strategy.bucket(keys)
 
-    def _skip(self, key: Key) -> None:
-        """A key given to `_bucket` is not pushed in this round, by no worker."""
-        self._strategy.skip(self._forms.info("skip", key))
+    def _skip(self, keys: Sequence[Key], *, changed: bool) -> None:
+        """Keys given to `_bucket` are not pushed in this round, by no worker. changed: others than last time."""
+        self._strategy.skip([self._forms.info("skip", key) for key in keys], changed=changed)
 
     def _new_namespace(self) -> int:
         """A number for a new trainer; the same on all workers that make their trainers in the same order."""

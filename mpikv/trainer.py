@@ -80,6 +80,7 @@ class Trainer(TrainerFiles):
         self._handed: dict[str, Request | None] = {}  # gradients handed over since the last step
         self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
         self._bucketed: list[str] = []
+        self._frozen: list[str] = []  # of these, in the last step
         self._start()
 
     def _start(self) -> None:
@@ -194,9 +195,10 @@ class Trainer(TrainerFiles):
 
     def _skip_frozen(self) -> None:
         """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
-        for name in self._bucketed:
-            if self._store is not None and self._is_frozen(name):
-                self._store._skip(self._keys[name])
+        frozen = [name for name in self._bucketed if self._is_frozen(name)]
+        if self._store is not None and (frozen or self._frozen):
+            self._store._skip([self._keys[name] for name in frozen], changed=frozen != self._frozen)
+        self._frozen = frozen
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()

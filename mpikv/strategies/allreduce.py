@@ -328,12 +328,14 @@ class AllreduceStrategy(DistributedStrategy):
         bucket.has_value = True
         self._place(bucket)
 
-    def skip(self, info: KeyInfo) -> None:
-        """A key of a bucket takes no part in this round, on no worker. Local."""
-        lane = self._lanes[info.id]
-        if isinstance(lane, Bucket):
-            with self._workers.engine.lock:
-                if lane.add(info, None):
+    def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
+        """Keys of buckets take no part in this round, on no worker."""
+        if changed:
+            self._workers.agree("skip", [info.key for info in infos], "a step with other parameters frozen than before")
+        with self._workers.engine.lock:
+            for info in infos:
+                lane = self._lanes[info.id]
+                if isinstance(lane, Bucket) and lane.add(info, None):
                     self._start(lane)
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:

@@ -162,8 +162,11 @@ class Strategy(Protocol):
         """Let keys travel together that are always pushed together, in this order. Collective, blocks."""
         ...
 
-    def skip(self, info: KeyInfo) -> None:
-        """A key that travels with others takes no part in this round, on no worker. Local."""
+    def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
+        """Keys that travel with others take no part in this round, on no worker.
+
+        changed: they are others than in the last round. Then collective, and ConfigError where workers differ.
+        """
         ...
 
     def stats(self) -> dict[str, int]:

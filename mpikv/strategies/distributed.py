@@ -45,8 +45,8 @@ class DistributedStrategy(OneByOne):
     def bucket(self, keys: Sequence[Key]) -> None:
         """Each key travels alone."""
 
-    def skip(self, info: KeyInfo) -> None:
-        """Nobody waits for it."""
+    def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
+        """Nobody waits for them."""
 
     def stats(self) -> dict[str, int]:
         """What the transport has sent."""

@@ -65,8 +65,8 @@ class LocalStrategy(OneByOne):
     def bucket(self, keys: Sequence[Key]) -> None:
         """Each key travels alone."""
 
-    def skip(self, info: KeyInfo) -> None:
-        """Nobody waits for it."""
+    def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
+        """Nobody waits for them."""
 
     def stats(self) -> dict[str, int]:
         """Nothing is sent."""

@@ -91,6 +91,13 @@ def _bucket_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) ->
     return None
 
 
+def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    if any(payload != payloads[0] for payload in payloads):
+        brought = grouped([", ".join(map(str, payload)) or "none" for payload in payloads], labels)
+        raise Disagreement(ConfigError, f"a step with different parameters frozen on different workers: {brought}")
+    return None
+
+
 def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     """All allocate the same, where worker 0 says."""
     texts = [text for text, _ in payloads]
@@ -147,6 +154,7 @@ class Workers:
                 "barrier": first,
                 "empty": _empty_rule,
                 "bucket": _bucket_rule,
+                "skip": _skip_rule,
                 "set_optimizer in place": first,
                 "save_optimizer_states": first,
                 "load_optimizer_states": first,

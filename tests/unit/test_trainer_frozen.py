@@ -1,0 +1,91 @@
+"""Parameters frozen while a trainer runs: on all workers alike, or it is an error."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv import Config, ConfigError, MpikvError, Parameter, StallError, Trainer
+from mpikv.kvstore import KVStore
+from mpikv.testing.stores import spawn_stores
+
+WORKERS = 3
+HOSTS = {"messages": None, "two hosts": ("a", "a", "b"), "three hosts": ("a", "b", "c")}
+
+
+def run(body: Any, hosts: str, timeout_s: float = 60) -> list[Any]:
+    shared = "off" if HOSTS[hosts] is None else "auto"
+    config = Config(timeout_s=timeout_s, shared_memory=shared)
+    return spawn_stores("dist_sync", WORKERS, body, config=config, hosts=HOSTS[hosts])
+
+
+def trained(store: KVStore) -> tuple[list[Parameter], Trainer]:
+    params = [Parameter(np.zeros(5, np.float32), f"p{i}") for i in range(3)]
+    trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=store)
+    step(params, trainer)
+    return params, trainer
+
+
+def step(params: list[Parameter], trainer: Trainer) -> None:
+    for parameter in params:
+        parameter.grad[...] = 1
+    trainer.step(WORKERS)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_frozen_and_thawed_on_all(hosts: str) -> None:
+    def body(store: KVStore) -> tuple[list[float], int]:
+        params, trainer = trained(store)
+        params[1].grad_req = "null"
+        step(params, trainer)
+        before = store.stats()["control_messages_sent"]
+        step(params, trainer)
+        unchanged = store.stats()["control_messages_sent"] - before
+        params[1].grad_req = "write"
+        step(params, trainer)
+        return [float(parameter.data[0]) for parameter in params], unchanged
+
+    assert run(body, hosts) == [([-4, -2, -4], 0)] * WORKERS
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_other_parameters_on_other_workers(hosts: str) -> None:
+    def body(store: KVStore) -> str:
+        params, trainer = trained(store)
+        params[1 if store.rank == 1 else 2].grad_req = "null"
+        with pytest.raises(ConfigError) as caught:
+            step(params, trainer)
+        assert [parameter.data.tolist() for parameter in params] == [[-1] * 5] * 3
+        return str(caught.value)
+
+    for text in run(body, hosts):
+        assert "different parameters frozen on different workers: worker 0 on " in text
+        assert "worker 1 on " in text
+        assert ": trainer0/p1" in text
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_on_one_worker_alone(hosts: str) -> None:
+    """The others wait for its gradients, and are told what it is doing; no weight is updated without them."""
+
+    def body(store: KVStore) -> tuple[str, str]:
+        params, trainer = trained(store)
+        if store.rank == 1:
+            params[1].grad_req = "null"
+        with pytest.raises(MpikvError) as caught:
+            step(params, trainer)
+        assert [parameter.data.tolist() for parameter in params] == [[-1] * 5] * 3
+        with contextlib.suppress(MpikvError):
+            store.close()
+        return type(caught.value).__name__, str(caught.value)
+
+    found = run(body, hosts, timeout_s=1.0)
+    assert [kind for kind, _ in found] == [StallError.__name__] * WORKERS
+    assert any(
+        "worker 1 on " in text and "with other parameters frozen" in text
+        for rank, (_, text) in enumerate(found)
+        if rank != 1
+    )
