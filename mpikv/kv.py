@@ -316,7 +316,10 @@ def _be_server(
     listener = _stop_signals(config)
     listener.install()
     core = server_core(transport.hosts, roles, spec, links)
-    run_server(transport if links is None else links, roles.workers, core, config.timeout_s, listener.why)
+    try:
+        run_server(transport if links is None else links, roles.workers, core, config.timeout_s, listener.why)
+    except SystemExit as error:
+        raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
     listener.end()
     if links is not None:
         links.close()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mpikv.launch.placement import Block
 
 FAILED = 1  # where nothing else says what status it is
+IDLE_SERVERS = "the workers ended and left servers that wait: a program without a dist store needs -s 0"
 STOPPED = 128 + signal.SIGTERM  # a program that saves its states and ends with 0 when it is told to has not failed
 
 
@@ -116,6 +117,10 @@ def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | 
     if lost:
         hosts = sorted({rank.host for rank in lost})
         return Verdict(own or FAILED, f"{_names(lost, len(ranks))} on {', '.join(hosts)} went away without a report")
+    if bad and all(rank.role == "server" and rank.told for rank in bad):
+        # Open MPI's mpirun may end them before the launcher does: a worker that ends without MPI_Init, as a shell does,
+        # is an error for it once a server has been there.
+        return Verdict(0, IDLE_SERVERS)
     if bad:
         first = min(bad, key=lambda rank: rank.order)
         if own:

@@ -24,7 +24,7 @@ from mpikv.launch import channel
 from mpikv.launch.output import ERR, OUT, Output
 from mpikv.launch.placement import Block
 from mpikv.launch.processes import die_with_parent, is_alive
-from mpikv.launch.ranks import FAILED, Rank, Verdict, expected, first_failure, judge
+from mpikv.launch.ranks import FAILED, IDLE_SERVERS, Rank, Verdict, expected, first_failure, judge
 
 LAST_WORDS_S = 1.0
 KILL_MPIRUN_S = 1.5  # from SIGKILL of the ranks to SIGTERM of mpirun, and from that to its SIGKILL
@@ -270,8 +270,7 @@ class Watch:
                 self._output.say("all ranks have ended, and mpirun has not: it is killed")
                 self._end(None, None)
         elif now - self._workers_ended > IDLE_SERVERS_S:
-            text = "the workers ended and left servers that wait: a program without a dist store needs -s 0"
-            self._end(Verdict(0, text), signal.SIGTERM)
+            self._end(Verdict(0, IDLE_SERVERS), signal.SIGTERM)
 
     def _signalled(self, signum: int) -> None:
         if signum in PASSED_ON:

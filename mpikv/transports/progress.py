@@ -37,6 +37,7 @@ LONG_WAIT = 1200  # naps, less than a second, after which they are four times as
 BUSY_SWITCH_S = 0.5e-3
 BUSY_NAP_S = 2e-3  # beside a program that computes: a link has much longer to do, and each wake-up takes 30 us from it
 PARKED_S = 50e-3  # while a caller does the work
+LONGEST_TURN = 0.05
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
@@ -144,12 +145,18 @@ def wait_until(
     on_timeout: Callable[[], BaseException],
     sleep: Callable[[float], None] | None = None,
 ) -> None:
-    """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns."""
+    """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns.
+
+    One turn counts for LONGEST_TURN of the limit at most: who was stopped, alone or with the machine, has not waited.
+    """
     backoff = Backoff(sleep=sleep)
-    deadline = time.monotonic() + timeout_s
+    waited_s, before_s = 0.0, time.monotonic()
     while not test():
         moved = step()
-        if time.monotonic() > deadline and not test():
+        now_s = time.monotonic()
+        waited_s += min(now_s - before_s, LONGEST_TURN * timeout_s)
+        before_s = now_s
+        if waited_s >= timeout_s and not test():
             raise on_timeout()
         if moved:
             backoff.reset()

@@ -30,6 +30,11 @@ def failing(weight, grad, state):
     return state
 
 
+def leaving(weight, grad, state):
+    """An optimizer of the user's that ends the program."""
+    sys.exit(3)
+
+
 def before_create() -> None:
     """Faults in what ranks bring to `kv.create`."""
     if world.rank == 1:
@@ -138,6 +143,8 @@ def main() -> None:
     store.init("w", ONES)
     if case == "optimizer raises":
         store.set_optimizer(failing)
+    elif case == "optimizer exits":
+        store.set_optimizer(leaving)
     elif "async" in kind or "states" in case:
         store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
     for _ in range(2):

@@ -65,6 +65,7 @@ EVERYWHERE = {
     "foreign states": [r"StatesFileError: .*states", r"the next step was 1\.75\n"],
 }
 WITH_SERVERS = {
+    "optimizer exits": [rf"\[rank 2 of 3 {HOST}\] .*MpikvError: an optimizer has called sys\.exit\(3\) at this server"],
     "Ctrl-C at exit": [rf"\[rank 1 of 3 {HOST}\] KeyboardInterrupt"],
     "second store": [r"ConfigError: .* another store is open and has its servers at rank 2; make one store for all"],
     "store after store": [

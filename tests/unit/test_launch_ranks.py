@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpikv.launch.placement import Block
-from mpikv.launch.ranks import Rank, Verdict, exit_status, expected, judge
+from mpikv.launch.ranks import IDLE_SERVERS, Rank, Verdict, exit_status, expected, judge
 
 
 def job(*changes: dict[str, object]) -> list[Rank]:
@@ -78,6 +78,7 @@ def test_an_end_that_was_asked_for() -> None:
     assert judge(job({}, {}), 0, asked=Verdict(130, "ended by SIGINT")).status == 130
     servers = [*job({}), Rank("server", 0, 1, host="h1", status=-15, told=True, order=2)]
     assert judge(servers, 1, asked=Verdict(0, "unused servers")) == Verdict(0, "unused servers")
+    assert judge(servers, 1) == Verdict(0, IDLE_SERVERS)  # mpirun was sooner
 
 
 def test_exit_status() -> None:

@@ -297,6 +297,29 @@ def test_the_limit_holds_while_things_move():
         wait_until(lambda: time.monotonic() > stop_s, lambda: True, 0.02, TOO_LATE)
 
 
+def test_no_time_at_all():
+    with pytest.raises(TimeoutError):
+        wait_until(lambda: False, lambda: True, 0, TOO_LATE)
+    wait_until(lambda: True, lambda: True, 0, TOO_LATE)
+
+
+def test_time_in_which_the_process_was_stopped_is_not_time_waited(monkeypatch):
+    """The others were perhaps stopped, too, or have answered long ago: there are turns left to see it."""
+    clock, turns = [0.0], []
+    monkeypatch.setattr("mpikv.transports.progress.time.monotonic", lambda: clock[0])
+
+    def step():
+        turns.append(clock[0])
+        clock[0] += 1000.0 if len(turns) == 3 else 0.125
+        return True
+
+    wait_until(lambda: len(turns) == 6, step, 10, TOO_LATE)
+    turns.clear()
+    with pytest.raises(TimeoutError):
+        wait_until(lambda: False, step, 10, TOO_LATE)
+    assert len(turns) == 77  # one turn counts for half a second, 76 for an eighth
+
+
 def test_the_thread_moves_things_while_nobody_waits():
     engine = Engine(threaded=True, on_fatal=lambda error: None)
     flag, reached = Flag(), threading.Event()
