@@ -29,7 +29,8 @@ RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_jobs", "_sc
 OPENMPI_SIZES = (1, 2, 3, 4, 5)
 MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their time spinning
 QUICK_SIZES = (3,)
-CLUSTER_LIMIT_S = 1800
+LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
+RANKS_LIMIT_S = 1200
 SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's status where it ran none
@@ -61,26 +62,26 @@ class Count:
 def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = False) -> list[Stage]:
     """All stages in their order: quick ones first. cluster: all tests on clusters and no others."""
     if cluster:
-        return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], CLUSTER_LIMIT_S, may_skip=True)]
+        return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], LIMIT_S, may_skip=True)]
     others = [
         f"tests/{path.name}"
         for path in sorted((ROOT / "tests").iterdir())
         if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
     ]
     without_runner = [f"--ignore={path}" for path in RUNNER]
-    found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], 900, options=without_runner)]
+    found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], LIMIT_S, options=without_runner)]
     if not quick:
-        found.append(Stage("jobs", "whole jobs", openmpi, others, 1000))  # early, since it takes longest
+        found.append(Stage("jobs", "whole jobs", openmpi, others, LIMIT_S))  # early, since it takes longest
     sizes = QUICK_SIZES if quick else OPENMPI_SIZES
-    found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], 400, ranks=n) for n in sizes]
+    found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
     if quick:
         return found
-    found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], 400, ranks=n) for n in MPICH_SIZES]
+    found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in MPICH_SIZES]
     found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 400))
     found.append(
-        Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], 900, options=SELECTION, may_skip=True)
+        Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True)
     )
-    found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], 900))
+    found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], LIMIT_S))
     return found
 
 

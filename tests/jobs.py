@@ -51,7 +51,7 @@ FOREIGN = (
 )
 VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, in its summary
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
-KILL_S = 10.0  # a killed process ends when the kernel gets to it, on a busy machine not at once
+KILL_S = 30.0  # a killed process ends when the kernel gets to it, on a busy machine not at once
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 
 SHM = Path("/dev/shm")
@@ -160,8 +160,15 @@ class Running:
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
         """Send a signal to a process of this job, and to no other."""
-        assert pid in self.processes(), f"{pid} is no live process of this job"
-        os.kill(pid, signum)
+        self.kill_all([pid], signum)
+
+    def kill_all(self, pids: Sequence[int], signum: int = signal.SIGKILL) -> None:
+        """Send a signal to several at once: the first one may end all, so they are looked for before, not between."""
+        ended = set(pids) - set(self.processes())
+        assert not ended, f"no live process of this job: {sorted(ended)}"
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
     @property
     def is_over(self) -> bool:
@@ -241,15 +248,16 @@ def orphans(candidates: set[Path]) -> set[Path]:
     for _ in range(2):
         if candidates:
             time.sleep(0.05)
-            mapped = "".join(_text(path) for path in Path("/proc").glob("[0-9]*/maps"))
+            mapped = "".join(text(path) for path in Path("/proc").glob("[0-9]*/maps"))
             candidates = {path for path in candidates if str(path) not in mapped}
     return candidates
 
 
-def _text(path: Path) -> str:
+def text(path: Path) -> str:
+    """Of a file of a process; "" where it has ended, or belongs to another user."""
     try:
         return path.read_text(errors="replace")
-    except OSError:  # it has ended, or belongs to another user
+    except OSError:
         return ""
 
 

@@ -117,7 +117,11 @@ class GridEngine:
 
     def state(self, number: int | str) -> str:
         """A job's state in `qstat`: qw (waits), r (runs), hqw, Rq, ...; "" when it is gone."""
-        for line in self.call("qstat", "-u", "*").stdout.splitlines():
+        deadline = time.monotonic() + READY_S
+        while (shown := self.call("qstat", "-u", "*")).returncode != 0:  # the master is busy, which is no end of a job
+            assert time.monotonic() < deadline, shown
+            time.sleep(0.2)
+        for line in shown.stdout.splitlines():
             fields = line.split()
             if fields and fields[0] == str(number):
                 return fields[4]

@@ -37,7 +37,7 @@ from jobs import FOREIGN, MARK, Mpi, have_ended
 SUBNET = "10.77.0"
 BURST = "16kb"
 QUEUE = "20ms"  # of the token bucket: what waits longer is dropped; at any rate more than a sender's window needs
-READY_S = 10.0
+READY_S = 60.0
 LEFT_S = 10.0  # what a job has started is gone so soon after its end
 ENTER = ("nsenter", "--net", "--uts", "--ipc", "--mount", "--target")
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname")

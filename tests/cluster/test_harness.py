@@ -50,11 +50,11 @@ def test_a_cut_cable_and_a_mended_one(hosts: Network) -> None:
     with running(hosts, hosts[1], "python3", "-c", LISTEN) as listener:
         assert listener.stdout is not None
         listener.stdout.readline()
-        assert hosts.call(hosts[0], *reach).returncode == 0
+        wait_until(lambda: hosts.call(hosts[0], *reach).returncode == 0)
         hosts.cut(hosts[1])
         assert "timed out" in hosts.call(hosts[0], *reach).stderr
         hosts.mend(hosts[1])
-        assert hosts.call(hosts[0], *reach).returncode == 0
+        wait_until(lambda: hosts.call(hosts[0], *reach).returncode == 0)
 
 
 LISTEN = """

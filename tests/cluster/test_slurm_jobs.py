@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def state(self) -> str:
-        return self._slurm.job(self.number)["JobState"]
+        return self._slurm.wait_for(self.number, ".+")["JobState"]  # a busy controller may give no answer
 
     def running(self) -> bool:
         return self.state not in slurm_module.FINAL.split("|")

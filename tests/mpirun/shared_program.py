@@ -1,7 +1,8 @@
 """A worker of the jobs of `test_shared_memory.py`: `shared_program.py CASE`. Pushes large arrays through shared memory.
 
 Prints `ready RANK PID` before the fault, `survived` where a worker gets to the end. With MPIKV_NUM_SERVERS arrays go
-through servers; then `ready` comes before the store is made, since a server gets no further.
+through servers; then `ready` comes before the store is made, since a server gets no further. A late worker waits for
+the file SIGN.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -17,7 +19,6 @@ from mpikv import kv, optimizers
 
 case = sys.argv[1]
 N = 1_000_000  # float32: a program that does nothing else is nearly always in the middle of a call
-LATE_S = 6.0
 SERVERS = int(os.environ.get("MPIKV_NUM_SERVERS", "0"))
 
 
@@ -73,7 +74,8 @@ def main() -> None:
         if rank == 0:
             print(f"waiting {os.getpid()}", flush=True)
         else:
-            time.sleep(LATE_S)
+            while not Path(os.environ["SIGN"]).exists():
+                time.sleep(0.05)
         store.pushpull("own", own)
     stats = store.stats()
     assert stats.get("direct_calls", 1) > 0

@@ -239,7 +239,8 @@ def test_dry_run_prints_a_line_that_works(mpi: Mpi) -> None:
 
 def parent(pid: int) -> int:
     """0 where the process has ended."""
-    return int([*text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split(), "0", "0"][1])
+    fields = text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return int(fields[1]) if fields else 0
 
 
 def gone_within(running: Running, limit_s: float) -> None:

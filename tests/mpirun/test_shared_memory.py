@@ -6,7 +6,6 @@ that still runs after `LIMIT_S` would have hung.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -77,9 +76,7 @@ def test_killed(kind: str, case: str, victims: list[int]) -> None:
                 named = [Path(name) for name in files if name.startswith(str(SHM)) and not name.endswith("(deleted)")]
                 assert [path.name for path in named if not SEGMENTS.fullmatch(path.name)] == []  # all others are MPI's
         assert set(pids) <= set(running.processes())
-        for rank in victims:
-            with contextlib.suppress(ProcessLookupError):  # ended because another one was killed just before
-                os.kill(pids[rank], signal.SIGKILL)
+        running.kill_all([pids[rank] for rank in victims])
     check_end(running.result)
     assert [path.name for path in SHM.iterdir() if "mpikv" in path.name] == []
 
@@ -96,9 +93,7 @@ def test_killed_on_several_hosts(kind: str, case: str, victims: list[int]) -> No
         time.sleep(0.05)
         if "for ever" in case:
             assert all(any("mpikv" in name for name in mapped(pid)) for pid in pids)
-        for rank in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[rank], signal.SIGKILL)
+        running.kill_all([pids[rank] for rank in victims])
     check_end(running.result)
     assert [path.name for path in SHM.iterdir() if "mpikv" in path.name] == []
 
@@ -123,9 +118,7 @@ def test_killed_with_a_server(kind: str, case: str, victims: list[int]) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         time.sleep(0.3)
-        for rank in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[rank], signal.SIGKILL)
+        running.kill_all([pids[rank] for rank in victims])
     check_end(running.result)
     assert [path.name for path in SHM.iterdir() if "mpikv" in path.name] == []
 
@@ -196,15 +189,18 @@ def test_the_program_survives_on_several_hosts(hosts: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
-def test_who_waits_for_a_late_worker_leaves_the_processor_alone(kind: str) -> None:
+def test_who_waits_for_a_late_worker_leaves_the_processor_alone(kind: str, tmp_path: Path) -> None:
     """Under a tenth of a core, from a second on; it should be a twentieth, and a busy machine adds to it."""
-    with start(2, ["python", PROGRAM, "late"], timeout_s=LIMIT_S, mpi=wheel(kind)) as running:
+    sign = tmp_path / "sign"
+    environment = {"SIGN": str(sign)}
+    with start(2, ["python", PROGRAM, "late"], env=environment, timeout_s=LIMIT_S, mpi=wheel(kind)) as running:
         pid = int(running.wait_for(r"waiting (\d+)")[1])
         time.sleep(1.2)
         before, began = processor_s(pid), time.monotonic()
         time.sleep(4)
         used, passed = processor_s(pid) - before, time.monotonic() - began
         assert "survived" not in running._text["stdout"]  # it has waited all the time
+        sign.touch()
     assert running.result.status == 0, running.result.output
     assert used / passed < 0.1, f"{used:.2f} s of processor time in {passed:.2f} s"
 

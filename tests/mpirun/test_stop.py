@@ -16,7 +16,8 @@ from jobs import Job, Running, find_mpi, start
 
 PROGRAM = str(Path(__file__).with_name("stop_program.py"))
 LIMIT_S = 40
-AGAIN_S = 1.2  # a second signal counts as one after a second
+AGAIN_S = 1.2  # a second signal counts as one a second after the first one was heard
+HEARD = "all workers stop after their step"
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
@@ -51,7 +52,7 @@ def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> N
     if common:
         assert len(set(found.values())) == 1, job.output
         assert all(own == most < 20_000 for own, most in found.values()), job.output
-    assert len(re.findall("all workers stop after their step", job.stderr)) == 1, job.output
+    assert len(re.findall(HEARD, job.stderr)) == 1, job.output
 
 
 SIGNALLED = {"one": [1], "worker 0": [0], "all": [0, 1, 2]}
@@ -62,8 +63,7 @@ SIGNALLED = {"one": [1], "worker 0": [0], "all": [0, 1, 2]}
 def test_synchronous(mpi, who: str, signum: signal.Signals) -> None:
     with start(3, ["python", PROGRAM, "plain", "dist_sync"], env=environment(), timeout_s=LIMIT_S, mpi=mpi) as running:
         pids = ranks(running)
-        for rank in SIGNALLED[who]:
-            running.kill(pids[rank], signum)
+        running.kill_all([pids[rank] for rank in SIGNALLED[who]], signum)
     check_stopped(running.result, [0, 1, 2])
     assert signum.name in running.result.stderr
 
@@ -96,9 +96,7 @@ def test_through_mpirun(mpi, signum: signal.Signals) -> None:
 def test_store_that_the_exit_closes(mpi) -> None:
     env = environment()
     with start(3, ["python", PROGRAM, "stays open", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
-        pids = ranks(running)
-        for pid in pids:
-            running.kill(pid, signal.SIGUSR1)
+        running.kill_all(ranks(running), signal.SIGUSR1)
     check_stopped(running.result, [0, 1, 2])
 
 
@@ -122,8 +120,8 @@ def test_program_that_does_not_listen_dies_of_the_second_signal(mpi) -> None:
     env = environment()
     with start(3, ["python", PROGRAM, "never reads", "dist_sync"], env=env, timeout_s=LIMIT_S, mpi=mpi) as running:
         pid = ranks(running)[1]
-        running.kill(pid, signal.SIGTERM)
-        running.kill(pid, signal.SIGTERM)  # the same request, delivered twice
+        running.kill_all([pid, pid], signal.SIGTERM)  # the same request, delivered twice
+        running.wait_for(HEARD)
         time.sleep(AGAIN_S)
         assert pid in running.processes()
         running.kill(pid, signal.SIGTERM)
@@ -136,6 +134,7 @@ def test_program_that_does_not_listen_dies_with_mpirun(mpi) -> None:
         ranks(running)
         running.kill(mpirun_of(running), signal.SIGTERM)
         if mpi.kind == "mpich":  # its mpirun sends SIGTERM only, and waits; Open MPI's kills them a second later
+            running.wait_for(HEARD)
             time.sleep(AGAIN_S)
             running.kill(mpirun_of(running), signal.SIGTERM)
     check_killed(running.result)

@@ -6,13 +6,15 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ from mpikv.launch.watch import Limits, Watch
 
 LIMITS = Limits(job=None, start=20.0, grace=0.5)
 SECRET = "of this test"
+READY = "touch $FOLDER/$PMI_RANK"  # a rank says so to `when_started`
+GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
 
 
 class Job:
@@ -37,7 +41,7 @@ class Job:
     def __init__(self, commands: list[str], limits: Limits = LIMITS, blocks: list[Block] | None = None, **env: str):
         self.id = os.urandom(8).hex()
         self.blocks = blocks or place([], len(commands), 0)
-        self.folder = Path(os.environ.get("PYTEST_FOLDER", "."))
+        self.folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
         self.output = Output(colours=(False, False))
         self.watch = Watch(self.blocks, SECRET, self.output, limits)
         self.commands = commands
@@ -49,7 +53,7 @@ class Job:
             for i in range(block.ranks):
                 rank = block.first_rank + i
                 words = f"{sys.executable} -I -S {QUICK} rank {block.role} {block.first_number} {block.first_rank}"
-                starts.append(f"PMI_RANK={rank} COMMAND_{rank}=x {words} -- sh -c '{self.commands[rank]}' &")
+                starts.append(f"PMI_RANK={rank} {words} -- sh -c '{self.commands[rank]}' &")
         told = {
             "job": self.id, "secret": SECRET, "addresses": [["127.0.0.1", self.watch.port]], **(plan or {}),
         }  # fmt: skip
@@ -57,12 +61,17 @@ class Job:
         try:
             return self.watch.run(
                 ["sh", "-c", "\n".join([*starts, after])],
-                {**environ, LAUNCH: json.dumps(told), JOB: f"{self.id}/mpirun", **self.env},
+                {**environ, LAUNCH: json.dumps(told), JOB: f"{self.id}/mpirun", "FOLDER": str(self.folder), **self.env},
             )
         finally:
             self.output.close()
             _, left = end_job(self.id, 0, 5)
+            shutil.rmtree(self.folder)
             assert left == []
+
+    def go(self) -> None:
+        """End the waits of its commands."""
+        (self.folder / "go").touch()
 
 
 @pytest.fixture(autouse=True)
@@ -165,8 +174,9 @@ def test_the_process_above_a_rank_is_killed() -> None:
 
 def test_mpirun_kills_its_children() -> None:
     """The ranks get SIGTERM through the process above them and still report; mpirun's status counts."""
-    job = Job(['trap "echo told; exit 1" TERM; sleep 300 & wait'] * 2)
-    verdict = job.run(after="sleep 1.5; kill -9 $(jobs -p); exit 9")
+    job = Job([f'trap "echo told; exit 1" TERM; {READY}; sleep 300 & wait'] * 2)
+    with when_started(job, job.go):
+        verdict = job.run(after=f"{GO}; kill -9 $(jobs -p); exit 9")
     assert verdict == Verdict(9, "mpirun ended the ranks, with status 9")
 
 
@@ -198,19 +208,19 @@ def test_unused_servers_are_ended() -> None:
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_to_the_launcher(signum: int, status: int) -> None:
-    job = Job(["sleep 300"] * 2)
+    job = Job([f"{READY}; sleep 300"] * 2)
     with when_started(job, lambda: os.kill(os.getpid(), signum)):
         assert job.run().status == status
 
 
 def test_ranks_that_end_well_when_told() -> None:
-    job = Job(['trap "exit 0" TERM; sleep 300 & wait'] * 2)
+    job = Job([f'trap "exit 0" TERM; {READY}; sleep 300 & wait'] * 2)
     with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
 
 
 def test_a_second_signal_kills() -> None:
-    job = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(grace=60.0))
+    job = Job([f"trap : TERM; {READY}; while :; do sleep 1; done"], LIMITS._replace(grace=60.0))
 
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -224,31 +234,35 @@ def test_a_second_signal_kills() -> None:
 
 
 def test_signals_that_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job(['trap "echo told; exit 0" USR1; sleep 300 & wait'] * 2)
+    job = Job([f'trap "echo told; exit 0" USR1; {READY}; sleep 300 & wait'] * 2)
     with when_started(job, lambda: os.kill(os.getpid(), signal.SIGUSR1)):
         assert job.run() == Verdict(0, "")
     assert capfd.readouterr().out.count("told") == 2
 
 
 @contextlib.contextmanager
-def when_started(job: Job, act: object) -> Iterator[None]:
-    """Do something once all ranks have reported and had time to set their traps."""
+def when_started(job: Job, act: Callable[[], None]) -> Iterator[None]:
+    """Do something once the launcher has heard of all ranks and their commands have said that they are ready."""
+    over = threading.Event()
 
     def wait() -> None:
-        while not all(rank.host for rank in job.watch.ranks.values()):
-            time.sleep(0.02)
-        time.sleep(0.5)
-        act()  # type: ignore[operator]
+        while not all(rank.host and (job.folder / str(number)).exists() for number, rank in job.watch.ranks.items()):
+            if over.wait(0.02):
+                return
+        act()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    yield
-    thread.join(5)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(5)
 
 
 def test_strangers_are_turned_away() -> None:
     """Without the secret nobody becomes a rank, and nothing that is sent ends the launcher."""
-    job = Job(["sleep 1.5"])
+    job = Job([f"{READY}; {GO}"], LIMITS._replace(job=60.0))
     answers = []
 
     def disturb() -> None:
@@ -261,6 +275,7 @@ def test_strangers_are_turned_away() -> None:
                 answers.append(stranger.recv(100))
                 if data:
                     answers.append(stranger.recv(100))
+        job.go()
 
     with when_started(job, disturb):
         assert job.run() == Verdict(0, "")
@@ -311,7 +326,7 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
 
 def test_processes() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], env={**os.environ, JOB: "feed/x"})
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while len(of_job("feed")) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(of_job("feed")) == 2

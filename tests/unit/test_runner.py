@@ -35,13 +35,13 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    def run(n: int, tests: str, *options: str, limit_s: float = 30, grace_s: float = 10) -> Run:
+    def run(n: int, tests: str, *options: str, grace_s: float = 10) -> Run:
         (tmp_path / "conftest.py").write_text(CONFTEST)
         (tmp_path / "test_it.py").write_text(f"import os, time, pytest\n{tests}")
         (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
         line = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "--with-mpi", *options, str(tmp_path)]
         env = {
-            "MPIKV_TEST_LIMIT_S": str(limit_s),
+            "MPIKV_TEST_LIMIT_S": "30",
             "MPIKV_TEST_GRACE_S": str(grace_s),
             "MPIKV_TEST_REPORT": str(tmp_path / "report"),
         }
@@ -121,11 +121,11 @@ def test_a_deadlock_ends_with_all_stacks(run) -> None:
     done = run(
         3,
         "def test_before(): pass\n"
+        "@pytest.mark.timeout(3)\n"
         "def test_stuck(comm):\n"
         "    wait_here(comm) if comm.rank == 1 else comm.recv(source=1)\n"
         "def wait_here(comm):\n    comm.recv(source=0)\n"
         "def test_never(): pass\n",
-        limit_s=3,
     )
     assert not done.job.timed_out
     assert done.job.status not in (0, 1)

@@ -254,7 +254,7 @@ def test_states_saved_after_direct_rounds(tmp_path, first, second):
 # --- where the value is
 
 
-def test_the_array_is_the_value_until_the_next_push():
+def test_the_array_is_the_value_until_the_next_push(patient):
     def body(store):
         x = store.zeros(8)
         store.init("w", x)
@@ -461,7 +461,7 @@ def test_a_store_does_not_see_the_other_ones_memory():
     assert spawn(2, body) == [[(4.0 * (1 + step), 10.0, 2.0) for step in range(5)]] * 2
 
 
-def test_after_a_call_that_ended_half_way():
+def test_after_a_call_that_ended_half_way(patient):
     """The next one says so, and not once more what ended the first one."""
 
     def failing(weight, grad, state):

@@ -235,20 +235,23 @@ cat >"$FAKE/script"
 echo RUNNING >"$FAKE/state"
 [ -n "$HOLD" ] || {
     (
-        sleep 1.5
+        for _ in $(seq 300); do [ -e "$FAKE/asked" ] && break; sleep 0.1; done
         printf 'hello\\nmpikv: job 17 ends with status 7\\n' >train-17.out
-        echo FAILED >"$FAKE/state"
+        echo FAILED >"$FAKE/new"
+        mv "$FAKE/new" "$FAKE/state"
     ) >&- 2>&- &
 }
 echo "17;cluster"
 """
 SCONTROL = """#!/bin/sh
 read -r state <"$FAKE/state"
+touch "$FAKE/asked"
 echo "JobId=17 JobName=train JobState=$state Reason=None ExitCode=7:0 NodeList=n1"
 """
 SCANCEL = """#!/bin/sh
 echo "scancel $*" >"$FAKE/cancelled"
-echo CANCELLED >"$FAKE/state"
+echo CANCELLED >"$FAKE/new"
+mv "$FAKE/new" "$FAKE/state"
 """
 
 
