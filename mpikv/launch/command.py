@@ -200,6 +200,7 @@ class Command:
         """A signal for the command. patient: whoever sent it will say when it is to be killed."""
         if signum == signal.SIGCHLD or signum not in (*FORWARDED, signal.SIGKILL):
             return
+        self._reap()  # a command that has ended before has not ended because it was told to
         if self._status is not None:
             self._dismissed = self._dismissed or signum in ENDING
             return

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mpikv.launch.placement import Block
 
 FAILED = 1  # where nothing else says what status it is
+LOST_PEER = 14  # MPI_ERR_UNKNOWN: with it Open MPI 5 ends a process whose connection to another one was closed
 IDLE_SERVERS = "the workers ended and left servers that wait: a program without a dist store needs -s 0"
 STOPPED = 128 + signal.SIGTERM  # a program that saves its states and ends with 0 when it is told to has not failed
 
@@ -83,9 +84,12 @@ def how(rank: Rank) -> str:
 
 
 def first_failure(ranks: Sequence[Rank]) -> Rank | None:
-    """The first to end badly of its own accord, not because it was told to."""
+    """The first to end badly of its own accord, not because it was told to.
+
+    With LOST_PEER only where nobody else has: who has lost its connection to another rank may be heard of sooner.
+    """
     failed = [rank for rank in ranks if rank.status not in (None, 0) and not rank.told]
-    return min(failed, key=lambda rank: rank.order, default=None)
+    return min(failed, key=lambda rank: (rank.status == LOST_PEER, rank.order), default=None)
 
 
 def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | None = None) -> Verdict:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpikv.launch.placement import Block
 from mpikv.launch.ranks import IDLE_SERVERS, Rank, Verdict, exit_status, expected, judge
 
@@ -32,6 +34,12 @@ def test_success() -> None:
 def test_the_first_failure_counts() -> None:
     ranks = job({"status": 3, "order": 2}, {"status": -9, "order": 1}, {"status": 1, "order": 3})
     assert judge(ranks, 1) == Verdict(137, "worker 1 on h1 was killed by signal 9 (SIGKILL)")
+    ranks[1] = replace(ranks[1], order=4)
+    ranks[0] = replace(ranks[0], status=14)  # it has lost its connection to another one
+    assert judge(ranks, 1) == Verdict(1, "worker 2 on h2 ended with status 1")
+    ranks[2] = replace(ranks[2], status=14)
+    assert judge(ranks, 1) == Verdict(137, "worker 1 on h1 was killed by signal 9 (SIGKILL)")
+    ranks[0] = replace(ranks[0], status=3)
     ranks[1].told = True
     assert judge(ranks, 1) == Verdict(3, "worker 0 on h0 ended with status 3")
     assert judge(job({"status": 127, "error": "x: no such command on h0"}), 127).text == (
