@@ -52,6 +52,7 @@ FOREIGN = (
 VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, in its summary
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
 KILL_S = 30.0  # a killed process ends when the kernel gets to it, on a busy machine not at once
+NEW_S = 1.0  # a process that has made a segment may get no core before it maps it
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 
 SHM = Path("/dev/shm")
@@ -244,13 +245,21 @@ def segments() -> set[Path]:
 
 
 def orphans(candidates: set[Path]) -> set[Path]:
-    """Those that no process has mapped, twice in a row: a segment has no user for a moment after it was made, too."""
-    for _ in range(2):
+    """Those that no process has mapped, and that are not new: another job's, just made, has no user for a moment."""
+    for age_s in (0.05, NEW_S):
         if candidates:
-            time.sleep(0.05)
+            time.sleep(max(0.05, min(age_s, max(map(made_at, candidates)) + age_s - time.time())))
             mapped = "".join(text(path) for path in Path("/proc").glob("[0-9]*/maps"))
             candidates = {path for path in candidates if str(path) not in mapped}
     return candidates
+
+
+def made_at(path: Path) -> float:
+    """As time.time; 0 where it is not there any more."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def text(path: Path) -> str:

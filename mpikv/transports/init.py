@@ -51,7 +51,7 @@ def initialise(timeout_s: float) -> None:
 def _give_up(guard: abort.Guard, limit_s: float) -> None:
     text = (
         f"StallError: {guard.label} waited {limit_s:g} s in MPI_Init for the other ranks of the job: every one of them "
-        "must make its store. Look for one that still does something else, waits for a file, or never started"
+        "must make its store. Look for one that has ended, does something else, waits for a file, or never started"
     )
     guard.say(text, 1)
     unmet.tell_hydra(1)  # any other launcher ends the job when a rank ends with an error
