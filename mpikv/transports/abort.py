@@ -23,11 +23,12 @@ from typing import Any
 
 from mpikv.observe.activity import Activity
 from mpikv.transports import unmet
+from mpikv.transports.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun forwards what ranks print through pipes; give it this long before it is told to kill
 
 
-class Guard:
+class Guard(TakesSignals):
     """This process's hooks. Held by `sys.excepthook` itself, so that there is one per process and no module state."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -58,6 +59,10 @@ class Guard:
     def is_child(self) -> bool:
         """Whether this process was forked from the rank, as the workers of a data loader are: its end is its own."""
         return os.getpid() != self._pid
+
+    def previous(self, number: int) -> signal.Handlers:
+        """What SIGTERM did: it is the one signal that is taken, and from no other handler."""
+        return signal.SIG_DFL
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the traceback with this rank in front of every line, and end the job."""

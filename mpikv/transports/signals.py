@@ -10,7 +10,7 @@ may run in the middle of anything; the store's own calls and its progress engine
   which several launchers have delivered. Others, SIGUSR1 above all, are the same request however often they come.
 - After all workers have stopped, the handlers stay, and while the interpreter ends the signals are ignored: a rank that
   is signalled a little later than the others must not die of it, and take the job's status 0 with it.
-- In a forked child, such as a data loader's worker, a signal does what it would do without this.
+- In a forked child, such as a data loader's worker, a signal does what it would do without this (`forked`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 
 from mpikv.transports.abort import Guard
+from mpikv.transports.forked import Handler, TakesSignals
 
 AGAIN_S = 1.0  # a scheduler and mpirun deliver the same request within milliseconds; a person's second one comes later
 
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 
-Handler = Callable[[int, FrameType | None], Any] | int | None
 
-
-class StopSignals:
+class StopSignals(TakesSignals):
     """Handlers of some signals, from `install` until `restore`. names: without SIG, as in ('TERM', 'USR1')."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -75,7 +73,7 @@ class StopSignals:
             return  # only the main thread can: the handlers stay, and pass signals on
         for number in self._before:
             if signal.getsignal(number) == self._handle:
-                before = self._previous(number)
+                before = self.previous(number)
                 signal.signal(number, signal.SIG_DFL if before is None else before)  # None: set by C, out of reach
 
     def end(self) -> None:
@@ -89,7 +87,7 @@ class StopSignals:
         if os.getpid() == self._pid:
             self.end()
 
-    def _previous(self, number: int) -> Handler:
+    def previous(self, number: int) -> Handler:
         """Whose turn it is without this object, and without others that were restored since."""
         before = self._before[number]
         owner = getattr(before, "__self__", None)
@@ -99,7 +97,7 @@ class StopSignals:
         return before
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self._previous(number)
+        before = self.previous(number)
         now_s = time.monotonic()
         again = number in ENDING and now_s - self._first_s.setdefault(number, now_s) >= AGAIN_S
         if not self._installed or again or os.getpid() != self._pid:

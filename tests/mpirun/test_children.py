@@ -8,7 +8,7 @@ import pytest
 from jobs import mpirun
 
 PROGRAM = """
-import multiprocessing, sys, time
+import multiprocessing, signal, sys, time
 import numpy as np
 from mpikv import kv
 
@@ -26,16 +26,12 @@ for body in (leave, fail):
     child.start()
     child.join()
     assert child.exitcode in (1, 3), child.exitcode
-def wait(running):
-    running.set()  # Python drops a signal that comes before the child has begun
-    time.sleep(60)
-
-running = fork.Event()
-waiting = fork.Process(target=wait, args=(running,))
-waiting.start()
-assert running.wait(30)
-waiting.terminate()
-waiting.join()
+for _ in range(20):
+    waiting = fork.Process(target=time.sleep, args=(60,))
+    waiting.start()
+    waiting.terminate()  # before it has begun, on its way into sleep, or asleep
+    waiting.join()
+    assert waiting.exitcode == -signal.SIGTERM, waiting.exitcode
 store.pushpull("w", value := np.ones(3))
 assert value.tolist() == [2, 2, 2]
 store.close()

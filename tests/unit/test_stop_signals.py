@@ -135,20 +135,70 @@ def test_other_signals_are_counted_apart():
     assert (done.stdout, done.returncode) == ("SIGUSR1\n", 0), done.stderr
 
 
-def test_forked_child_is_ended_by_the_first():
+LONG = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # an hour in C code, where no handler in Python would run
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("stores", [0, 1, 2])
+def test_forked_child_is_ended_by_the_first(stores, thread):
+    """At once, wherever it is and however soon it comes; its parent goes on noting it."""
+    done = run(f"""
+        import hashlib, threading
+        from mpikv.transports import abort
+        abort.install(0, 2)
+        stops = [StopSignals(["TERM", "USR1"]) for _ in range({stores})]
+        for stop in stops:
+            stop.install()
+        ours = signal.getsignal(signal.SIGTERM)
+        def fork():
+            for i in range(40):
+                pid = os.fork()
+                if pid == 0:
+                    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                        {LONG}
+                    os._exit(0)
+                if i % 2:
+                    time.sleep(0.01)
+                number = signal.SIGTERM if i % 4 < 2 or not stops else signal.SIGUSR1
+                os.kill(pid, number)
+                ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                assert ended == -number, (i, ended)
+            print("all ended", flush=True)
+        if {thread == "main"}:
+            fork()
+        else:
+            forking = threading.Thread(target=fork)
+            forking.start()
+            forking.join()
+        assert signal.getsignal(signal.SIGTERM) == ours != signal.SIG_DFL
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        if stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        print([stop.why() for stop in stops], flush=True)
+    """)
+    assert (done.stdout, done.returncode) == (f"all ended\n{['SIGTERM'] * stores}\n", 0), done.stderr
+
+
+def test_forked_child_keeps_what_is_the_programs():
+    """Its handlers, and what it holds back or ignores."""
     done = run("""
-        stop = StopSignals(["TERM"]); stop.install()
-        reading, writing = os.pipe()
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"own\\n"))
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        stop = StopSignals(["TERM", "USR1", "USR2"]); stop.install()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         pid = os.fork()
         if pid == 0:
-            os.write(writing, b"I run")  # Python forgets what comes to a child before
-            time.sleep(20)
+            assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {signal.SIGTERM}
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.write(1, b"held\\n")
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             os._exit(0)
-        os.read(reading, 5)
-        os.kill(pid, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.why(), flush=True)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {signal.SIGTERM}
     """)
-    assert (done.stdout, done.returncode) == (f"{-signal.SIGTERM} None\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == (f"own\nheld\n{-signal.SIGTERM} None\n", 0), done.stderr
 
 
 def test_ignored_while_the_interpreter_ends():
