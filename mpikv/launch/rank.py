@@ -37,7 +37,6 @@ LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, folder, env, grace_s
 COLON = re.compile(r"\\*:")
 DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
 DAEMON_S = 1.0  # to end by itself
-SIGNALS = 129  # statuses from here on stand for a signal
 NO_LAUNCHER = 125  # as timeout(1) has it for failures of its own
 
 
@@ -60,11 +59,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def stand_in(child: int, parent: int) -> int:
     """Be what mpirun has started: pass signals on to `child`, and end as it does."""
-    for signum in FORWARDED:
-        signal.signal(signum, lambda signum, _: os.kill(child, signum))
+    awaited = {*FORWARDED, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # a handler would not see what comes just before a wait begins
     die_with_parent(parent, signal.SIGTERM)()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return die_of(status - 128) if status >= SIGNALS else 128 - status if status < 0 else status
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        signum = signal.sigwait(awaited)
+        if signum != signal.SIGCHLD:
+            os.kill(child, signum)
+    status = os.waitstatus_to_exitcode(ended[1])
+    if status < 0:
+        return 128 - status
+    return die_of(status - 128) if status - 128 in signal.valid_signals() else status
 
 
 def die_of(signum: int) -> int:
@@ -73,6 +78,7 @@ def die_of(signum: int) -> int:
     if signum not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
     return 128 + signum  # a signal that ends nothing
 
 

@@ -295,10 +295,31 @@ def test_a_launcher_that_cannot_be_reached() -> None:
     assert f"127.0.0.1:{free}: ConnectionRefusedError" in done.stderr
 
 
-def test_without_a_launcher() -> None:
-    words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", "echo a; exit 3"]
-    done = subprocess.run(words, env={"PMI_RANK": "6"}, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (3, f"[server 3 @ {socket.gethostname()}] a\n")
+def above_rank(command: str) -> subprocess.Popen[str]:
+    """The process above a rank, without a launcher."""
+    words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", command]
+    return subprocess.Popen(words, env={"PMI_RANK": "6"}, stdout=-1, stderr=-1, text=True)
+
+
+@pytest.mark.parametrize("status", [0, 3, 128, 129, 137, 143, 160, 193, 200, 255])
+def test_without_a_launcher(status: int) -> None:
+    """128 + N is a shell's word for signal N, if there is such a signal."""
+    with above_rank(f"echo a; exit {status}") as process:
+        out, err = process.communicate()
+    ended = 128 - status if status in (129, 137, 143) else status
+    assert (process.returncode, out, err) == (ended, f"[server 3 @ {socket.gethostname()}] a\n", "")
+
+
+def test_each_of_several_signals_reaches_the_command() -> None:
+    waiting = "i=0; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
+    with above_rank(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as process:
+        assert process.stdout is not None
+        assert "ready" in process.stdout.readline()
+        for signum in (signal.SIGUSR1, signal.SIGTERM):
+            process.send_signal(signum)
+        said, _ = process.communicate()
+    assert [line.split()[-1] for line in said.splitlines()] == ["one", "two"]
+    assert process.returncode == 7
 
 
 def test_frames() -> None:
