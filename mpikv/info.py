@@ -12,7 +12,6 @@ import os
 import platform
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_ran
             print(f"{row.label:{width}}  {'ERROR: ' if row.problem else ''}{row.text}".rstrip())
         sys.stdout.flush()
     elif failed:
-        time.sleep(launcher.SILENT_S)
+        launcher.let_rank_0_speak(1.0)  # after MPI_Finalize no rank is ended
     return 1 if failed else 0
 
 

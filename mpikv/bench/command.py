@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -46,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         if environment_rank() == 0:
             print(f"mpikv bench: error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(launcher.SILENT_S)
+            launcher.let_rank_0_speak()
         return BAD_INPUT
     return _measure(options, job)
 

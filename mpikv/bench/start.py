@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -41,14 +40,12 @@ class Parser(argparse.ArgumentParser):
         """See argparse."""
         if environment_rank() == 0:
             super().print_help(file)  # type: ignore[arg-type] # argparse says SupportsWrite
-        else:
-            time.sleep(launcher.SILENT_S)
 
     def error(self, message: str) -> NoReturn:
         """Print how it is used and what is wrong; status 2."""
         if environment_rank() == 0:
             super().error(message)
-        time.sleep(launcher.SILENT_S)
+        launcher.let_rank_0_speak()
         raise SystemExit(BAD_INPUT)
 
 

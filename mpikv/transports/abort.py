@@ -16,16 +16,15 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from types import FrameType, TracebackType
 from typing import Any
 
 from mpikv.observe.activity import Activity
-from mpikv.transports import unmet
+from mpikv.transports import printed, unmet
 from mpikv.transports.forked import TakesSignals
 
-FLUSH_S = 0.2  # mpirun forwards what ranks print through pipes; give it this long before it is told to kill
+FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
 
 
 class Guard(TakesSignals):
@@ -122,7 +121,7 @@ def install(rank: int, size: int) -> Guard:
 
 def abort(status: int) -> None:
     """End every process of the job with `status`."""
-    time.sleep(FLUSH_S)
+    printed.wait_until_read(FLUSH_S)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
         unmet.end_job(status)

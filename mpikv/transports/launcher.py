@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,7 @@ HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
-SILENT_S = 1.0  # a launcher ends all ranks when one ends with an error: rank 0 must have spoken before
+SILENT_S = 5.0
 
 
 class Launcher(NamedTuple):
@@ -49,6 +50,15 @@ def find(environ: Mapping[str, str] | None = None) -> Launcher | None:
         if environ.get(variable, "").isdigit():
             return Launcher(int(environ[variable]), variable, program())
     return None
+
+
+def let_rank_0_speak(limit_s: float = SILENT_S) -> None:
+    """Let rank 0 be the first to end with an error, since it tells what is wrong. Blocks, at most `limit_s`.
+
+    Open MPI's mpirun then ends all others, this process, too. Hydra lets all ranks come to their ends.
+    """
+    if HYDRA not in os.environ:
+        time.sleep(limit_s)
 
 
 def said_rank(environ: Mapping[str, str]) -> int:

@@ -20,12 +20,12 @@ import os
 import stat
 import sys
 import threading
-import time
 
 from mpikv.errors import ConfigError
-from mpikv.transports import launcher
+from mpikv.transports import launcher, printed
 from mpikv.transports.loaded import function, loaded_path
 
+PASS_ON_S = 1.0  # for what is printed to get from hydra's process here to mpirun, which the end reaches by another way
 MEET_S = 10.0  # ranks of one job start together; those that come later will find it ended
 
 
@@ -52,7 +52,7 @@ def tell_hydra(status: int) -> bool:
     words = os.environ.get("PMI_FD", "")
     if not words.isdigit() or not _is_socket(int(words)):
         return False
-    time.sleep(launcher.SILENT_S)  # what was printed is on its way through other pipes
+    printed.wait_until_read(PASS_ON_S)
     with contextlib.suppress(OSError):
         os.write(int(words), f"cmd=abort exitcode={status}\n".encode())
     return True

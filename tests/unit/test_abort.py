@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from mpikv.transports.abort import Guard
+from mpikv.transports.printed import unread_bytes
 
 
 def test_only_the_main_threads_exit_is_remembered():
@@ -24,3 +30,54 @@ def test_only_the_main_threads_exit_is_remembered():
         with pytest.raises(SystemExit):
             guard._remember_exit(status)
         assert guard.exit_status == remembered
+
+
+ENDS = """
+import os, sys
+from mpikv.transports import printed
+from mpikv.transports.abort import abort
+limit_s, stream, sign = sys.argv[1:]
+printed.LIMIT_S = float(limit_s)
+os.write(int(stream), b"x" * 50000)
+open(sign, "w").close()
+abort(3)
+"""
+
+
+def ending(limit_s: float, stream: int, sign: Path) -> subprocess.Popen[bytes]:
+    """A process that has printed something and then ends its job: to be read and waited for."""
+    words = [sys.executable, "-c", ENDS, str(limit_s), str(stream), str(sign)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not sign.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_ends_the_job_when_what_it_printed_was_read(stream, tmp_path):
+    with ending(60, stream, tmp_path / "sign") as process:
+        time.sleep(1)  # longer than it waits for what was read
+        assert process.poll() is None
+        assert sum(map(len, process.communicate())) == 50000
+        assert process.returncode == 3
+
+
+def test_ends_the_job_though_nobody_reads(tmp_path):
+    with ending(0.1, 1, tmp_path / "sign") as process:
+        assert process.wait() == 3
+        assert unread_bytes(process.stdout.fileno()) == 50000
+
+
+def test_unread_bytes():
+    reading, writing = os.pipe()
+    for written in (0, 7):
+        os.write(writing, b"x" * written)
+        assert unread_bytes(writing) == written
+    os.read(reading, 3)
+    assert unread_bytes(writing) == 4
+    os.close(reading)
+    os.close(writing)
+    assert unread_bytes(writing) == 0
+    with open(os.devnull, "w") as nowhere:
+        assert unread_bytes(nowhere.fileno()) == 0
