@@ -15,7 +15,8 @@ from mpikv.launch.placement import Block
 
 FAILED = 1  # where nothing else says what status it is
 LOST_PEER = 14  # MPI_ERR_UNKNOWN: with it Open MPI 5 ends a process whose connection to another one was closed
-IDLE_SERVERS = "the workers ended and left servers that wait: a program without a dist store needs -s 0"
+NEEDS_NO_SERVERS = "a program without a dist store needs -s 0"
+IDLE_SERVERS = f"the workers ended and left servers that wait: {NEEDS_NO_SERVERS}"
 STOPPED = 128 + signal.SIGTERM  # a program that saves its states and ends with 0 when it is told to has not failed
 
 
@@ -127,6 +128,11 @@ def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | 
         return Verdict(0, IDLE_SERVERS)
     if bad:
         first = min(bad, key=lambda rank: rank.order)
+        early = [rank for rank in ranks if rank.role == "worker" and rank.status == 0]
+        if own and early and any(rank.role == "server" for rank in bad):
+            return Verdict(
+                own, f"mpirun ended the ranks, with status {own}, when {early[0].name} had ended: {NEEDS_NO_SERVERS}"
+            )
         if own:
             return Verdict(own, f"mpirun ended the ranks, with status {own}")
         return Verdict(exit_status(first.status or 0) or FAILED, f"{first.name} on {first.host} {how(first)}")

@@ -89,5 +89,19 @@ def test_an_end_that_was_asked_for() -> None:
     assert judge(servers, 1) == Verdict(0, IDLE_SERVERS)  # mpirun was sooner
 
 
+def test_workers_without_mpi_beside_servers() -> None:
+    """Open MPI's mpirun ends the others with the first that has not been in MPI_Init, if a server has."""
+    told = {"status": -15, "told": True}
+    server = Rank("server", 0, 2, host="h2", status=-15, told=True, order=3)
+    ranks = [*job(told, {"status": 0}), server]
+    assert judge(ranks, 1) == Verdict(
+        1, "mpirun ended the ranks, with status 1, when worker 1 had ended: a program without a dist store needs -s 0"
+    )
+    assert judge([*job(told, told), server], 1).text == "mpirun ended the ranks, with status 1"
+    assert judge([*job(told, {"status": 0}), replace(server, status=0)], 1).text == (
+        "mpirun ended the ranks, with status 1"
+    )
+
+
 def test_exit_status() -> None:
     assert [exit_status(one) for one in (0, 5, -9)] == [0, 5, 137]
