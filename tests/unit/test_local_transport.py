@@ -5,6 +5,7 @@ The ranks are polled by hand, so nothing here depends on time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -298,12 +299,23 @@ def bells():
         thread.start()
     for thread in threads:
         thread.join()
-    before = len(os.listdir("/proc/self/fd"))
+    pipes = {os.readlink(f"/proc/self/fd/{bell._own}") for bell in made}
+    assert len(pipes) == 2
+    assert open_ends(pipes) == 6  # of each: both ends of its pipe, and the other's
     yield made
     for bell in made:
         bell.close()
         bell.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 6  # of each: both ends of its pipe, and the other's
+    assert open_ends(pipes) == 0
+
+
+def open_ends(pipes):
+    """How many of this process's files are these pipes. Other tests' files may be closed meanwhile."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{fd}") in pipes
+    return count
 
 
 def test_a_bell_wakes_who_sleeps(bells):
