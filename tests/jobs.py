@@ -56,7 +56,7 @@ NEW_S = 1.0  # a process that has made a segment may get no core before it maps 
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 
 SHM = Path("/dev/shm")
-SEGMENTS = re.compile(r"sm_segment\..*|mpich_shm_.*")  # Open MPI's and MPICH's names
+SEGMENTS = re.compile(r"sm_segment\..*|mpich_shm_.*|ucx_shm_posix_.*")  # Open MPI's, MPICH's and, below it, UCX's names
 
 Programs = Sequence[tuple[int, Sequence[str]]]
 
