@@ -60,7 +60,7 @@ def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_ran
             print(f"{row.label:{width}}  {'ERROR: ' if row.problem else ''}{row.text}".rstrip())
         sys.stdout.flush()
     elif failed:
-        launcher.let_rank_0_speak(1.0)  # after MPI_Finalize no rank is ended
+        launcher.let_rank_0_speak(1.0)  # not longer: after MPI_Finalize rank 0's end does not end this process
     return 1 if failed else 0
 
 

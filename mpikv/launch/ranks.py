@@ -126,15 +126,14 @@ def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | 
         # Open MPI's mpirun may end them before the launcher does: a worker that ends without MPI_Init, as a shell does,
         # is an error for it once a server has been there.
         return Verdict(0, IDLE_SERVERS)
+    if bad and own:
+        text = f"mpirun ended the ranks, with status {own}"
+        early = [rank for rank in ranks if rank.role == "worker" and rank.status == 0]
+        if early and any(rank.role == "server" for rank in bad):
+            text += f", when {early[0].name} had ended: {NEEDS_NO_SERVERS}"
+        return Verdict(own, text)
     if bad:
         first = min(bad, key=lambda rank: rank.order)
-        early = [rank for rank in ranks if rank.role == "worker" and rank.status == 0]
-        if own and early and any(rank.role == "server" for rank in bad):
-            return Verdict(
-                own, f"mpirun ended the ranks, with status {own}, when {early[0].name} had ended: {NEEDS_NO_SERVERS}"
-            )
-        if own:
-            return Verdict(own, f"mpirun ended the ranks, with status {own}")
         return Verdict(exit_status(first.status or 0) or FAILED, f"{first.name} on {first.host} {how(first)}")
     if own and asked is None:
         return Verdict(own, f"mpirun ended with status {own}, though every rank ended with 0")

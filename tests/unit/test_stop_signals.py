@@ -154,6 +154,7 @@ def test_forked_child_is_ended_by_the_first(stores, thread):
             for i in range(40):
                 pid = os.fork()
                 if pid == 0:
+                    signal.alarm(60)  # not an hour, if the test fails
                     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                         {LONG}
                     os._exit(0)
