@@ -78,11 +78,13 @@ class Guard(TakesSignals):
     def say(self, text: str, status: int) -> None:
         """Print `text` before the job's end.
 
-        The last line names the status: `mpikv launch` takes it for the cause of what becomes of the other ranks.
+        The last line names the status: `mpikv launch` takes it for the cause of what becomes of the other ranks. All
+        lines are one write: line by line, those of ranks that fail together would be mixed, and the first rank to be
+        done would end the job in the middle of the others' lines.
         """
         sys.stdout.flush()
-        for line in [*text.rstrip().splitlines(), f"ends the job with status {status}"]:
-            sys.stderr.write(f"[{self.label}] {line}\n")
+        lines = [*text.rstrip().splitlines(), f"ends the job with status {status}"]
+        sys.stderr.write("".join(f"[{self.label}] {line}\n" for line in lines))
         sys.stderr.flush()
 
     def _remember_exit(self, status: Any = None, /) -> None:

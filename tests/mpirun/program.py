@@ -1,14 +1,16 @@
 """A worker of the jobs that fail: `program.py CASE TYPE`. Trains a little, then does what the case says on worker 1.
 
-Prints `ready RANK PID` before the fault, for tests that kill a rank from outside, and `survived` where a worker gets to
-the end, which none may.
+Prints `ready RANK PID` before the fault, and `survived` where a worker gets to the end, which none may. In the case
+"killed", where a test stops and kills a rank from outside, a worker that waits for it says `waits`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv import StatesFileError, kv, optimizers
+from mpikv.transports import abort
 
 case, kind = sys.argv[1:3]
 world = MPI.COMM_WORLD
@@ -112,6 +115,14 @@ def fault_of_one(store: kv.KVStore) -> None:
         store.push("w", ONES)
 
 
+def say_when_it_waits() -> None:
+    """From a thread: half a second in one call is longer than any of them takes while all ranks live."""
+    (activity,) = abort.guard().activities
+    while not re.search(r" for (0\.[5-9]|[1-9].*) s$", activity.waiting() or ""):
+        time.sleep(0.05)
+    os.write(1, b"waits\n")
+
+
 def broken_states(store: kv.KVStore, folder: Path) -> None:
     """Loading a broken file raises everywhere and changes nothing: the next update is as if nobody had tried."""
     path = folder / "states"
@@ -152,6 +163,8 @@ def main() -> None:
         store.pull("w")
     print(f"ready {world.rank} {os.getpid()}", flush=True)
     fault(store, Path(os.environ["FOLDER"]))
+    if case == "killed":
+        threading.Thread(target=say_when_it_waits, daemon=True).start()
     for _ in range(2000 if case == "killed" else 3):
         store.push("w", ONES)
         store.pull("w")

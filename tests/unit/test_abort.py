@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -30,6 +31,28 @@ def test_only_the_main_threads_exit_is_remembered():
         with pytest.raises(SystemExit):
             guard._remember_exit(status)
         assert guard.exit_status == remembered
+
+
+def test_the_last_words_are_one_write(monkeypatch):
+    """Line by line they would be mixed with other ranks', and cut where another one ends the job."""
+
+    class Descriptor(io.RawIOBase):
+        def __init__(self) -> None:
+            self.written: list[bytes] = []
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data) -> int:
+            self.written.append(bytes(data))
+            return len(data)
+
+    raw = Descriptor()
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(raw), line_buffering=True))
+    guard = Guard(1, 3)
+    guard.say("Traceback\n  one\nRuntimeError: two\n", 4)
+    lines = ["Traceback", "  one", "RuntimeError: two", "ends the job with status 4"]
+    assert raw.written == ["".join(f"[{guard.label}] {line}\n" for line in lines).encode()]
 
 
 ENDS = """
