@@ -190,26 +190,32 @@ def test_the_program_survives_on_several_hosts(hosts: int) -> None:
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
 def test_who_waits_for_a_late_worker_leaves_the_processor_alone(kind: str, tmp_path: Path) -> None:
-    """It sleeps, from a second on: 500 wake-ups a second, of 50 to 100 us each, are under a twentieth of a core."""
+    """Under a tenth of a core, from a second on; it should be a twentieth, and a busy machine adds to it.
+
+    Not to the number of wake-ups: naps of 2 ms, and looks of a parked thread.
+    """
     sign = tmp_path / "sign"
     environment = {"SIGN": str(sign)}
     with start(2, ["python", PROGRAM, "late"], env=environment, timeout_s=LIMIT_S, mpi=wheel(kind)) as running:
         pid = int(running.wait_for(r"waiting (\d+)")[1])
         time.sleep(1.2)
-        before, began = wakeups_and_ticks(pid), time.monotonic()
+        before, woken, began = processor_s(pid), wakeups(pid), time.monotonic()
         time.sleep(4)
-        after, passed = wakeups_and_ticks(pid), time.monotonic() - began
+        used, woken, passed = processor_s(pid) - before, wakeups(pid) - woken, time.monotonic() - began
         assert "survived" not in running._text["stdout"]  # it has waited all the time
         sign.touch()
     assert running.result.status == 0, running.result.output
-    wakeups, ticks = ((late - early) / passed for early, late in zip(before, after, strict=True))
-    assert wakeups < 700
-    assert ticks / os.sysconf("SC_CLK_TCK") < 0.3  # who only yields does not count as asleep, and takes all of a core
+    assert used / passed < 0.1, f"{used:.2f} s of processor time in {passed:.2f} s"
+    assert woken / passed < 700
 
 
-def wakeups_and_ticks(pid: int) -> tuple[int, int]:
-    """Of all threads of a process: how often they slept and woke up, and their processor time in clock ticks."""
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    switches = [re.search(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.M) for task in tasks]
+def processor_s(pid: int) -> float:
+    """Processor time of all threads of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(int(found[1]) for found in switches), int(fields[11]) + int(fields[12])
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wakeups(pid: int) -> int:
+    """How often the threads of a process slept and woke up."""
+    texts = [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", text, re.M)[0]) for text in texts)

@@ -119,7 +119,7 @@ def test_a_failure_ends_the_others(command: str, status: int, text: str) -> None
     verdict = Job(["sleep 300", f"sleep 0.3; {command}", "sleep 300"]).run()
     assert verdict.status == status
     assert re.search(f"worker 1 on .* {text}", verdict.text)
-    assert time.monotonic() - begun < 100  # not the 300 s of the others
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_time_limit() -> None:
     begun = time.monotonic()
     verdict = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(job=1.0)).run()
     assert verdict == Verdict(124, "timed out after 1 s")
-    assert time.monotonic() - begun < 60  # its rank never ends by itself
+    assert time.monotonic() - begun < 10
 
 
 def test_unused_servers_are_ended() -> None:

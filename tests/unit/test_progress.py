@@ -279,7 +279,7 @@ def test_a_busy_service_does_not_keep_others_waiting(engine):
 
 
 def test_a_busy_service_does_not_lift_the_limit(engine):
-    stop_s = time.monotonic() + 30
+    stop_s = time.monotonic() + 3
 
     def service():
         while time.monotonic() < stop_s:
@@ -292,7 +292,7 @@ def test_a_busy_service_does_not_lift_the_limit(engine):
 
 
 def test_the_limit_holds_while_things_move():
-    stop_s = time.monotonic() + 30
+    stop_s = time.monotonic() + 3
     with pytest.raises(TimeoutError):
         wait_until(lambda: time.monotonic() > stop_s, lambda: True, 0.02, TOO_LATE)
 
