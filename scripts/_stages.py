@@ -22,7 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-import jobs  # noqa: E402 - lies beside the tests
+import frameworks  # noqa: E402 - lies beside the tests
+import jobs  # noqa: E402
 import report  # noqa: E402
 
 RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_jobs", "_scripts"))
@@ -48,6 +49,11 @@ class Stage:
     ranks: int = 0
     options: list[str] = field(default_factory=list)
     may_skip: bool = False
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """What its environment was made with: a test that does not find one of them fails."""
+        return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 
 @dataclass
@@ -124,6 +130,7 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
             report.FILE_VARIABLE: str(folder / "report"),
             report.STAGE_VARIABLE: stage.title,
             jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
+            frameworks.VARIABLE: ",".join(stage.frameworks),
         },
         folder / "tmp",
     )

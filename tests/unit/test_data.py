@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import frameworks
 import numpy as np
 import pytest
 
@@ -91,7 +92,7 @@ def test_bad_options() -> None:
 
 
 def test_torch_data_loader() -> None:
-    torch_data = pytest.importorskip("torch.utils.data")
+    torch_data = frameworks.need("torch.utils.data")
     sampler = SplitSampler(10, 2, 1, seed=3)
     loader = torch_data.DataLoader(list(range(100, 110)), batch_size=2, sampler=sampler)
     assert [i for batch in loader for i in batch.tolist()] == [100 + i for i in sampler]

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import frameworks
 import ml_dtypes
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_importing_the_optimizers_imports_no_torch() -> None:
 
 @pytest.fixture(scope="module")
 def torch():
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
+    return frameworks.need("torch")
 
 
 def torch_run(torch, make, weight: np.ndarray, grads: list[np.ndarray], dtype=None) -> np.ndarray:

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import frameworks
 import pytest
-from jobs import ROOT, Job, find_mpi
+from jobs import ROOT, Job, Mpi, find_mpi
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import _stages
@@ -95,6 +96,25 @@ def test_stages() -> None:
         assert len(own) == (0 if name.startswith("tests/mpi/") else 1), name
     quick = _stages.stages(mpi, mpi, quick=True)
     assert {stage.group for stage in quick} == {"unit", "mpi"}
+
+
+def test_pytorch_and_jax_are_not_skipped_where_they_are_installed() -> None:
+    mpis = Mpi("openmpi", Path()), Mpi("mpich", Path())
+    for stage in _stages.stages(*mpis, quick=False):
+        assert stage.frameworks == (("torch", "jax", "optax") if stage.mpi.kind == "openmpi" else ()), stage.title
+
+
+def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(frameworks.VARIABLE, "one,another")
+    with pytest.raises(ModuleNotFoundError):
+        frameworks.need("one")
+    with pytest.raises(ModuleNotFoundError):
+        frameworks.need("one.part")
+    with pytest.raises(pytest.skip.Exception, match="third is not installed"):
+        frameworks.need("third")
+    monkeypatch.delenv(frameworks.VARIABLE)
+    with pytest.raises(pytest.skip.Exception):
+        frameworks.need("one")
 
 
 def test_the_tests_on_clusters_are_all_or_a_selection() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import frameworks
 import numpy as np
 import pytest
 
@@ -494,7 +495,7 @@ def test_foreign_states_change_nothing(store: str | None, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("store", "on_store"), [(None, None), ("local", None), ("local", False)])
 def test_torch_module(store: str | None, on_store: bool | None) -> None:
     """A Trainer's steps are those of torch.optim.SGD."""
-    torch = pytest.importorskip("torch")
+    torch = frameworks.need("torch")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
     model[2].bias.requires_grad_(False)
@@ -525,6 +526,6 @@ def test_torch_module(store: str | None, on_store: bool | None) -> None:
 
 
 def test_torch_tensor_is_no_parameter() -> None:
-    torch = pytest.importorskip("torch")
+    torch = frameworks.need("torch")
     with pytest.raises(TypeError, match=r"one of torch; a torch.nn.Parameter goes to the Trainer"):
         Parameter(torch.zeros(2))
