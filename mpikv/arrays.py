@@ -1,8 +1,9 @@
 """Arrays of any library, seen as NumPy arrays in host memory.
 
 Three kinds are told apart by what they can do, not by their library: NumPy arrays; device arrays (they show
-`__cuda_array_interface__` and have CuPy's `get` and `set`); anything else with DLPack on the CPU (PyTorch, JAX).
-Reading is a view where memory can be shared and one copy where not; writing goes into the caller's own memory.
+`__cuda_array_interface__` and have CuPy's `get` and `set`); anything else with DLPack on the CPU. PyTorch and JAX have
+ways of their own that do better than DLPack (tensors.py). Reading is a view where memory can be shared and one copy
+where not; writing goes into the caller's own memory.
 
 Two dtypes are kept apart: the one a value is stored and moved in, and the one it is added in. float16 and bfloat16 are
 added in float32, since neither MPI nor NumPy adds them with enough digits.
@@ -14,15 +15,15 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from mpikv import tensors
 from mpikv.errors import UnsupportedError
 
 HostArray = npt.NDArray[Any]
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = tensors.BFLOAT16
 _DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64"))
 SUPPORTED_DTYPES: tuple[np.dtype[Any], ...] = (*_DTYPES, BFLOAT16)
 
@@ -59,13 +60,6 @@ def is_array(value: object) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) or is_device(value) or hasattr(value, "__dlpack__")
 
 
-def _bfloat16_through_bits(array: Any) -> HostArray:
-    """A PyTorch bfloat16 tensor, whose dtype NumPy's DLPack does not know, as a view of the same bits."""
-    torch = __import__("torch")  # the tensor is torch's, so it is there
-    bits: HostArray = array.view(torch.int16).numpy()
-    return bits.view(BFLOAT16)
-
-
 def host_view(array: Any, what: str) -> HostArray:
     """`array` as a NumPy array: a view of the same memory where the host can see it, a copy of device memory.
 
@@ -78,32 +72,18 @@ def host_view(array: Any, what: str) -> HostArray:
     elif is_device(array):
         host = array.get()
     elif hasattr(array, "__dlpack__"):
-        detached = array.detach() if hasattr(array, "detach") else array  # a tensor that wants gradients refuses DLPack
         try:
-            host = (
-                _bfloat16_through_bits(detached)
-                if "torch.bfloat16" in str(getattr(detached, "dtype", ""))
-                else _dlpack(detached)
-            )
+            host = tensors.view(array)
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedError(f"{what}: cannot read a {type(array).__name__} in host memory: {error}") from error
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{what}: {error}") from None
     else:
         raise TypeError(f"{what} is an array (NumPy, CuPy or anything with DLPack), not {type(array).__name__}")
     if host.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
         raise UnsupportedError(f"{what} has dtype {host.dtype}; a store holds {names}")
     return host
-
-
-def _dlpack(array: Any) -> HostArray:
-    try:
-        return np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError, ValueError):
-        # JAX's bfloat16 has no DLPack name in NumPy, but converts to an array of ml_dtypes' bfloat16.
-        host = np.asarray(array)
-        if host.dtype != BFLOAT16:
-            raise
-        return host
 
 
 def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -116,12 +96,19 @@ def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[An
     return host.shape, host.dtype
 
 
+def is_writable(array: Any, what: str) -> bool:
+    """Whether a result can be written into an array."""
+    return not isinstance(array, np.generic) and (is_device(array) or host_view(array, what).flags.writeable)
+
+
 def check_writable(array: Any, what: str) -> None:
     """Raise UnsupportedError or TypeError when a result cannot be written into `array`."""
     if not is_array(array) or isinstance(array, np.generic):
         raise TypeError(f"{what} is an array to write into, not {type(array).__name__}")
-    if not is_device(array) and not host_view(array, what).flags.writeable:
-        hint = " (JAX's arrays cannot be changed: pull with out=None)" if not isinstance(array, np.ndarray) else ""
+    if not is_writable(array, what):
+        hint = (
+            " (JAX's arrays cannot be changed; with out=None the result is returned)" if tensors.is_jax(array) else ""
+        )
         raise UnsupportedError(f"{what} is read-only{hint}")
 
 

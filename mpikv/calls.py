@@ -7,15 +7,24 @@ checked before anything is sent. Local.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import check_writable, host_view, is_array, is_device, shape_and_dtype, sum_devices
+from mpikv.arrays import (
+    check_writable,
+    host_view,
+    is_array,
+    is_device,
+    is_writable,
+    shape_and_dtype,
+    sum_devices,
+)
 from mpikv.errors import KeyNotInitialized, ShapeMismatch
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.strategies.base import PreparedCall, Strategy
+from mpikv.tensors import new_like
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]
@@ -28,6 +37,34 @@ class Item(NamedTuple):
 
     key: Key
     arrays: list[Array]
+
+
+class New(NamedTuple):
+    """A result that is a new array: memory that it is written to, and an array of the library that it is to be of."""
+
+    host: np.ndarray[Any, Any]
+    like: Array
+    what: str
+
+    def made(self) -> Array:
+        """The array, once the result is there."""
+        return new_like(self.host, self.like, self.what)
+
+
+def finished(form: Any) -> Any:
+    """What a call returns, from the form of it: lists as they are, each `New` as its array. None: nothing."""
+    if isinstance(form, New):
+        return form.made()
+    return [finished(one) for one in form] if isinstance(form, list) else form
+
+
+def leaves(form: Any) -> Iterator[Any]:
+    """What is in the lists of a form."""
+    if isinstance(form, list):
+        for one in form:
+            yield from leaves(one)
+    else:
+        yield form
 
 
 class CallForms:
@@ -107,16 +144,32 @@ class CallForms:
             for info, item in zip(infos, items, strict=True)
         ]
 
-    def outs(self, call: str, keys: Keys, out: Values) -> tuple[Targets, Any]:
-        """The arrays to write into for each key; new ones, and what to return, where `out` is None."""
+    def placed(
+        self, call: str, keys: Keys, values: Values, place: Callable[[KeyInfo, Array], Array | New]
+    ) -> tuple[Targets, Any]:
+        """Where the results of each key go, which `place` says for each array of `values`; and the form of them."""
+        grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
+
+        def one(key: Any, value: Any) -> Any:
+            info = self.info(call, self.key(key))
+            found = [place(info, array) for array in (value if isinstance(value, (list, tuple)) else [value])]
+            memory = [array.host if isinstance(array, New) else array for array in found]
+            grouped.setdefault(info.id, (info, []))[1].extend(memory)
+            return found if isinstance(value, (list, tuple)) else found[0]
+
+        form = list(map(one, keys, values)) if isinstance(keys, (list, tuple)) else one(keys, values)
+        return list(grouped.values()), form
+
+    def new(self, call: str, info: KeyInfo, like: Array) -> New:
+        """Room for a result."""
+        return New(np.empty(info.shape, info.dtype), like, f"{call}: the result of key {info.key!r}")
+
+    def outs(self, call: str, keys: Keys, out: Values, like: Values = None) -> tuple[Targets, Any]:
+        """The arrays to write into for each key; and where `out` is None the form of what to return."""
         if out is None:
-            wanted = list(keys) if isinstance(keys, (list, tuple)) else [keys]
-            infos = [self.info(call, self.key(key)) for key in wanted]
-            arrays = [np.empty(info.shape, info.dtype) for info in infos]
-            grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
-            for info, array in zip(infos, arrays, strict=True):
-                grouped.setdefault(info.id, (info, []))[1].append(array)
-            return list(grouped.values()), arrays if isinstance(keys, (list, tuple)) else arrays[0]
+            return self._new_outs(call, keys, like)
+        if like is not None:
+            raise ValueError(f"{call}: `out` is what results are written to, `like` what new ones are like: give one")
         targets = []
         for item in self.items(call, keys, out):
             info = self.info(call, item.key)
@@ -126,19 +179,37 @@ class CallForms:
             targets.append((info, item.arrays))
         return targets, None
 
-    def pushpull_arguments(self, key: Keys, value: Values, out: Values) -> tuple[list[Item], Targets]:
-        """What to push, and where to write the results."""
+    def _new_outs(self, call: str, keys: Keys, like: Values) -> tuple[Targets, Any]:
+        if like is None:
+            like = np.empty(0)
+        if is_array(like) and isinstance(keys, (list, tuple)):
+            like = [like] * len(keys)
+        self.items(call, keys, like)
+
+        def place(info: KeyInfo, array: Array) -> New:
+            if not isinstance(array, np.ndarray):  # whether there can be such an array, before anything is sent
+                New(np.empty(0, info.dtype), array, f"{call}: like of key {info.key!r}").made()
+            return self.new(call, info, array)
+
+        return self.placed(call, keys, like, place)
+
+    def pushpull_arguments(self, key: Keys, value: Values, out: Values) -> tuple[list[Item], Targets, Any]:
+        """What to push, where to write the results, and the form of what to return."""
         items = self.items("pushpull", key, value)
-        if out is None:
-            targets = [(self.info("pushpull", item.key), item.arrays) for item in items]
-            for info, arrays in targets:
-                for array in arrays:
-                    check_writable(array, f"pushpull: the value of key {info.key!r}, with out=None")
+        if out is not None:
+            targets, form = self.outs("pushpull", key, out)
         else:
-            targets = self.outs("pushpull", key, out)[0]
+
+            def place(info: KeyInfo, array: Array) -> Array | New:
+                what = f"pushpull: the value of key {info.key!r}"
+                return array if is_writable(array, what) else self.new("pushpull", info, array)
+
+            targets, form = self.placed("pushpull", key, value, place)
+            if not any(isinstance(array, New) for array in leaves(form)):
+                form = None
         if {item.key for item in items} != {info.key for info, _ in targets}:
             raise ValueError("pushpull: `out` is for other keys than `value`")
-        return items, targets
+        return items, targets, form
 
     def prepare(self, items: list[Item], targets: Targets) -> PreparedCall | None:
         """A shorter way for these arguments. Raises what is wrong with them."""

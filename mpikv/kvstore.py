@@ -12,7 +12,7 @@ import numpy as np
 
 from mpikv import optimizers, shapes
 from mpikv.arrays import dtype_named, flat_copy, host_view
-from mpikv.calls import CallForms, Item, Keys, Targets, Values
+from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
 from mpikv.keys import Key
 from mpikv.prepared import PreparedCalls
@@ -22,10 +22,11 @@ from mpikv.strategies.base import Pending, Sink, Strategy, Updater
 class Request:
     """An `_async` call under way. The arrays of the call are not to be touched until it is done."""
 
-    def __init__(self, strategy: Strategy, pending: list[Pending], result: Any = None) -> None:
+    def __init__(self, strategy: Strategy, pending: list[Pending], form: Any = None) -> None:
         self._strategy = strategy
         self._pending = pending
-        self.result = result
+        self._form = form
+        self._result: Any = None
 
     def test(self) -> bool:
         """Whether it is done. Never blocks. Raises what went wrong."""
@@ -43,7 +44,9 @@ class Request:
             _check_process(self._strategy, "wait")
             self._strategy.wait(self._pending[0], timeout_s)
             self._pending.pop(0)
-        return self.result
+        if self._form is not None:
+            self._result, self._form = finished(self._form), None
+        return self._result
 
 
 def _check_process(strategy: Strategy, call: str) -> None:
@@ -241,62 +244,72 @@ class KVStore:
         totals = self._forms.totals("push", self._forms.items("push", key, value))
         return Request(self._strategy, self._strategy.push_many(totals, priority))
 
-    def pull(self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, *, like: Values = None
+    ) -> Any:
         """Write stored values into `out`: one array per key or a list of them, in the key's shape, any dtype.
 
         Synchronous stores: the value after the round of this worker's last push of the key. Blocks until filled.
-        out=None: returns a new NumPy array (a list of them for a list of keys). ignore_sparse: accepted for MXNet's
-        sake; no value is sparse. Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError.
+        out=None: returns a new array (a list of them for a list of keys) in the key's shape and dtype: NumPy's, or of
+        the library of `like` and on its device. like: one array for all keys, or arrays in the form of `out`, where a
+        list of them for a key gives a list of new ones. ignore_sparse: accepted for MXNet's sake; no value is sparse.
+        Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the library of `like`
+        has no such dtype.
         """
-        return self._pull(key, out, priority).wait()
+        return self._pull(key, out, priority, like).wait()
 
-    def _pull(self, key: Keys, out: Values, priority: int) -> Request:
+    def _pull(self, key: Keys, out: Values, priority: int, like: Values = None) -> Request:
         self._check_open("pull")
-        targets, result = self._forms.outs("pull", key, out)
+        targets, form = self._forms.outs("pull", key, out, like)
         pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
-        return Request(self._strategy, pending, result)
+        return Request(self._strategy, pending, form)
 
-    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> None:
+    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> Any:
         """Push, then pull, in one exchange. Without an optimizer this is allreduce(sum).
 
-        out=None writes back into `value`. Blocks until filled. Raises what `push` and `pull` raise.
+        out=None writes back into `value`, and returns None. Where an array of it cannot be written to (JAX's, and
+        NumPy's that are read-only), its result is a new array of the same library, and all results are returned, in the
+        form of `value`; arrays that can be written to are, and stand there themselves. Blocks until filled. Raises
+        what `push` and `pull` raise.
         """
         self._check_open("pushpull")
         call = self._prepared.find(key, value, out)
         if call is not None:
             if not call.run(priority):
                 self._pushpull(key, value, out, priority).wait()
-            return
-        items, targets = self._forms.pushpull_arguments(key, value, out)
+            return None
+        items, targets, form = self._forms.pushpull_arguments(key, value, out)
         call = self._forms.prepare(items, targets)
         if call is None or not call.run(priority):
-            self._start_pushpull(items, targets, priority).wait()
+            self._start_pushpull(items, targets, priority=priority).wait()
         if call is not None:
-            if all(isinstance(array, np.ndarray) for _, arrays in (*items, *targets) for array in arrays):
+            arrays = (array for entries in (items, targets) for _, arrays in entries for array in arrays)
+            if form is None and all(isinstance(array, np.ndarray) for array in arrays):
                 self._prepared.add(key, value, out, call)
             else:
                 call.release()  # a tensor may come with other memory next time
+        return finished(form)
 
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
         self._check_open("pushpull")
-        return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority)
+        return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority=priority)
 
-    def _start_pushpull(self, items: list[Item], targets: Targets, priority: int) -> Request:
+    def _start_pushpull(self, items: list[Item], targets: Targets, form: Any = None, *, priority: int) -> Request:
         sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
         totals = self._forms.totals("pushpull", items)
         pending = self._strategy.pushpull_many([(info, total, sinks[info.id]) for info, total in totals], priority)
-        return Request(self._strategy, pending)
+        return Request(self._strategy, pending, form)
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:
         """`push` that returns a `Request`; `value` is not to be touched until it is done."""
         return self._remember(self._push(key, value, priority))
 
-    def pull_async(self, key: Keys, out: Values = None, priority: int = 0) -> Request:
+    def pull_async(self, key: Keys, out: Values = None, priority: int = 0, *, like: Values = None) -> Request:
         """`pull` that returns a `Request` at once; its `wait` returns what `pull` returns."""
-        return self._remember(self._pull(key, out, priority))
+        return self._remember(self._pull(key, out, priority, like))
 
     def pushpull_async(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> Request:
-        """`pushpull` that returns a `Request` at once."""
+        """`pushpull` that returns a `Request` at once; its `wait` returns what `pushpull` returns."""
         return self._remember(self._pushpull(key, value, out, priority))
 
     def _remember(self, request: Request) -> Request:

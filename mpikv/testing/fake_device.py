@@ -62,6 +62,15 @@ class FakeDeviceArray:
         return self.memory.flags
 
     @property
+    def device(self) -> FakeDevice:
+        """As in the array API."""
+        return self.fake
+
+    def __array_namespace__(self) -> Any:
+        """As in the array API: where functions of this library are; here the one that is used."""
+        return _Namespace
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
@@ -121,3 +130,12 @@ class FakeDeviceArray:
         if isinstance(value, np.ndarray) and value.ndim > 0:
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")
         return value
+
+
+class _Namespace:
+    """The array API's functions, of which there is one."""
+
+    @staticmethod
+    def asarray(obj: HostArray, /, *, device: FakeDevice) -> FakeDeviceArray:
+        """A copy of a host array on a device."""
+        return device.asarray(obj)

@@ -295,7 +295,7 @@ def test_wrong_arguments_are_refused_after_the_right_ones_were_prepared():
         found.append(refused(store.pushpull, 1, xs[0])[0])
         xs[0].shape = (2, 3)
         xs[0].flags.writeable = False
-        found.append(refused(store.pushpull, 1, xs[0])[0])
+        found.append(refused(store.pushpull, 1, np.ones((2, 3), F32), xs[0])[0])
         assert store.stats()["messages_sent"] == sent
         xs[0].flags.writeable = True
         xs[0][:], xs[1][:] = 1, 2
@@ -313,15 +313,18 @@ def test_read_only_values_and_results():
         value, out = np.full(5, store.rank + 1, F32), np.zeros(5, F32)
         value.flags.writeable = False
         store.init("w", value)
-        kinds = []
+        kinds, sums = [], []
         for _ in range(3):
             store.pushpull("w", value, out)
-            kinds.append(refused(store.pushpull, "w", value)[0].__name__)
+            sums.append(store.pushpull("w", value).tolist())  # not kept as a call that writes into `value`
             kinds.append(refused(store.pushpull, "w", out, value)[0].__name__)
-        return kinds, out
+        assert value.tolist() == [store.rank + 1] * 5
+        return kinds, sums, out.tolist()
 
-    kinds, _ = both_ways(2, body)[0]
-    assert kinds == ["UnsupportedError"] * 6
+    kinds, sums, out = both_ways(2, body)[0]
+    assert kinds == ["UnsupportedError"] * 3
+    assert sums == [[3] * 5] * 3
+    assert out == [3] * 5
 
 
 @pytest.mark.parametrize("kind", [np.matrix, np.ma.MaskedArray])

@@ -1,0 +1,117 @@
+"""PyTorch's tensors and JAX's arrays as NumPy arrays; and new arrays of any library, made of NumPy arrays.
+
+Neither library is imported for that: whoever has one of its objects has imported it.
+
+A tensor in host memory is seen by its own `numpy()`, which shares its memory, and lets it be written to, in all
+versions. DLPack does not: NumPy takes what PyTorch 2.2 exports for read-only, and a tensor whose negation is still to
+be made (`is_neg`) is exported without its sign. JAX's arrays never change, so that all views of them are read-only.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from mpikv.errors import UnsupportedError
+
+HostArray = npt.NDArray[Any]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+TRACED = (
+    "JAX traces this function (jit, grad, vmap, ...), so the array has no values yet: make the call outside of it, or "
+    "from a function that jax.experimental.io_callback calls with ordered=True"
+)
+
+
+def is_tensor(array: object) -> bool:
+    """Whether it is a tensor of PyTorch's."""
+    return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def is_jax(array: object) -> bool:
+    """Whether it is an array of JAX's, or stands for one while JAX traces a function."""
+    return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
+
+
+def view(array: Any) -> HostArray:
+    """An array with DLPack as a NumPy array, of the same memory where that is in the host.
+
+    Raises UnsupportedError, and whatever the library raises where it cannot.
+    """
+    if is_tensor(array):
+        return _view_of_tensor(array)
+    return _view_of_jax(array) if is_jax(array) else np.from_dlpack(array)
+
+
+def _view_of_tensor(tensor: Any) -> HostArray:
+    """The tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`).
+
+    Raises UnsupportedError where it is not in host memory, and what PyTorch raises for sparse tensors and the like.
+    """
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"the tensor is on device '{tensor.device}', and this version of mpikv reads and writes host memory only: "
+            "hand over tensor.cpu(), and copy the result back"
+        )
+    torch = sys.modules["torch"]
+    detached = tensor.detach()
+    resolved = detached.resolve_neg()
+    # NumPy has no bfloat16: the same bits, then ml_dtypes' name for them.
+    is_bfloat16 = resolved.dtype == torch.bfloat16
+    host: HostArray = resolved.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else resolved.numpy()
+    if detached.is_neg():
+        host.flags.writeable = False
+    return host
+
+
+def _view_of_jax(array: Any) -> HostArray:
+    """Its values, read-only; a copy of device memory.
+
+    Raises UnsupportedError where JAX traces a function, and what JAX raises for values that are on other processes.
+    """
+    if isinstance(array, sys.modules["jax"].core.Tracer):
+        raise UnsupportedError(TRACED)
+    return np.asarray(array)
+
+
+def new_like(host: HostArray, like: Any, what: str) -> Any:
+    """An array of `like`'s library, on its device, with the values, shape and dtype of `host`, whose memory it may use.
+
+    Raises UnsupportedError where the library has no such dtype, or says no way to make one of its arrays.
+    """
+    found = _new_like(host, like, what)
+    name = str(found.dtype).rpartition(".")[2]  # "torch.float32"
+    if name != host.dtype.name:
+        hint = ": set jax_enable_x64" if is_jax(like) else ""
+        raise UnsupportedError(f"{what}: {type(like).__name__} holds no {host.dtype}, it made {name} of it{hint}")
+    return found
+
+
+def _new_like(host: HostArray, like: Any, what: str) -> Any:
+    if isinstance(like, (np.ndarray, np.generic)):
+        return host
+    if is_tensor(like):
+        torch = sys.modules["torch"]
+        if host.dtype == BFLOAT16:
+            return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(like.device)
+        return torch.from_numpy(host).to(like.device)
+    if is_jax(like):
+        if isinstance(like, sys.modules["jax"].core.Tracer):
+            raise UnsupportedError(f"{what}: {TRACED}")
+        # Where nobody has put `like` on a device, or its placement may not fit this shape, JAX decides.
+        placed = getattr(like, "committed", True) and like.shape == host.shape
+        return sys.modules["jax"].device_put(host, like.sharding if placed else None)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(like, cupy.ndarray):
+        with like.device:
+            return cupy.asarray(host)
+    if hasattr(like, "__array_namespace__"):
+        return like.__array_namespace__().asarray(host, device=like.device)
+    raise UnsupportedError(
+        f"{what}: no way to make a new {type(like).__module__}.{type(like).__name__}; give an array to write into"
+    )
