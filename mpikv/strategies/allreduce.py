@@ -23,6 +23,7 @@ from mpikv.collectives import blobs
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
+from mpikv.control.contests import Labels
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.keys import Key, KeyInfo, whole_bounds
 from mpikv.observe.stall import Waiting
@@ -35,7 +36,7 @@ from mpikv.strategies.direct import Direct
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lane_rounds import LaneRounds
-from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round
+from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round, Under
 from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Workers
@@ -104,8 +105,19 @@ class AllreduceStrategy(DistributedStrategy):
         if self.rank == 0:
             lane.own_value()[...] = self._first_values.pop(info.key)
         self._place(lane)
+        self._begin_series(lane)
         self._lanes[info.id] = lane
         lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {info.key!r}")
+
+    def _begin_series(self, lane: Lane) -> None:
+        """Compare the labels of its rounds, where there are other workers and something to add."""
+        if self.num_workers > 1 and lane.info.n_elems:
+            exact = lane.info.dtype.kind in "iu"
+            base = self._labels_as_set(lane)
+            lane.series = self._workers.control.series(lane.info.id, base, f"key {lane.info.key!r}", exact=exact)
+
+    def _labels_as_set(self, lane: Lane) -> Labels:
+        return tuple(self._workers.attributes.as_set(self._workers.slot_of(info)) for info in lane.keys)
 
     def _shared(self, info: KeyInfo, place: int | None) -> HostKey | None:
         return None if self._hosts is None or place is None else self._hosts.key(place, info.n_elems, info.dtype)
@@ -188,7 +200,7 @@ class AllreduceStrategy(DistributedStrategy):
             lane.reached(0)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
-            complete = lane.add(info, round_._replace(numbers=number))
+            complete = lane.add(info, round_._replace(under=Under(number, self._workers.attributes.label(slot))))
             if self._direct is not None:
                 self._direct.pushed(info.id)
             self._workers.control.activity.note(f"push of key {info.key!r}")
@@ -279,6 +291,8 @@ class AllreduceStrategy(DistributedStrategy):
                 self._direct.reset()
             for lane in self._all_lanes():
                 self._place(lane)
+                if lane.series is not None:
+                    lane.series.restart(self._labels_as_set(lane))
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         """The part of each key that a worker owns; an empty one where it owns nothing of it."""
@@ -327,6 +341,7 @@ class AllreduceStrategy(DistributedStrategy):
             self._lanes[info.id] = bucket
         bucket.has_value = True
         self._place(bucket)
+        self._begin_series(bucket)
 
     def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
         """Keys of buckets take no part in this round, on no worker."""
