@@ -157,17 +157,25 @@ class Series:
         """All workers have agreed on new labels."""
         self._base, self._mixed = base, False
 
-    def begin(self, labels: Labels) -> bool:
-        """The next round; whether its contribution must be held back until this request is done."""
+    def begin(self, labels: Labels, *, contributed: bool = False) -> bool:
+        """The next round; whether its contribution must be held back until this request is done.
+
+        contributed: some of it has left already, when the next round was `usual`.
+        """
         self.round += 1
+        self._contested = not self.usual(labels, self.round)
         self._labels, self._verdict = labels, None
-        changed = labels != self._base and any(
-            one is not None and one != base for one, base in zip(labels, self._base, strict=True)
-        )
-        self._contested = changed or self._mixed or self._asked == self.round
         if self._contested:
-            self._bring(Brought(self.number, self.round, True, labels))
-        return self._contested
+            self._bring(Brought(self.number, self.round, not contributed, labels))
+        return self._contested and not contributed
+
+    def usual(self, labels: Labels, round_: int) -> bool:
+        """Whether a round under these labels is as the one before, as far as is known here."""
+        if self._mixed or self._asked == round_:
+            return False
+        return labels == self._base or all(
+            one is None or one == base for one, base in zip(labels, self._base, strict=True)
+        )
 
     def ask(self, round_: int) -> None:
         """Worker 0 wants this worker's labels of a round."""

@@ -433,8 +433,6 @@ class Control:
         """Raise PeerError, or what became of the key, when this wait can never end."""
         if waiting.key is not None:
             self._check_key(waiting.key)
-        if waiting.key_id in self.refused:
-            raise self.refused[waiting.key_id]
         if waiting.round is None or waiting.key_id is None:
             return
         fewest = self._fewest.get(waiting.key_id)

@@ -24,7 +24,7 @@ from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
 from mpikv.control.contests import Labels
-from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.keys import Key, KeyInfo, whole_bounds
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -272,14 +272,23 @@ class AllreduceStrategy(DistributedStrategy):
     # --- optimizers
 
     def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
-        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many."""
+        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.
+
+        Raises at last where a round was refused, on every worker, so that nothing is left under way.
+        """
+        refused: ConfigError | None = None
         for lane in self._all_lanes():
             rounds = [lane.pushed]
             for info in lane.keys:
                 if common is not None and info.id in common:
                     rounds.append(common[info.id] - (0 if self._direct is None else self._direct.rounds(info.id)))
             round_ = min(rounds)
-            self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+            try:
+                self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+            except ConfigError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
@@ -401,7 +410,11 @@ class AllreduceStrategy(DistributedStrategy):
     def close(self) -> None:
         """Wait until all workers close; what they pushed in common is done first."""
         common, error = self._workers.leave(matched=True)
-        self._drain("close", common)
+        refused: ConfigError | None = None
+        try:
+            self._drain("close", common)
+        except ConfigError as found:
+            refused = found
         if error is not None:
             raise error
         self._workers.stop()
@@ -409,3 +422,5 @@ class AllreduceStrategy(DistributedStrategy):
             if running.result is not None:
                 running.result.Free()
         self._workers.transport.close()
+        if refused is not None:
+            raise refused
