@@ -16,7 +16,7 @@ from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
 from mpikv.keys import Key
 from mpikv.prepared import PreparedCalls
-from mpikv.strategies.base import Pending, Sink, Strategy, Updater
+from mpikv.strategies.base import OwnUpdates, Pending, Sink, Strategy, Updater
 
 
 class Request:
@@ -348,6 +348,11 @@ class KVStore:
         for key in keys:
             self._forms.info("set_optimizer", self._forms.key(key))
         self._strategy.set_optimizer(optimizer, [self._forms.key(key) for key in keys])
+
+    def _own_updates(self, keys: Sequence[Key], optimizer: optimizers.Optimizer) -> OwnUpdates | None:
+        """Compare what workers update these keys with by themselves. Collective, blocks; None: there is one worker."""
+        self._check_open("own_updates")
+        return self._strategy.own_updates(optimizer, keys)
 
     def _bucket(self, keys: Sequence[Key]) -> None:
         """Let a trainer's keys, in the order in which they will be pushed, share messages. Collective."""

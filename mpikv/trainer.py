@@ -24,6 +24,7 @@ from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import Parameter, list_data, list_grad, named
+from mpikv.strategies.base import OwnUpdates
 from mpikv.trainer_files import TrainerFiles
 
 
@@ -81,6 +82,7 @@ class Trainer(TrainerFiles):
         self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
         self._bucketed: list[str] = []
         self._frozen: list[str] = []  # of these, in the last step
+        self._own: OwnUpdates | None = None  # where all workers update by themselves
         self._start()
 
     def _start(self) -> None:
@@ -101,6 +103,8 @@ class Trainer(TrainerFiles):
         else:
             for name in trained:
                 self._local.add(self._keys[name], data[name][0])
+            if self._store is not None:
+                self._own = self._store._own_updates([self._keys[name] for name in trained], self._optimizer)
         if self._store is not None and self._store._shares_memory:
             self._place_gradients(trained)
         elif self._store is not None:
@@ -157,7 +161,7 @@ class Trainer(TrainerFiles):
         if self._on_store:
             self._store.push(self._keys[name], replicas, self._priority(name))
             self._handed[name] = None
-        else:
+        elif self._own is None or self._own.may_leave():  # else workers have to agree first, which `step` does
             self._handed[name] = self._store.pushpull_async(self._keys[name], replicas, priority=self._priority(name))
 
     def _priority(self, name: str) -> int:
@@ -174,12 +178,15 @@ class Trainer(TrainerFiles):
     def step(self, batch_size: float, ignore_stale_grad: bool = False, *, wait: bool = True) -> None:
         """One update of all parameters with (sum of the gradients over devices and workers) / batch_size.
 
-        batch_size: the number of examples that all workers' gradients are of together; the same on every worker.
-        Blocks; in a synchronous store until all workers have come. ignore_stale_grad: a parameter without a
-        gradient (`grad` is None) counts as one with gradient 0, so that workers stay in step; otherwise it is a
-        ValueError that names it, and nothing is sent. (A NumPy array does not tell whether it was written since the
-        last step.) wait=False: returns at once where the store makes the updates; `wait(parameter)` then blocks until
-        that one's weight is there, and the next step, push_grad or close waits for all.
+        batch_size: the number of examples that all workers' gradients are of together. Where workers give different
+        ones, as in the last, short batch of an epoch, each worker's gradient is divided by its own. Any other attribute
+        of the optimizer that differs between workers is a ConfigError on all of them, and nothing is updated; in a
+        `dist_async` store each worker's gradients are applied with its own. Blocks; in a synchronous store until all
+        workers have come. ignore_stale_grad: a parameter without a gradient (`grad` is None) counts as one with
+        gradient 0, so that workers stay in step; otherwise it is a ValueError that names it, and nothing is sent. (A
+        NumPy array does not tell whether it was written since the last step.) wait=False: returns at once where the
+        store makes the updates; `wait(parameter)` then blocks until that one's weight is there, and the next step,
+        push_grad or close waits for all.
         """
         self._check_batch_size(batch_size)
         self._finish_waiting()
@@ -188,8 +195,9 @@ class Trainer(TrainerFiles):
         if self._on_store and self._store is not None:
             self._step_on_store(self._store, grads, wait=wait)
         else:
-            self._allreduce(grads)
-            self._update(grads)
+            ratio = 1.0 if self._own is None else self._own.begin(contributed=bool(self._handed))
+            self._allreduce(grads, ratio)
+            self._update(grads, None if self._own is None else self._own.end())
         self._handed.clear()
         self._count_step()
 
@@ -244,18 +252,32 @@ class Trainer(TrainerFiles):
         `update` follows; in between the sums may be changed, in the same way on every worker.
         """
         self._need_own_updates("allreduce_grads")
+        if self._own is not None:
+            self._own.settle()
         self._allreduce(self._grads(ignore_stale_grad))
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update the weights from the sums that `allreduce_grads` left. `update_on_kvstore=False` only. Local."""
+        """Update the weights from the sums that `allreduce_grads` left. `update_on_kvstore=False` only.
+
+        batch_size: the same on every worker, since the gradients have been added already (`step` takes different ones).
+        Local; where this or another attribute has changed since the last update, blocks until it is known that it has
+        on all workers alike. ConfigError where not: on those that have changed it before anything is updated here, on
+        the others then or in the next call.
+        """
         self._need_own_updates("update")
         self._rescale(batch_size)
-        self._update(self._grads(ignore_stale_grad))
+        grads = self._grads(ignore_stale_grad)
+        if self._own is not None:
+            self._own.begin(separate=True)
+            self._own.end()
+        self._update(grads)
         self._count_step()
 
-    def _allreduce(self, grads: dict[str, list[Any]]) -> None:
+    def _allreduce(self, grads: dict[str, list[Any]], ratio: float = 1.0) -> None:
         if self._store is not None:
             self._skip_frozen()
+            if ratio != 1.0:
+                self._scale_grads(grads, ratio)
             rest = [name for name in grads if name not in self._handed]
             self._store.pushpull([self._keys[name] for name in rest], [grads[name] for name in rest])
             for request in self._handed.values():
@@ -270,9 +292,24 @@ class Trainer(TrainerFiles):
                 for replica in replicas:
                     arrays.write(replica, total, what)
 
-    def _update(self, grads: dict[str, list[Any]]) -> None:
+    @staticmethod
+    def _scale_grads(grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():
-            self._local.apply(self._keys[name], list_data(self._params[name]), replicas[0])
+            what = f"the gradient of parameter {name!r}"
+            for replica in replicas:
+                view = arrays.host_view(replica, what)
+                wide = arrays.sum_dtype(view.dtype)
+                arrays.write(replica, (view.astype(wide, copy=False) * wide.type(ratio)).reshape(-1), what)
+
+    def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
+        """factor: the units that the gradients are in, where workers' own factors differ."""
+        own = self._optimizer.rescale_grad
+        self._optimizer.rescale_grad = own if factor is None else factor
+        try:
+            for name, replicas in grads.items():
+                self._local.apply(self._keys[name], list_data(self._params[name]), replicas[0])
+        finally:
+            self._optimizer.rescale_grad = own
 
     def _grads(self, ignore_stale_grad: bool) -> dict[str, list[Any]]:
         """The gradients of every trained parameter, one per device; nothing is sent before all are there."""

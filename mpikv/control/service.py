@@ -7,7 +7,8 @@ Kinds of messages: `propose` (to worker 0), `verdicts` (from worker 0), `left` (
 its number of pushes per key) and `gone` (from worker 0 to those still at work: how few pushes others left with; see
 leaving.py), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard nothing
 for long; answered by `pong`). To stop together (stop.py): `wish` (to worker 0, also from a server), `stop` (worker 0's
-orders), `reads` (the answers).
+orders), `reads` (the answers). Where workers push a round under different labels (contests.py): `labels` (to worker 0),
+`whose` (worker 0 asks for them), `units` (what it decided); `refused` (from a server: nothing was updated).
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
+from mpikv.control.contests import Brought, Judge, Labels, Series
+from mpikv.control.contests import Verdict as Units
 from mpikv.control.leaving import Departures, Fewest
 from mpikv.control.stop import Answer, Leader, Order, Reader
-from mpikv.errors import MpikvError, PeerError, StallError
+from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.keys import Key
+from mpikv.labels import Label
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.transports.base import Arrival, Group, Predicate, Request, Steps, Transport
@@ -142,6 +146,11 @@ class Control:
         self._asked: Callable[[], str | None] = lambda: None
         self._wished = False
         self._ended = False  # all workers have closed the store
+        self._series: dict[int, Series] = {}
+        self._asked_for: dict[int, int] = {}  # rounds of series that are not there yet
+        self._brought: list[Brought] = []  # labels that wait to be sent, those of several series in one message
+        self._judge = None if agreement is None else Judge(self.labels)
+        self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
 
     # --- sending
 
@@ -274,6 +283,55 @@ class Control:
             said = held.said
         return bool(said)
 
+    # --- labels
+
+    def series(self, number: int, base: Labels, what: str, *, exact: bool = False) -> Series:
+        """Compare the labels of rounds from now on (`Series`); in place of the series of that number, if there is one.
+
+        number: the same on all workers. Under the engine's lock.
+        """
+        series = self._series[number] = Series(number, base, self._brought.append, what=what, exact=exact)
+        if number in self._asked_for:
+            series.ask(self._asked_for.pop(number))
+        return series
+
+    def _bring(self) -> None:
+        """Send the labels that wait; at worker 0 also ask for those that are missing."""
+        if self._brought:
+            brought = self._brought[:]
+            self._brought.clear()
+            if self._judge is not None:
+                self._decide(self._judge.bring(self._workers.rank, brought, time.monotonic()))
+            else:
+                texts = list(dict.fromkeys(one for entry in brought for one in entry.labels))
+                items = [[*entry[:3], [texts.index(one) for one in entry.labels]] for entry in brought]
+                message = {"kind": "labels", "worker": self._workers.rank, "labels": texts, "items": items}
+                self._send(self._workers.ranks[0], message)
+        if self._judge is not None:
+            for worker, rounds in self._judge.due(time.monotonic()).items():
+                if worker == self._workers.rank:
+                    self._ask(rounds)
+                else:
+                    self._send(self._workers.ranks[worker], {"kind": "whose", "rounds": rounds})
+
+    def _ask(self, rounds: Sequence[Sequence[int]]) -> None:
+        for number, round_ in rounds:
+            if number in self._series:
+                self._series[number].ask(round_)
+            else:
+                self._asked_for[number] = round_
+
+    def _decide(self, verdicts: Sequence[Units]) -> None:
+        """At worker 0: tell all."""
+        if verdicts:
+            for rank in self._workers.ranks[1:]:
+                self._send(rank, {"kind": "units", "verdicts": verdicts})
+            self._know_units(verdicts)
+
+    def _know_units(self, verdicts: Sequence[Units]) -> None:
+        for verdict in verdicts:
+            self._series[verdict.series].decide(verdict)
+
     # --- leaving
 
     def leave(self, pushes: dict[int, int]) -> None:
@@ -286,7 +344,8 @@ class Control:
                 self._send(self._workers.ranks[0], message)
 
     def _pass_on(self) -> None:
-        """At worker 0: tell who has left."""
+        """Send labels; at worker 0 tell who has left."""
+        self._bring()
         if self._departures is not None:
             for worker, fewest in self._departures.due(time.monotonic()):
                 self._send(self._workers.ranks[worker], {"kind": "gone", "fewest": fewest})
@@ -340,6 +399,17 @@ class Control:
         elif kind == "reads":
             if self._leader is not None:
                 self._order(self._leader.answer(message["worker"], Answer(*message["answer"])))
+        elif kind == "labels":
+            if self._judge is not None:
+                labels = [None if one is None else Label(*one) for one in message["labels"]]
+                brought = [Brought(i, n, held, tuple(labels[k] for k in of)) for i, n, held, of in message["items"]]
+                self._decide(self._judge.bring(message["worker"], brought, time.monotonic()))
+        elif kind == "whose":
+            self._ask(message["rounds"])
+        elif kind == "units":
+            self._know_units([Units(*verdict) for verdict in message["verdicts"]])
+        elif kind == "refused":
+            self.refused[message["key_id"]] = ConfigError(message["text"])
         elif kind == "ping":
             self._send(source, {"kind": "pong"})
         else:

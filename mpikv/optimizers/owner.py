@@ -9,6 +9,7 @@ the attributes of its own round, whatever arrives first.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
+from mpikv.labels import PLAIN, Label, label_of
 from mpikv.optimizers.base import Optimizer, State
 
 DEFAULT_SLOT = 0
@@ -33,6 +35,18 @@ AttributesId = tuple[int, int]
 AS_SET: AttributesId = (0, 0)
 
 
+class Kept:
+    """An optimizer's attributes (`Optimizer.attributes`), and what they say of a push that is made under them."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.attributes = attributes
+
+    @functools.cached_property
+    def label(self) -> Label:
+        """Made only where somebody compares it: at servers."""
+        return label_of(self.attributes)
+
+
 class AttributeLog:
     """The worker's side: notices that attributes of its optimizers have changed, and numbers what they changed to.
 
@@ -43,6 +57,9 @@ class AttributeLog:
         self._optimizers: dict[int, Optimizer] = {}
         self._last: dict[int, tuple[str, int]] = {}
         self._plain: dict[int, list[Any] | None] = {}
+        self._as_set: dict[int, Label] = {}
+        self._labels: dict[int, Label] = {}
+        self._digests: dict[int, int] = {}
         self._count = 0
 
     def watch(self, slot: int, optimizer: Optimizer | None) -> None:
@@ -52,6 +69,8 @@ class AttributeLog:
             self._optimizers[slot] = optimizer
             self._last[slot] = (self._text(optimizer), 0)
             self._plain[slot] = _plain(optimizer)
+            self._as_set[slot] = label_of(optimizer.attributes())
+            self._relabel(slot, self._as_set[slot])
 
     def optimizer(self, slot: int) -> Optimizer | None:
         """The user's optimizer in a slot."""
@@ -76,7 +95,25 @@ class AttributeLog:
             return number, None
         self._count += 1
         self._last[slot] = (now, self._count)
-        return self._count, optimizer.attributes()
+        attributes = optimizer.attributes()
+        self._relabel(slot, label_of(attributes))
+        return self._count, attributes
+
+    def _relabel(self, slot: int, label: Label) -> None:
+        self._labels[slot] = label
+        self._digests[slot] = label.digest
+
+    def label(self, slot: int) -> Label:
+        """What the last `number` of a slot stands for."""
+        return self._labels.get(slot, PLAIN)
+
+    def digest(self, slot: int) -> int:
+        """64 bits of that label; 0 where no optimizer is applied."""
+        return self._digests.get(slot, 0)
+
+    def as_set(self, slot: int) -> Label:
+        """The label of a slot whose attributes nobody has changed, which is the same on all workers."""
+        return self._as_set.get(slot, PLAIN)
 
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -105,9 +142,9 @@ class Owner:
         self.states: dict[int, State] = {}  # key id -> state of the part owned here
         self._optimizers: dict[int, Optimizer] = {}
         self._slots: dict[int, int] = {}
-        self._as_set: dict[int, Mapping[str, Any]] = {}
-        self._attributes: dict[tuple[int, int], OrderedDict[int, Mapping[str, Any]]] = {}
-        self._in_force: dict[int, AttributesId] = {}
+        self._as_set: dict[int, Kept] = {}
+        self._attributes: dict[tuple[int, int], OrderedDict[int, Kept]] = {}
+        self._in_force: dict[int, tuple[AttributesId, float | None]] = {}
 
     def slot_of(self, key_id: int) -> int:
         """The slot whose optimizer serves this key."""
@@ -120,8 +157,8 @@ class Owner:
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
         self._optimizers[slot] = optimizer
-        self._as_set[slot] = optimizer.attributes()
-        self._in_force[slot] = AS_SET
+        self._as_set[slot] = Kept(optimizer.attributes())
+        self._in_force[slot] = AS_SET, None
         for key_id in key_ids:
             self._slots[key_id] = slot
         for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
@@ -130,17 +167,34 @@ class Owner:
     def add_attributes(self, slot: int, worker: int, number: int, attributes: Mapping[str, Any]) -> None:
         """Keep what a worker changed a slot's attributes to, for the pushes that name the number."""
         kept = self._attributes.setdefault((slot, worker), OrderedDict())
-        kept[number] = attributes
+        kept[number] = Kept(attributes)
         if len(kept) > KEPT_ATTRIBUTES:
             kept.popitem(last=False)
 
-    def apply(self, info: KeyInfo, weight: HostArray, total: HostArray, attributes: AttributesId) -> None:
+    def label(self, key_id: int, attributes: AttributesId) -> Label:
+        """What a push of this key under these attributes says of its update."""
+        slot = self.slot_of(key_id)
+        return self._kept(slot, attributes).label if slot in self._optimizers else PLAIN
+
+    def _kept(self, slot: int, attributes: AttributesId) -> Kept:
+        worker, number = attributes
+        return self._attributes[slot, worker][number] if number else self._as_set[slot]
+
+    def apply(
+        self,
+        info: KeyInfo,
+        weight: HostArray,
+        total: HostArray,
+        attributes: AttributesId,
+        *,
+        factor: float | None = None,
+    ) -> None:
         """One round: update `weight`, the owned part of the value (1-D, in place), with the pushed sum.
 
-        total: same length, in the dtype that the key is added in. attributes: those to apply it with.
-        Raises what the optimizer raises, with the key noted.
+        total: same length, in the dtype that the key is added in. attributes: those to apply it with. factor: the
+        units of the sum, in place of their `rescale_grad`. Raises what the optimizer raises, with the key noted.
         """
-        state = self.update(info, weight, (total,), attributes, self.states.get(info.id))
+        state = self.update(info, weight, (total,), attributes, self.states.get(info.id), factor=factor)
         if state is not None:
             self.states[info.id] = state
 
@@ -151,6 +205,8 @@ class Owner:
         terms: Sequence[HostArray],
         attributes: AttributesId,
         state: State | None,
+        *,
+        factor: float | None = None,
     ) -> State | None:
         """`apply` for an owner that keeps states elsewhere: takes a state (None at first) and returns the new one.
 
@@ -162,10 +218,11 @@ class Owner:
             np.copyto(weight, total, casting="unsafe")
             return state
         slot = self.slot_of(info.id)
-        if self._own and self._in_force[slot] != attributes:
-            worker, number = attributes
-            optimizer.set_attributes(self._attributes[slot, worker][number] if number else self._as_set[slot])
-            self._in_force[slot] = attributes
+        if self._own and self._in_force[slot] != (attributes, factor):
+            optimizer.set_attributes(self._kept(slot, attributes).attributes)
+            if factor is not None:
+                optimizer.rescale_grad = factor
+            self._in_force[slot] = attributes, factor
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
                 raise MpikvError(f"{optimizer.name} needs the whole of key {info.key!r}, which is cut into shards")

@@ -1,4 +1,4 @@
-"""What a server's core asks its loop to do: send replies, fetch partitions that wait at workers."""
+"""What a server's core asks its loop to do: send replies and refusals, fetch partitions that wait at workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ class Fetch(NamedTuple):
     n_bytes: int = 0
 
 
-Event = Reply | Fetch
+class Refusal(NamedTuple):
+    """Tell all workers that nothing was updated in a round of a key, and why."""
+
+    key_id: int
+    text: str
+
+
+Event = Reply | Fetch | Refusal
 
 
 class Batch:

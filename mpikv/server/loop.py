@@ -24,7 +24,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
-from mpikv.server.events import Event, Fetch, Reply
+from mpikv.server.events import Event, Fetch, Refusal, Reply
 from mpikv.transports.base import Done, Incoming, Predicate, Request, Steps, Transport
 from mpikv.transports.local import HELD, LocalTransport
 from mpikv.transports.local_requests import Arrived, Receiving
@@ -149,10 +149,17 @@ class _Traffic:
                     self._send(peer, event)
                 else:
                     heappush(peer.replies, (-event.priority, self._order, event))
+            elif isinstance(event, Refusal):
+                self._refuse(event)
             else:
                 peer = self._peers[event.push.worker]
                 heappush(peer.fetches, (-event.push.priority, self._order, event))
                 self._start(peer)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        control = self._transport if self._local is None else self._local.inner
+        message = wire.control({"kind": "refused", "key_id": refusal.key_id, "text": refusal.text})
+        self._copied += [control.isend(message, peer.rank, wire.TAG_CONTROL) for peer in self._peers]
 
     def _borrowed(self, peer: _Peer, request: Receiving, fetch: Fetch) -> HostArray:
         """A partition that is here, where its worker has it; copied where many of that worker's are held already."""

@@ -64,6 +64,13 @@ class Pool:
         else:
             self._free.setdefault(array.nbytes, []).append(array.view(np.uint8))
 
+    def scaled(self, array: HostArray, ratio: float) -> HostArray:
+        """The array, of floating point numbers, times `ratio`, in new memory; it is given up."""
+        result = self.take(array.size, array.dtype)
+        np.multiply(array, array.dtype.type(ratio), out=result)
+        self.give(array)
+        return result
+
     def lend(self, array: HostArray, give_back: Callable[[], None]) -> None:
         """Note that `array`, this very object, is in somebody else's memory, who gets it back by `give`."""
         self._lent[id(array)] = (array, give_back)

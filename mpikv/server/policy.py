@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpikv.arrays import HostArray
+from mpikv.labels import Label
 from mpikv.optimizers.owner import AS_SET, AttributesId
 
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
@@ -19,11 +20,21 @@ class Update(NamedTuple):
     """What to apply: one array, or two whose sum it is, and the number of the attributes to apply it with.
 
     terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
-    adds block by block, and uses the sum while it is in the cache.
+    adds block by block, and uses the sum while it is in the cache. labels: those of all workers, where they differ; the
+    terms are then in the units of worker 0's factor, if they can be scaled.
     """
 
     terms: Sequence[HostArray]
     attributes: AttributesId
+    labels: Sequence[Label] = ()
+
+
+class Contribution(NamedTuple):
+    """One worker's gradient (1-D, in the dtype of the sum), the attributes it is pushed under, and their label."""
+
+    gradient: HostArray
+    attributes: AttributesId
+    label: Label
 
 
 class Memory(Protocol):
@@ -33,14 +44,18 @@ class Memory(Protocol):
         """Their sum; both are given up."""
         ...
 
+    def scaled(self, array: HostArray, ratio: float) -> HostArray:
+        """The array times `ratio`; it is given up."""
+        ...
+
 
 class Policy(Protocol):
     """Decides, for one unit, what is applied when."""
 
     counts: bool
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
-        """One worker's gradient, which becomes the policy's own (1-D, in the dtype of the sum).
+    def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
+        """One worker's contribution, which becomes the policy's own.
 
         memory: adds, and takes back what is not needed any more.
         """
@@ -58,7 +73,7 @@ class Synchronous:
     """Applies a round when every worker has pushed it, adding in the order of the workers.
 
     Only gradients of the round under way come here, one per worker. They are added as soon as all workers before have
-    come: at most W-1 wait, usually few.
+    come: at most W-1 wait, usually few. Those with another factor than worker 0's are brought to its units first.
     """
 
     counts = True
@@ -67,38 +82,54 @@ class Synchronous:
         self._num_workers = num_workers
         self._next_worker = 0
         self._total: HostArray | None = None
-        self._early: dict[int, HostArray] = {}
-        self._attributes: AttributesId = AS_SET
+        self._early: dict[int, Contribution] = {}
+        self._labels: list[Label] = []  # of those that are added
+        self._attributes: AttributesId = AS_SET  # worker 0's
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
+    def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
         """Add to the round; the last worker's gradient completes it."""
-        if worker == 0:
-            # Attributes may differ between workers only by mistake; worker 0's hold, so that the result is fixed.
-            self._attributes = attributes
         if worker != self._next_worker:
-            self._early[worker] = gradient
+            self._early[worker] = part
             return None
-        part: HostArray | None = gradient
-        while part is not None:
+        found: Contribution | None = part
+        while found is not None:
+            gradient = self._in_units(found, memory)
             self._next_worker += 1
             if self._next_worker == self._num_workers:
-                update = Update((part,) if self._total is None else (self._total, part), self._attributes)
-                self._next_worker, self._total, self._attributes = 0, None, AS_SET
+                terms = (gradient,) if self._total is None else (self._total, gradient)
+                alike = self._labels.count(self._labels[0]) == len(self._labels)
+                update = Update(terms, self._attributes, () if alike else tuple(self._labels))
+                self._next_worker, self._total, self._labels = 0, None, []
                 return update
-            self._total = part if self._total is None else memory.add(self._total, part)
-            part = self._early.pop(self._next_worker, None)
+            self._total = gradient if self._total is None else memory.add(self._total, gradient)
+            found = self._early.pop(self._next_worker, None)
         return None
+
+    def _in_units(self, part: Contribution, memory: Memory) -> HostArray:
+        if not self._labels:
+            self._attributes = part.attributes
+        self._labels.append(part.label)
+        units, factor = self._labels[0].factor, part.label.factor
+        if units in (factor, 0.0) or part.gradient.dtype.kind != "f":
+            return part.gradient
+        return memory.scaled(part.gradient, factor / units)
 
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """The same sums, cut anew."""
         everyone = (self, *others)
         totals = [unit._total for unit in everyone if unit._total is not None]
         new_totals = cut(totals) if totals else [None] * count
-        early = {worker: cut([unit._early[worker] for unit in everyone]) for worker in self._early}
+        early = {
+            worker: [
+                part._replace(gradient=gradient) for gradient in cut([u._early[worker].gradient for u in everyone])
+            ]
+            for worker, part in self._early.items()
+        }
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
             unit._next_worker, unit._attributes, unit._total = self._next_worker, self._attributes, new_totals[i]
-            unit._early = {worker: arrays[i] for worker, arrays in early.items()}
+            unit._labels = list(self._labels)
+            unit._early = {worker: parts[i] for worker, parts in early.items()}
         return result
 
 
@@ -110,9 +141,9 @@ class Asynchronous:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
 
-    def push(self, worker: int, gradient: HostArray, attributes: AttributesId, memory: Memory) -> Update | None:
-        """The gradient itself."""
-        return Update((gradient,), attributes)
+    def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
+        """The gradient itself, with its own attributes."""
+        return Update((part.gradient,), part.attributes)
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """Nothing waits here."""

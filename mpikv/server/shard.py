@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.control.contests import disagreement, factors_text
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, join_states, slice_state
-from mpikv.server.events import Answer, Event, Fetch, Reply
+from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Pool
-from mpikv.server.policy import Policy, Update
+from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.wire import Header
 
 
@@ -254,9 +255,18 @@ class Shard:
             np.copyto(wide, gradient)
             self._pool.give(gradient)
             gradient = wide
-        update = unit.policy.push(push.worker, gradient, push.attributes, self._pool)
+        label = self._owner.label(self.info.id, push.attributes)
+        update = unit.policy.push(push.worker, Contribution(gradient, push.attributes, label), self._pool)
         if update is None:
             return []
+        if update.labels and (why := self._refused(update)):
+            # The version stays, so that no pull is answered and nothing more is taken.
+            for term in update.terms:
+                self._pool.give(term)
+            text = (
+                f"key {self.info.key!r}, round {unit.version + 1}: different attributes of the optimizer on different"
+            )
+            return [Refusal(self.info.id, f"{text} workers{why}; nothing was updated")]
         self._apply(unit, update)
         unit.version += 1
         events = self._answer()
@@ -265,6 +275,15 @@ class Shard:
                 if queue:
                     events += self._advance(worker)
         return events
+
+    def _refused(self, update: Update) -> str:
+        """Why an update under different labels must not be made; '' where only the factors differ."""
+        labels = update.labels
+        if different := disagreement(labels, self._labels):
+            return f": {different}"
+        if labels[0].factor == 0.0 or self._sum_dtype.kind != "f":
+            return f", which integers cannot be scaled by: {factors_text(labels, self._labels)}"
+        return ""
 
     def _apply(self, unit: Unit, update: Update) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms

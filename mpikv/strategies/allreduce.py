@@ -23,7 +23,8 @@ from mpikv.collectives import blobs
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
-from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.control.contests import Labels
+from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.keys import Key, KeyInfo, whole_bounds
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -35,7 +36,7 @@ from mpikv.strategies.direct import Direct
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lane_rounds import LaneRounds
-from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round
+from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round, Under
 from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Workers
@@ -104,8 +105,19 @@ class AllreduceStrategy(DistributedStrategy):
         if self.rank == 0:
             lane.own_value()[...] = self._first_values.pop(info.key)
         self._place(lane)
+        self._begin_series(lane)
         self._lanes[info.id] = lane
         lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {info.key!r}")
+
+    def _begin_series(self, lane: Lane) -> None:
+        """Compare the labels of its rounds, where there are other workers and something to add."""
+        if self.num_workers > 1 and lane.info.n_elems:
+            exact = lane.info.dtype.kind in "iu"
+            base = self._labels_as_set(lane)
+            lane.series = self._workers.control.series(lane.info.id, base, f"key {lane.info.key!r}", exact=exact)
+
+    def _labels_as_set(self, lane: Lane) -> Labels:
+        return tuple(self._workers.attributes.as_set(self._workers.slot_of(info)) for info in lane.keys)
 
     def _shared(self, info: KeyInfo, place: int | None) -> HostKey | None:
         return None if self._hosts is None or place is None else self._hosts.key(place, info.n_elems, info.dtype)
@@ -188,7 +200,7 @@ class AllreduceStrategy(DistributedStrategy):
             lane.reached(0)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
-            complete = lane.add(info, round_._replace(numbers=number))
+            complete = lane.add(info, round_._replace(under=Under(number, self._workers.attributes.label(slot))))
             if self._direct is not None:
                 self._direct.pushed(info.id)
             self._workers.control.activity.note(f"push of key {info.key!r}")
@@ -260,14 +272,23 @@ class AllreduceStrategy(DistributedStrategy):
     # --- optimizers
 
     def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
-        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many."""
+        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.
+
+        Raises at last where a round was refused, on every worker, so that nothing is left under way.
+        """
+        refused: ConfigError | None = None
         for lane in self._all_lanes():
             rounds = [lane.pushed]
             for info in lane.keys:
                 if common is not None and info.id in common:
                     rounds.append(common[info.id] - (0 if self._direct is None else self._direct.rounds(info.id)))
             round_ = min(rounds)
-            self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+            try:
+                self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+            except ConfigError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
@@ -279,6 +300,8 @@ class AllreduceStrategy(DistributedStrategy):
                 self._direct.reset()
             for lane in self._all_lanes():
                 self._place(lane)
+                if lane.series is not None:
+                    lane.series.restart(self._labels_as_set(lane))
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         """The part of each key that a worker owns; an empty one where it owns nothing of it."""
@@ -327,6 +350,7 @@ class AllreduceStrategy(DistributedStrategy):
             self._lanes[info.id] = bucket
         bucket.has_value = True
         self._place(bucket)
+        self._begin_series(bucket)
 
     def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
         """Keys of buckets take no part in this round, on no worker."""
@@ -386,7 +410,11 @@ class AllreduceStrategy(DistributedStrategy):
     def close(self) -> None:
         """Wait until all workers close; what they pushed in common is done first."""
         common, error = self._workers.leave(matched=True)
-        self._drain("close", common)
+        refused: ConfigError | None = None
+        try:
+            self._drain("close", common)
+        except ConfigError as found:
+            refused = found
         if error is not None:
             raise error
         self._workers.stop()
@@ -394,3 +422,5 @@ class AllreduceStrategy(DistributedStrategy):
             if running.result is not None:
                 running.result.Free()
         self._workers.transport.close()
+        if refused is not None:
+            raise refused

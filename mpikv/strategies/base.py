@@ -100,6 +100,26 @@ class PreparedCall(Protocol):
         ...
 
 
+class OwnUpdates(Protocol):
+    """The steps of a trainer that updates by itself; see strategies/own_updates.py."""
+
+    def may_leave(self) -> bool:
+        """Whether gradients may be contributed before the next step begins."""
+        ...
+
+    def begin(self, *, separate: bool = False, contributed: bool = False) -> float:
+        """The next step begins: what to multiply one's gradients by."""
+        ...
+
+    def end(self) -> float | None:
+        """The factor to update with."""
+        ...
+
+    def settle(self) -> None:
+        """Raise what is wrong with the last step."""
+        ...
+
+
 class Strategy(Protocol):
     """One mode of a store. Collective calls are collective over the workers."""
 
@@ -166,6 +186,13 @@ class Strategy(Protocol):
         """Keys that travel with others take no part in this round, on no worker.
 
         changed: they are others than in the last round. Then collective, and ConfigError where workers differ.
+        """
+        ...
+
+    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
+        """Let workers compare what they update these keys with by themselves; None: there is one worker.
+
+        Collective, blocks. Raises ConfigError on every worker for different optimizers.
         """
         ...
 

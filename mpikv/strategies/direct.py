@@ -210,7 +210,7 @@ class Direct:
             plan = self._update(lanes, flat, replicas)
         places = [None if one is None or kind == "staged" else self.arena.memory.offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places))
-        call.slots = {self._workers.slot_of(info) for info in infos}
+        call.slots = sorted({self._workers.slot_of(info) for info in infos})
         call.hash = history_hash(self._keys[info.id].digest for info in infos)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
@@ -285,11 +285,12 @@ class Direct:
             if self._workers.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
+            label = 0
             if call.kind == "update":
-                self._number_attributes(call)  # may raise, so before the others count on this worker
+                label = self._number_attributes(call)  # may raise, so before the others count on this worker
             self._executor.begin(plan)
             try:
-                together = self._meeting.meet(call.digest)
+                together = self._meeting.meet(call.digest + label)
             except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
                 self._failure = error
                 self._workers.engine.interrupted("pushpull", error)
@@ -322,14 +323,21 @@ class Direct:
             self._current = None  # it holds the arrays
             self._lock.release()
 
-    def _number_attributes(self, call: DirectCall) -> None:
-        """Changed attributes of the optimizers get a number. If the call goes the ordinary way, they have it there."""
+    def _number_attributes(self, call: DirectCall) -> int:
+        """Changed attributes of the optimizers get a number. If the call goes the ordinary way, they have it there.
+
+        Returns a digest of all of them. Where workers' attributes differ, they do not meet: then the call goes the
+        ordinary way, where they are compared.
+        """
         self._numbers = {}
+        label = 0
         for slot in call.slots:
             number, attributes = self._workers.attributes.number(slot)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
             self._numbers[slot] = number
+            label = label * 31 + self._workers.attributes.digest(slot)
+        return label
 
     def _refresh(self, call: DirectCall) -> None:
         """Bring values that lanes have changed into the arena, each worker the part that it owns."""
@@ -366,7 +374,7 @@ class DirectCall:
         self.digest = digest_
         self.hash = 0
         self.values: dict[int, HostArray] = {}  # of a call that adds in place: where the values are
-        self.slots: set[int] = set()  # of the optimizers of its keys
+        self.slots: list[int] = []  # of the optimizers of its keys
         self.n_keys = len(lanes)
         self.rounds = 0
         self.last = 0  # when it was made last

@@ -10,7 +10,9 @@ from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
+from mpikv.optimizers.base import Optimizer
 from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Updater
+from mpikv.strategies.own_updates import OwnUpdates
 from mpikv.strategies.workers import Workers
 
 
@@ -47,6 +49,13 @@ class DistributedStrategy(OneByOne):
 
     def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
         """Nobody waits for them."""
+
+    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
+        """Agree on the optimizer."""
+        if self._workers.group.size == 1:
+            return None
+        exact = any(info.dtype.kind in "iu" for info in self.infos() if info.key in keys)
+        return OwnUpdates(self._workers, optimizer, keys, exact=exact)
 
     def stats(self) -> dict[str, int]:
         """What the transport has sent."""

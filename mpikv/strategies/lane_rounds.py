@@ -1,5 +1,6 @@
 """The rounds of a lane, one after another: reduce-scatter, the optimizer on what this worker owns, allgather.
 
+Where workers have pushed a round under different labels, they first agree on what it is added in (control/contests).
 A generator for the progress engine; it ends when the lane is empty, and the next push starts another. Which collective
 does the two halves is the lane's choice; where a host's workers share memory, each round goes through it
 (collectives/hosted).
@@ -18,7 +19,7 @@ from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.lanes import Lane, Numbers, Round
+from mpikv.strategies.lanes import Lane, Round, Unders
 from mpikv.transports.base import Group, Predicate, Steps
 from mpikv.transports.progress import Running
 
@@ -56,19 +57,32 @@ class LaneRounds:
             if self._hosts is not None and lane.shared is not None:
                 yield from self._hosts.watched(lane.shared, self._shared_round(lane, lane.shared, round_))
             else:
-                yield from self._round(lane, round_.values, round_.numbers)
+                yield from self._round(lane, round_)
+            if lane.series is not None:
+                if not lane.series.test():
+                    yield lane.series  # a worker that owns nothing need not have waited yet
+                lane.series.end()
             lane.queue.popleft()
             lane.finish(round_.values)
             lane.deliver()
 
-    def _round(self, lane: Lane, buf: HostArray, numbers: Numbers) -> Steps[None]:
+    @staticmethod
+    def _begin(lane: Lane, round_: Round) -> Steps[HostArray]:
+        """What this worker contributes."""
+        if lane.series is None or not lane.series.begin(lane.labels(round_.under)):
+            return round_.values
+        yield lane.series
+        return lane.scaled(round_.values, lane.series.ratios)
+
+    def _round(self, lane: Lane, round_: Round) -> Steps[None]:
         info, bounds = lane.info, lane.bounds
+        buf = yield from self._begin(lane, round_)
         if self._native is not None:
             yield from self._native.reduce_scatter(lane.comm, buf, bounds)
         else:
             reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
             yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
-        self._apply(lane, buf, numbers)
+        yield from self._apply(lane, buf, round_.under)
         if self._native is not None:
             yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
@@ -77,13 +91,23 @@ class LaneRounds:
 
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = lane.info.id, lane.bounds
+        values = yield from self._begin(lane, round_)
+        changeable = round_.changeable or values is not round_.values
         totals = yield from hosted.reduce_scatter(
-            self._group, round_.values, bounds, wire.key_tag(key_id, 1), shared, changeable=round_.changeable
+            self._group, values, bounds, wire.key_tag(key_id, 1), shared, changeable=changeable
         )
-        self._apply(lane, totals, round_.numbers)
+        yield from self._apply(lane, totals, round_.under)
         yield from hosted.allgather(self._group, bounds, wire.key_tag(key_id, 2), shared, round_.outs)
 
-    def _apply(self, lane: Lane, totals: HostArray, numbers: Numbers) -> None:
+    def _apply(self, lane: Lane, totals: HostArray, under: Unders) -> Steps[None]:
         begin, end = lane.bounds[self._group.rank], lane.bounds[self._group.rank + 1]
-        if begin < end:
-            lane.apply(self._owner, totals, numbers, begin, end)
+        if begin == end:
+            return
+        series, units = lane.series, None
+        if series is not None:
+            if not series.test():
+                yield series
+            if series.wrong:
+                return  # what is handed round then is the old value
+            units = series.units
+        lane.apply(self._owner, totals, under, (begin, end), units)

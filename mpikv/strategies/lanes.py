@@ -18,13 +18,24 @@ import numpy as np
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey
+from mpikv.collectives.stages import Span
+from mpikv.control.contests import Labels, Series
 from mpikv.keys import KeyInfo
+from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.base import Sink
 from mpikv.strategies.direct import Direct
 from mpikv.transports.progress import Running
 
-Numbers = Any  # of a round: the number of the optimizer's attributes, or one for each key of a bucket
+
+class Under(NamedTuple):
+    """What a push was made under: the number of the optimizer's attributes, and its label."""
+
+    number: int
+    label: Label
+
+
+Unders = Any  # of a round: what it was pushed under, or by its number for each key of a bucket (None: not pushed)
 
 
 class Round(NamedTuple):
@@ -35,7 +46,7 @@ class Round(NamedTuple):
     """
 
     values: HostArray
-    numbers: Numbers = None
+    under: Unders = None
     lent: bool = False
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
@@ -56,6 +67,7 @@ class Lane:
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
+        self.series: Series | None = None  # None: nobody else is there, or there are no elements
         self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
         self.deliveries: list[Delivery] = []
@@ -132,9 +144,26 @@ class Lane:
         self.queue.append(round_)
         return True
 
-    def apply(self, owner: Owner, buf: HostArray, numbers: Numbers, begin: int, end: int) -> None:
-        """Update elements [begin, end) of the value with a round's sum."""
-        owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, numbers))
+    def labels(self, under: Unders) -> Labels:
+        """Of a round, key by key."""
+        return (under.label,)
+
+    def scaled(self, values: HostArray, ratios: Sequence[float]) -> HostArray:
+        """A round's values, each key's multiplied by its ratio; they themselves where all ratios are 1."""
+        if all(ratio == 1.0 for ratio in ratios):
+            return values
+        result: HostArray = values.copy()
+        for info, ratio in zip(self.keys, ratios, strict=True):
+            result[self.span(info)] *= values.dtype.type(ratio)
+        return result
+
+    def apply(
+        self, owner: Owner, buf: HostArray, under: Unders, span: Span, units: Sequence[float | None] | None
+    ) -> None:
+        """Update elements [begin, end) of the value with a round's sum. units: of its keys, see `Series.units`."""
+        begin, end = span
+        factor = None if units is None else units[0]
+        owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:
         """A round is done, and its buffer free."""
@@ -165,7 +194,7 @@ class Bucket(Lane):
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
-        self._open: deque[tuple[HostArray, dict[int, int | None]]] = deque()
+        self._open: deque[tuple[HostArray, dict[int, Under | None]]] = deque()
         self._spare: HostArray | None = None
 
     @property
@@ -187,9 +216,9 @@ class Bucket(Lane):
         self._counts[info.id] += 1
         while len(self._open) <= place:
             self._open.append((self._buffer(), {}))
-        buf, numbers = self._open[place]
+        buf, under = self._open[place]
         buf[self._spans[info.id]] = 0 if round_ is None else round_.values
-        numbers[info.id] = None if round_ is None else round_.numbers
+        under[info.id] = None if round_ is None else round_.under
         completed = False
         while self._open and len(self._open[0][1]) == len(self._infos):
             self.queue.append(Round(*self._open.popleft()))
@@ -207,13 +236,20 @@ class Bucket(Lane):
         spare, self._spare = self._spare, None
         return np.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
 
-    def apply(self, owner: Owner, buf: HostArray, numbers: Numbers, begin: int, end: int) -> None:
+    def labels(self, under: Unders) -> Labels:
+        """Of a round, key by key."""
+        return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
+
+    def apply(
+        self, owner: Owner, buf: HostArray, under: Unders, span: Span, units: Sequence[float | None] | None
+    ) -> None:
         """Update the parts of the keys that lie in [begin, end)."""
-        for info in self._infos:
-            span = self._spans[info.id]
-            first, last = max(begin, span.start), min(end, span.stop)
-            if first < last and numbers[info.id] is not None:
-                owner.apply(info, self.stored[first:last], buf[first:last], (0, numbers[info.id]))
+        for i, info in enumerate(self._infos):
+            place, one = self._spans[info.id], under[info.id]
+            first, last = max(span[0], place.start), min(span[1], place.stop)
+            if first < last and one is not None:
+                factor = None if units is None else units[i]
+                owner.apply(info, self.stored[first:last], buf[first:last], (0, one.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:
         """A round is done."""

@@ -68,6 +68,9 @@ class LocalStrategy(OneByOne):
     def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
         """Nobody waits for them."""
 
+    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+        """Nobody to agree with."""
+
     def stats(self) -> dict[str, int]:
         """Nothing is sent."""
         return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}

@@ -287,7 +287,7 @@ class PsStrategy(DistributedStrategy):
     def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
         try:
             self.wait(self._pending(exchange, waitings)[0])
-        except StallError:
+        except (StallError, ConfigError):
             self._engine.start(exchange.steps(), "pushpull")  # it goes on, though its caller has given up
             raise
 
@@ -421,10 +421,13 @@ class PsStrategy(DistributedStrategy):
             self._workers.wait_for(self._service, "close")
         if error is not None:
             raise error
+        refused = self._workers.control.refused
         self._workers.stop()
         if self._local is not None:
             self._local.close()
         self._workers.transport.close()
+        if refused:
+            raise next(iter(refused.values()))
 
     # --- memory of the host
 

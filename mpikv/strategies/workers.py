@@ -233,6 +233,9 @@ class Workers:
     def _check_key(self, key: Key) -> None:
         if key in self._broken:
             raise self._broken[key]
+        info = self.infos.get(key)
+        if info is not None and info.id in self.control.refused:
+            raise self.control.refused[info.id]
 
     def is_released(self, info: KeyInfo) -> bool:
         """Whether `init` of this key has to return before all workers have come to it."""
@@ -296,15 +299,22 @@ class Workers:
         except Exception as error:
             name = type(optimizer).__name__
             raise ConfigError(f"set_optimizer: {name} cannot be pickled for its owners: {error}") from error
-        config = json.dumps(optimizer.config(), sort_keys=True)
-        payload = [config, None if keys is None else list(keys)]
-        self.agree("set_optimizer", payload, "set_optimizer")
+        self._compare(optimizer, keys)
         slot = DEFAULT_SLOT if keys is None else self._count("slots")
         key_ids = [self.infos[key].id for key in keys or ()]
         for key_id in key_ids:
             self.slots[key_id] = slot
         self.attributes.watch(slot, optimizer)
         return slot, key_ids, pickled
+
+    def _compare(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
+        config = json.dumps(optimizer.config(), sort_keys=True)
+        self.agree("set_optimizer", [config, None if keys is None else list(keys)], "set_optimizer")
+
+    def agree_on_own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
+        """All workers bring equal optimizers, to update with by themselves. The number of the series of their steps."""
+        self._compare(optimizer, keys)
+        return -self._count("own updates")  # those of keys have the keys' numbers
 
     def restore(self, loaded: Sequence[Any]) -> None:
         """Set attributes to those of a loaded file (`states.restored`); they reach the owners with the next push."""

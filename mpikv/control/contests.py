@@ -1,0 +1,234 @@
+"""What workers do when they push one round under different labels (labels.py), without a message while they do not.
+
+The rounds of one key, bucket or trainer are a *series*. Every worker compares the label of a round with that of the
+series' last round. Where it is the same on all workers nothing happens. A worker whose label has changed holds its
+contribution back and brings its label to worker 0, who asks those for theirs that have not come by themselves, and
+tells all what the round is added in: its units, the factor that every contribution is brought to. Nobody can end the
+round meanwhile, since the worker that started this has contributed nothing, and it contributes only after everybody
+else has answered; so everybody who updates something knows that there is a verdict to wait for.
+
+Who has not changed may have contributed already, in the factor that was common so far, and then that is the unit. After
+a round with different factors none is common, so every worker brings its label to the next one by itself. When labels
+differ in anything else the round is added up all the same, so that no message is left over, but nobody updates
+anything, and all of them raise.
+
+Cost: nothing while labels stay as they are; two messages per worker and step in which they change, however many keys
+it has (those asked for theirs: one more). The judge is pure: no clock, no MPI.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mpikv.control.agreement import grouped
+from mpikv.errors import ConfigError
+from mpikv.labels import Label
+
+ASK_AFTER_S = 1e-3  # workers that change their labels together do so within less, and need not be asked
+
+Labels = tuple[Label | None, ...]  # of a round, one for each of its keys; None: not pushed in this round, by no worker
+
+
+class Verdict(NamedTuple):
+    """How a round is added.
+
+    units: for each of its keys the factor that contributions are brought to. text: who brought which labels, where
+    they differ. mixed: they differ. wrong: in more than the factor, or in a way that cannot be scaled.
+    """
+
+    series: int
+    round: int
+    units: Sequence[float | None]
+    text: str
+    mixed: bool
+    wrong: bool
+
+
+class Brought(NamedTuple):
+    """A worker's labels of a round. held: it has contributed nothing yet."""
+
+    series: int
+    round: int
+    held: bool
+    labels: Labels
+
+
+def disagreement(labels: Sequence[Label], names: Sequence[str]) -> str:
+    """Who brought what, where labels differ in more than their factors: the first attribute in which they do; or ''."""
+    if all(label.rest == labels[0].rest for label in labels):
+        return ""
+    facts: list[dict[str, Any]] = [{"op": label.op, **json.loads(label.text)} for label in labels]
+    for name in {name: None for fact in facts for name in fact}:
+        values = [fact.get(name) for fact in facts]
+        if any(value != values[0] for value in values):
+            return grouped([f"{name}={value!r}" for value in values], names)
+    return grouped([label.text for label in labels], names)
+
+
+def factors_text(labels: Sequence[Label], names: Sequence[str]) -> str:
+    """Who brought which factor."""
+    return grouped([f"rescale_grad={label.factor!r}" for label in labels], names)
+
+
+def judged(found: Sequence[Brought], names: Sequence[str]) -> Verdict:
+    """The verdict on what all workers brought for one round. found: in the order of the workers."""
+    series, round_ = found[0][:2]
+    # Those who hold nothing back have contributed in the factor that was common in the round before.
+    reference = next((one for one in found if not one.held), found[0])
+    units: list[float | None] = []
+    text, mixed, wrong = "", False, False
+    for i, first in enumerate(reference.labels):
+        labels = [label for one in found if (label := one.labels[i]) is not None]
+        if first is None or len(labels) < len(found):
+            units.append(None)
+            continue
+        units.append(first.factor)
+        if different := disagreement(labels, names):
+            return Verdict(series, round_, (), different, mixed=True, wrong=True)
+        if any(label.factor != first.factor for label in labels):
+            text, mixed = factors_text(labels, names), True
+            wrong |= first.factor == 0.0
+    return Verdict(series, round_, units, text, mixed, wrong)
+
+
+@dataclass
+class _Open:
+    since_s: float
+    found: dict[int, Brought] = field(default_factory=dict)
+    asked: bool = False
+
+
+class Judge:
+    """Worker 0's side. names: how each worker is named in errors."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._open: dict[tuple[int, int], _Open] = {}
+
+    def bring(self, worker: int, found: Sequence[Brought], now_s: float) -> list[Verdict]:
+        """A worker's labels; the verdicts, for all workers, on the rounds that are now complete."""
+        verdicts = []
+        for one in found:
+            item = one[:2]
+            open_ = self._open.setdefault(item, _Open(now_s))
+            open_.found[worker] = one
+            if len(open_.found) == len(self._names):
+                del self._open[item]
+                verdicts.append(judged([open_.found[i] for i in range(len(self._names))], self._names))
+        return verdicts
+
+    def due(self, now_s: float) -> dict[int, list[tuple[int, int]]]:
+        """Whom to ask for which rounds now: those who have not come by themselves."""
+        asks: dict[int, list[tuple[int, int]]] = {}
+        for item, open_ in self._open.items():
+            if not open_.asked and now_s - open_.since_s >= ASK_AFTER_S:
+                open_.asked = True
+                for worker in range(len(self._names)):
+                    if worker not in open_.found:
+                        asks.setdefault(worker, []).append(item)
+        return asks
+
+
+class Series:
+    """One worker's side of one series. A request that is done unless the round under way waits for a verdict.
+
+    base: the labels of round 0, the same on all workers. bring: takes labels to worker 0. exact: values are integers,
+    which cannot be scaled. what: in errors.
+    """
+
+    def __init__(
+        self, number: int, base: Labels, bring: Callable[[Brought], None], *, what: str, exact: bool = False
+    ) -> None:
+        self.number = number
+        self.round = 0  # the last that has begun
+        self._base = base
+        self._bring = bring
+        self._what, self._exact = what, exact
+        self._labels = base
+        self._asked = 0  # the newest round that worker 0 asked about before it began here
+        self._mixed = False
+        self._contested = False
+        self._verdict: Verdict | None = None
+
+    def restart(self, base: Labels) -> None:
+        """All workers have agreed on new labels."""
+        self._base, self._mixed = base, False
+
+    def begin(self, labels: Labels, *, contributed: bool = False) -> bool:
+        """The next round; whether its contribution must be held back until this request is done.
+
+        contributed: some of it has left already, when the next round was `usual`.
+        """
+        self.round += 1
+        self._contested = not self.usual(labels, self.round)
+        self._labels, self._verdict = labels, None
+        if self._contested:
+            self._bring(Brought(self.number, self.round, not contributed, labels))
+        return self._contested and not contributed
+
+    def usual(self, labels: Labels, round_: int) -> bool:
+        """Whether a round under these labels is as the one before, as far as is known here."""
+        if self._mixed or self._asked == round_:
+            return False
+        return labels == self._base or all(
+            one is None or one == base for one, base in zip(labels, self._base, strict=True)
+        )
+
+    def ask(self, round_: int) -> None:
+        """Worker 0 wants this worker's labels of a round."""
+        if round_ > self.round:
+            self._asked = round_
+        elif round_ == self.round and not self._contested:
+            self._contested = True
+            self._bring(Brought(self.number, round_, False, self._labels))
+
+    def decide(self, verdict: Verdict) -> None:
+        """Worker 0 has decided on a round."""
+        if verdict.round == self.round:
+            self._verdict = verdict
+
+    def test(self) -> bool:
+        """Whether nothing is to be waited for."""
+        return not self._contested or self._verdict is not None
+
+    # --- once it is done
+
+    @property
+    def wrong(self) -> bool:
+        """Whether nothing may be updated in this round."""
+        verdict = self._verdict
+        return verdict is not None and (verdict.wrong or (verdict.mixed and self._exact))
+
+    @property
+    def units(self) -> Sequence[float | None] | None:
+        """The factors to update with, one for each key; None: this worker's own, as everybody's."""
+        return None if self._verdict is None or self.wrong or not self._verdict.mixed else self._verdict.units
+
+    @property
+    def ratios(self) -> list[float]:
+        """What this worker's contribution is to be multiplied by, key by key."""
+        units = self.units
+        if units is None:
+            return [1.0] * len(self._labels)
+        return [
+            1.0 if label is None or unit is None or label.factor == unit else label.factor / unit
+            for label, unit in zip(self._labels, units, strict=True)
+        ]
+
+    def end(self) -> None:
+        """The round is over. Raises ConfigError, on every worker, where nothing was updated."""
+        if not self._contested:
+            return
+        verdict = self._verdict
+        assert verdict is not None
+        if self.wrong:
+            why = "" if verdict.wrong else ", which integers cannot be scaled by"
+            raise ConfigError(
+                f"{self._what}, round {self.round}: different attributes of the optimizer on different workers{why}: "
+                f"{verdict.text}; nothing was updated"
+            )
+        self._mixed = verdict.mixed
+        self._base = tuple(base if one is None else one for one, base in zip(self._labels, self._base, strict=True))
