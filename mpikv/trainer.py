@@ -191,7 +191,7 @@ class Trainer(TrainerFiles):
             self._allreduce(grads)
             self._update(grads)
         self._handed.clear()
-        self._count_step()
+        self._count_step(batch_size)
 
     def _skip_frozen(self) -> None:
         """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
@@ -251,7 +251,7 @@ class Trainer(TrainerFiles):
         self._need_own_updates("update")
         self._rescale(batch_size)
         self._update(self._grads(ignore_stale_grad))
-        self._count_step()
+        self._count_step(batch_size)
 
     def _allreduce(self, grads: dict[str, list[Any]]) -> None:
         if self._store is not None:

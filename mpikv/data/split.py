@@ -78,6 +78,7 @@ class SplitSampler:
         self.last: Last = last
         self.shuffle = bool(shuffle)
         self.epoch = 0
+        self.start = 0
 
     @classmethod
     def for_store(
@@ -86,12 +87,19 @@ class SplitSampler:
         """The part of this worker: `store.rank` of `store.num_workers`."""
         return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; the same `epoch` (>= 0) on every part."""
-        self.epoch = _natural("epoch", epoch)
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part.
+
+        start: how many examples of the epoch's order are left out at its beginning (0 to `length`), as all parts
+        together have had them already, maybe with another `num_parts`. The rest is split as a whole epoch is.
+        """
+        epoch, start = _natural("epoch", epoch), _natural("start", start)
+        if start > self.length:
+            raise ValueError(f"start must be at most the length, {self.length}; got {start}")
+        self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.length, self.num_parts)
+        whole, rest = divmod(self.length - self.start, self.num_parts)
         if self.last == "uneven":
             return whole + (self.part_index < rest)
         return whole + (self.last == "wrap" and rest > 0)
@@ -101,11 +109,12 @@ class SplitSampler:
 
     def indices(self) -> NDArray[np.int64]:
         """This epoch's indices of this part at once: int64, (len(self),)."""
-        if self.length == 0:
+        left = self.length - self.start
+        if left == 0:
             return np.empty(0, dtype=np.int64)
         places = self.part_index + self.num_parts * np.arange(len(self), dtype=np.int64)
         # Places past the end exist with 'wrap' alone; modulo, as there may be more parts than examples.
-        return self._order()[places % self.length]
+        return self._order()[self.start + places % left]
 
     def _order(self) -> NDArray[np.int64]:
         if not self.shuffle:

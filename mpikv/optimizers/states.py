@@ -23,8 +23,9 @@ import numpy as np
 
 from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of
 from mpikv.errors import StatesFileError, UnsupportedError
+from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key, check_key
-from mpikv.optimizers.archive import damaged, read_archive, replace_file, write_archive
+from mpikv.optimizers.archive import damaged, read_archive, write_archive
 from mpikv.optimizers.base import State
 
 STATES = "mpikv optimizer states"
@@ -87,7 +88,7 @@ def load_states(path: str | os.PathLike[str]) -> StatesFile:
     Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError where it
     cannot be opened (FileNotFoundError where there is none).
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return _read_states(file, os.fsdecode(path))
 
 
