@@ -50,8 +50,8 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
     """Read a file and hold it against a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
     with open_regular(path) as file:
         header, values = read_archive(file, KIND, path)
-    steps, examples, names = header.get("steps"), header.get("examples"), header.get("names")
-    counted = type(steps) is int and type(examples) in (int, float) and steps >= 0 and 0 <= examples < math.inf
+    steps, examples, names = (header.get(name) for name in ("steps", "examples", "names"))
+    counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
     if not counted or not isinstance(names, list) or len(values) != len(names) + 1:
         what = f"{names!r} after {steps!r} steps with {examples!r} examples"
         raise StatesFileError(f"{path}: damaged: {what} for {len(values)} arrays")
