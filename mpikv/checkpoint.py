@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray, host_view, shape_and_dtype
+from mpikv.checks import shown
 from mpikv.errors import StatesFileError
 from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key
@@ -50,26 +51,30 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
     """Read a file and hold it against a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
     with open_regular(path) as file:
         header, values = read_archive(file, KIND, path)
-    steps, examples, names = (header.get(name) for name in ("steps", "examples", "names"))
+    steps: Any = header.get("steps")
+    examples: Any = header.get("examples")
+    names = header.get("names")
     counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
     if not counted or not isinstance(names, list) or len(values) != len(names) + 1:
-        what = f"{names!r} after {steps!r} steps with {examples!r} examples"
+        what = f"{shown(names)} after {shown(steps)} steps with {shown(examples)} examples"
         raise StatesFileError(f"{path}: damaged: {what} for {len(values)} arrays")
     weights = dict(zip(names, values[:-1], strict=True))
     lacking, foreign = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if lacking or foreign:
-        raise StatesFileError(f"{path}: is of another model: it lacks {lacking} and has {foreign} that this one lacks")
+        raise StatesFileError(
+            f"{path}: is of another model: it lacks {shown(lacking)} and has {shown(foreign)} that this one lacks"
+        )
     for name, array in parameters.items():
-        here, there = shape_and_dtype(array, f"parameter {name!r}"), (weights[name].shape, weights[name].dtype)
+        here, there = shape_and_dtype(array, f"parameter {shown(name)}"), (weights[name].shape, weights[name].dtype)
         if here != there:
             text = f"{there[1]} {there[0]} there and {here[1]} {here[0]} here"
-            raise StatesFileError(f"{path}: parameter {name!r} is {text}")
+            raise StatesFileError(f"{path}: parameter {shown(name)} is {text}")
     return Checkpoint(steps, examples, weights, values[-1])
 
 
 def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:
     """The values of arrays on any device, by name. Local."""
-    return {name: host_view(array, f"parameter {name!r}") for name, array in parameters.items()}
+    return {name: host_view(array, f"parameter {shown(name)}") for name, array in parameters.items()}
 
 
 def states_of(path: str) -> HostArray:

@@ -8,14 +8,14 @@ status 0, on all workers; `resume` of the next run goes on from there.
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from mpikv import arrays, checkpoint
+from mpikv import arrays, checkpoint, checks
+from mpikv.checks import shown
 from mpikv.errors import ConfigError, MpikvError, StatesFileError
 from mpikv.files import check_regular
 from mpikv.kvstore import KVStore
@@ -63,7 +63,7 @@ class TrainerFiles:
             trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
             self._store._save_optimizer_states_for(trained, fname, dump_optimizer=True)
         else:
-            self._local.save_states(os.fspath(fname))
+            self._local.save_states(checks.path("fname", fname))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
@@ -74,7 +74,7 @@ class TrainerFiles:
         if self._on_store and self._store is not None:
             self._store.load_optimizer_states(fname)
         else:
-            self._local.load_states(os.fspath(fname))
+            self._local.load_states(checks.path("fname", fname))
 
     # --- checkpoints
 
@@ -98,10 +98,7 @@ class TrainerFiles:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        number = operator.index(steps)
-        if number < 0:
-            raise ValueError(f"steps must not be negative, got {number}")
-        self._steps = number
+        self._steps = checks.whole("steps", steps)
 
     @property
     def examples(self) -> float:
@@ -124,7 +121,7 @@ class TrainerFiles:
         after all pushes that any worker has made, with worker 0's numbers. Raises OSError, also where `fname` is no
         regular file, and UnsupportedError on every worker; what is there already then stays as it was.
         """
-        path = os.fsdecode(fname)
+        path = checks.path("fname", fname)
         self._finish_waiting()
         if self._asynchronous and self._store is not None:
             self._store.barrier()
@@ -159,7 +156,11 @@ class TrainerFiles:
         """
         if self._begun:
             raise MpikvError("resume after a step: it comes before the first one")
-        path = os.fsdecode(fname) if fname is not None else ("" if self._store is None else self._store._stop_file)
+        path = (
+            checks.path("fname", fname)
+            if fname is not None
+            else ("" if self._store is None else self._store._stop_file)
+        )
         if not path:
             return 0
         found: list[checkpoint.Checkpoint] = []
@@ -199,7 +200,7 @@ class TrainerFiles:
         if self._store is None:
             for name, parameter in self._params.items():
                 for replica in list_data(parameter):
-                    arrays.write(replica, weights[name], f"parameter {name!r}")
+                    arrays.write(replica, weights[name], f"parameter {shown(name)}")
         else:
             fixed = [name for name in self._params if name not in self._trained]
             for names, updated in ((self._trained, self._on_store), (fixed, self._asynchronous)):
@@ -231,9 +232,9 @@ class TrainerFiles:
         try:
             check_regular(path)
         except OSError as error:
-            raise ConfigError(f"MPIKV_STOP_FILE={path!r}: {error.strerror}") from None
+            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"MPIKV_STOP_FILE={path!r}: cannot be written in {folder}")
+            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: cannot be written in {folder}")
 
     def _count_step(self, batch_size: float) -> None:
         """After each step."""
@@ -263,7 +264,5 @@ class TrainerFiles:
 
 def _whole_or_float(number: float) -> float:
     """A number of examples as JSON has it: an int where it is whole."""
-    plain = float(number)
-    if not 0 <= plain < float("inf"):
-        raise ValueError(f"a number of examples is at least 0 and finite, got {number!r}")
+    plain = checks.number("examples", number, 0.0)
     return int(number) if plain.is_integer() else plain

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.base import Optimizer, State
@@ -168,7 +169,7 @@ class Owner:
             self._in_force[slot] = attributes
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
-                raise MpikvError(f"{optimizer.name} needs the whole of key {info.key!r}, which is cut into shards")
+                raise MpikvError(f"{optimizer.name} needs the whole of key {shown(info.key)}, which is cut into shards")
             weight, terms = weight.reshape(info.shape), [term.reshape(info.shape) for term in terms]
         try:
             if state is None:
@@ -177,7 +178,7 @@ class Owner:
                 return optimizer.update_sum(info.key, weight, terms, state)
             return optimizer.update(info.key, weight, terms[0], state)
         except Exception as error:
-            add_note(error, f"in the update of key {info.key!r} by {type(optimizer).__name__}")
+            add_note(error, f"in the update of key {shown(info.key)} by {type(optimizer).__name__}")
             raise
 
 

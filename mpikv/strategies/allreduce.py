@@ -19,6 +19,7 @@ import numpy as np
 
 from mpikv import buckets, wire
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
@@ -105,7 +106,7 @@ class AllreduceStrategy(DistributedStrategy):
             lane.own_value()[...] = self._first_values.pop(info.key)
         self._place(lane)
         self._lanes[info.id] = lane
-        lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {info.key!r}")
+        lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(info.key)}")
 
     def _shared(self, info: KeyInfo, place: int | None) -> HostKey | None:
         return None if self._hosts is None or place is None else self._hosts.key(place, info.n_elems, info.dtype)
@@ -114,7 +115,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
         if self._native is not None:
             self._last_comm = self._comms[info.id] = self._workers.engine.start(
-                self._duplicate_after(self._last_comm), f"communicator of key {info.key!r}"
+                self._duplicate_after(self._last_comm), f"communicator of key {shown(info.key)}"
             )
 
     def broken(self, info: KeyInfo) -> None:
@@ -191,13 +192,13 @@ class AllreduceStrategy(DistributedStrategy):
             complete = lane.add(info, round_._replace(numbers=number))
             if self._direct is not None:
                 self._direct.pushed(info.id)
-            self._workers.control.activity.note(f"push of key {info.key!r}")
+            self._workers.control.activity.note(f"push of key {shown(info.key)}")
             if complete:
                 self._start(lane)
 
     def _start(self, lane: Lane) -> None:
         if lane.running is None or lane.running.done:
-            lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {lane.info.key!r}")
+            lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(lane.info.key)}")
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """Copy the value out as soon as the lane has done this worker's last push."""
