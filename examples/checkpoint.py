@@ -7,7 +7,6 @@ is killed, `FILE` is whole and the states that belong to it are there.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,21 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from mpikv import Parameter, Trainer
+from mpikv.files import replace_file
 
 _EPOCHS = "finished epochs"
 
 
 def write_weights(file: Path, parameters: Mapping[str, Parameter], **more: object) -> None:
     """Write the weights as an .npz archive, whole or not at all. Local."""
-    beside = file.with_name(f"{file.name}.part-{os.getpid()}")
-    try:
-        with beside.open("wb") as stream:
-            np.savez(stream, **{name: _on_host(p.data) for name, p in parameters.items()}, **more)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)
+    weights = {name: _on_host(parameter.data) for name, parameter in parameters.items()}
+    replace_file(file, lambda stream: np.savez(stream, **weights, **more))
 
 
 def save(file: Path, parameters: Mapping[str, Parameter], trainer: Trainer, rank: int, epochs: int) -> None:

@@ -15,7 +15,8 @@ The gradient of a step is divided by the examples of all workers in it, with `di
 then is 1/W of a step.
 
 Batch jobs. With MPIKV_STOP_SIGNALS=TERM,USR1 and MPIKV_STOP_FILE=FILE the trainer saves everything in FILE after the
-step in which a scheduler's signal comes, and ends the program with status 0. Started again, it goes on with the next.
+step in which a scheduler's signal comes, and ends the program with status 0. Started again, it goes on with the next,
+also with another number of workers: each example that is left of the epoch comes once.
 """
 
 from __future__ import annotations
@@ -114,18 +115,16 @@ def learning_rate(options: argparse.Namespace, epochs: float) -> float:
 
 
 def batches(
-    num_examples: int, options: argparse.Namespace, store: KVStore, epoch: int, first_step: int
+    num_examples: int, options: argparse.Namespace, store: KVStore, epoch: int, start: int
 ) -> Iterator[tuple[np.ndarray, int, float]]:
-    """The steps of an epoch from `first_step` on, equally many on all workers.
+    """The steps of an epoch in which `start` examples are done already, equally many steps on all workers.
 
     Of each: this worker's indices, the number of examples of all workers, and how many epochs are done after it.
     """
     sampler = SplitSampler.for_store(num_examples, store, seed=options.seed)
-    sampler.set_epoch(epoch)
+    sampler.set_epoch(epoch, start)
     mine, size, together = sampler.indices(), options.batch_size, options.batch_size * store.num_workers
-    for step, begin in enumerate(range(0, num_examples, together)):
-        if step < first_step:
-            continue
+    for step, begin in enumerate(range(start, num_examples, together)):
         end = min(begin + together, num_examples)
         yield mine[step * size : (step + 1) * size], end - begin, epoch + end / num_examples
 
@@ -171,12 +170,12 @@ class Run:
                 losses.append(self.network.loss_and_gradients(x[replica], y[replica], replica, ready))
         return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
 
-    def epoch(self, epoch: int, first_step: int, max_steps: int | None) -> tuple[int, float, float]:
-        """One epoch from a step on: steps, mean loss of this worker's examples, images of all workers per second."""
+    def epoch(self, epoch: int, start: int, max_steps: int | None) -> tuple[int, float, float]:
+        """An epoch without its first `start` examples: steps, mean loss of this worker's examples, images/s of all."""
         options, rank = self.options, self.store.rank
         bar = progress_bar(len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}", rank)
         start_s, loss, steps, own, of_all = time.perf_counter(), 0.0, 0, 0, 0
-        for indices, together, epochs in batches(len(self.images.train_x), options, self.store, epoch, first_step):
+        for indices, together, epochs in batches(len(self.images.train_x), options, self.store, epoch, start):
             self.trainer.set_learning_rate(learning_rate(options, epochs))
             loss += self.gradients(indices, together)
             self.trainer.step(together)
@@ -216,15 +215,19 @@ class Run:
                 correct += self.network.count_correct(*batch)
         return correct
 
-    def train(self, first_epoch: int, first_step: int, steps: int) -> tuple[float, str]:
-        """All epochs; the last test accuracy, and after how much of training that is.
+    def train(self) -> tuple[float, str]:
+        """All epochs that are left; the last test accuracy, and after how much of training that is.
 
-        first_step: of the first epoch. steps: that were made before, of those that --max-steps counts.
+        The trainer knows how far the training is: --max-steps counts its steps, and its examples tell the place in the
+        epoch, whatever the number of workers was.
         """
-        options, result = self.options, None
+        options, result, steps = self.options, None, self.trainer.steps
+        first_epoch, start = divmod(int(self.trainer.examples), len(self.images.train_x))
         for epoch in range(first_epoch, options.num_epochs):
-            made, loss, speed = self.epoch(epoch, first_step, options.max_steps and options.max_steps - steps)
-            steps, first_step = steps + made, 0
+            if steps == options.max_steps:
+                break
+            made, loss, speed = self.epoch(epoch, start, options.max_steps and options.max_steps - steps)
+            steps, start = steps + made, 0
             if options.save and steps != options.max_steps:
                 self.meet()
                 checkpoint.save(options.save, self.network.parameters, self.trainer, self.store.rank, epoch + 1)
@@ -232,8 +235,6 @@ class Run:
             if self.store.rank == 0:
                 title = f"epoch {epoch + 1}/{options.num_epochs}"
                 print(f"{title}: loss {loss:.4f}, test accuracy {result:.4f}, {speed:.0f} images/s", flush=True)
-            if steps == options.max_steps:
-                break
         if self.asynchronous or result is None:
             self.meet()
             result = self.accuracy()
@@ -266,13 +267,11 @@ def main() -> None:
         if options.resume:
             checkpoint.load_states(options.resume, trainer, int(first_epoch[0]))
 
-        per_epoch = -(-len(images.train_x) // (options.batch_size * store.num_workers))
-        begun = trainer.steps = int(first_epoch[0]) * per_epoch
+        trainer.examples = int(first_epoch[0]) * len(images.train_x)
         trainer.resume()  # where a signal has stopped this run before
-        epoch, step = divmod(trainer.steps, per_epoch)
 
         start_s = time.perf_counter()
-        result, after = Run(options, store, images, network, trainer).train(epoch, step, trainer.steps - begun)
+        result, after = Run(options, store, images, network, trainer).train()
         if store.rank == 0:
             if options.dump_weights:
                 checkpoint.write_weights(options.dump_weights, network.parameters)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpikv import tensors
+from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 
 HostArray = npt.NDArray[Any]
@@ -37,11 +38,11 @@ def dtype_named(dtype: Any) -> np.dtype[Any]:
     """A dtype that a store can hold, from a name or a type. Raises UnsupportedError."""
     found = None
     if dtype is not None:  # which NumPy takes for float64
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(Exception):  # what NumPy and odd objects raise is of many kinds
             found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     if found is None or found not in SUPPORTED_DTYPES:
         names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
-        raise UnsupportedError(f"dtype {dtype!r}; a store holds {names}")
+        raise UnsupportedError(f"dtype {shown(dtype)}; a store holds {names}")
     return found
 
 
@@ -74,16 +75,27 @@ def host_view(array: Any, what: str) -> HostArray:
     elif hasattr(array, "__dlpack__"):
         try:
             host = tensors.view(array)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:
-            raise UnsupportedError(f"{what}: cannot read a {type(array).__name__} in host memory: {error}") from error
         except UnsupportedError as error:
             raise UnsupportedError(f"{what}: {error}") from None
+        except Exception as error:
+            raise UnsupportedError(f"{what}: cannot read a {type(array).__name__} in host memory: {error}") from error
     else:
         raise TypeError(f"{what} is an array (NumPy, CuPy or anything with DLPack), not {type(array).__name__}")
     if host.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
         raise UnsupportedError(f"{what} has dtype {host.dtype}; a store holds {names}")
     return host
+
+
+def as_host(what: str, value: Any) -> HostArray:
+    """What `numpy.asarray` makes of a list, a number or another library's array. Raises TypeError, ValueError."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise TypeError(f"{what} is no array and cannot be made one: {shown(value)}") from error
+    return array
 
 
 def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

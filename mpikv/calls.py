@@ -21,6 +21,7 @@ from mpikv.arrays import (
     shape_and_dtype,
     sum_devices,
 )
+from mpikv.checks import shown
 from mpikv.errors import KeyNotInitialized, ShapeMismatch
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.strategies.base import PreparedCall, Strategy
@@ -84,7 +85,7 @@ class CallForms:
         checked = check_key(key)
         if self.key_type is not None and type(checked) is not self.key_type:
             raise TypeError(
-                f"key {checked!r} is {type(checked).__name__}, but the keys of this store are "
+                f"key {shown(checked)} is {type(checked).__name__}, but the keys of this store are "
                 f"{self.key_type.__name__}; a store does not mix them"
             )
         return checked
@@ -101,12 +102,12 @@ class CallForms:
         for key, value in zip(keys, values, strict=True):
             arrays = list(value) if isinstance(value, (list, tuple)) else [value]
             if not arrays:
-                raise ValueError(f"{call}: key {key!r} has an empty list of arrays")
+                raise ValueError(f"{call}: key {shown(key)} has an empty list of arrays")
             checked = self.key(key)
             for array in arrays:
                 if not is_array(array):
                     raise TypeError(
-                        f"{call}: the value of key {key!r} is {type(array).__name__}, "
+                        f"{call}: the value of key {shown(key)} is {type(array).__name__}, "
                         "not an array (NumPy, CuPy or anything with DLPack)"
                     )
             found.setdefault(checked, []).extend(arrays)
@@ -117,19 +118,19 @@ class CallForms:
         info = self._strategy.lookup(key)
         if info is None:
             known = [entry.key for entry in self._strategy.infos()]
-            some = ", ".join(repr(entry) for entry in known[:8]) + (", ..." if len(known) > 8 else "")
+            some = ", ".join(shown(entry) for entry in known[:8]) + (", ..." if len(known) > 8 else "")
             raise KeyNotInitialized(
-                f"{call}: key {key!r} was never initialised ({self.where()}); "
+                f"{call}: key {shown(key)} was never initialised ({self.where()}); "
                 + (f"the store holds {some}" if known else "the store holds no key")
             )
         return info
 
     def check_value(self, call: str, info: KeyInfo, array: Array, *, dtype: bool) -> None:
         """ShapeMismatch where an array has another shape than the key, or (dtype=True) another dtype."""
-        shape, found = shape_and_dtype(array, f"{call}: the value of key {info.key!r}")
+        shape, found = shape_and_dtype(array, f"{call}: the value of key {shown(info.key)}")
         if shape != info.shape or (dtype and found != info.dtype):
             raise ShapeMismatch(
-                f"{call}: key {info.key!r} is {info.dtype} {info.shape}, this array is {found} {shape} "
+                f"{call}: key {shown(info.key)} is {info.dtype} {info.shape}, this array is {found} {shape} "
                 f"({self.where()}); nothing was sent"
             )
 
@@ -140,7 +141,7 @@ class CallForms:
             for array in item.arrays:
                 self.check_value(call, info, array, dtype=True)
         return [
-            (info, sum_devices(item.arrays, f"{call}: the value of key {info.key!r}", on_device=self._on_device))
+            (info, sum_devices(item.arrays, f"{call}: the value of key {shown(info.key)}", on_device=self._on_device))
             for info, item in zip(infos, items, strict=True)
         ]
 
@@ -162,7 +163,7 @@ class CallForms:
 
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
         """Room for a result."""
-        return New(np.empty(info.shape, info.dtype), like, f"{call}: the result of key {info.key!r}")
+        return New(np.empty(info.shape, info.dtype), like, f"{call}: the result of key {shown(info.key)}")
 
     def outs(self, call: str, keys: Keys, out: Values, like: Values = None) -> tuple[Targets, Any]:
         """The arrays to write into for each key; and where `out` is None the form of what to return."""
@@ -174,7 +175,7 @@ class CallForms:
         for item in self.items(call, keys, out):
             info = self.info(call, item.key)
             for array in item.arrays:
-                check_writable(array, f"{call}: out of key {item.key!r}")
+                check_writable(array, f"{call}: out of key {shown(item.key)}")
                 self.check_value(call, info, array, dtype=False)
             targets.append((info, item.arrays))
         return targets, None
@@ -188,7 +189,7 @@ class CallForms:
 
         def place(info: KeyInfo, array: Array) -> New:
             if not isinstance(array, np.ndarray):  # whether there can be such an array, before anything is sent
-                New(np.empty(0, info.dtype), array, f"{call}: like of key {info.key!r}").made()
+                New(np.empty(0, info.dtype), array, f"{call}: like of key {shown(info.key)}").made()
             return self.new(call, info, array)
 
         return self.placed(call, keys, like, place)
@@ -201,7 +202,7 @@ class CallForms:
         else:
 
             def place(info: KeyInfo, array: Array) -> Array | New:
-                what = f"pushpull: the value of key {info.key!r}"
+                what = f"pushpull: the value of key {shown(info.key)}"
                 return array if is_writable(array, what) else self.new("pushpull", info, array)
 
             targets, form = self.placed("pushpull", key, value, place)

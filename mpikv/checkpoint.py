@@ -1,7 +1,7 @@
-"""A file with everything that a training run needs to go on: weights, optimizer states, number of steps.
+"""A file with everything that a training run needs to go on: weights, optimizer states, number of steps and examples.
 
-One archive (optimizers/archive.py): the weights by their parameters' names, the file of states as bytes, and the steps.
-It is written beside its place and then renamed, so a reader finds a whole one or none, whenever the writer is killed.
+One archive (optimizers/archive.py): the weights by their parameters' names, the file of states as bytes, and both
+numbers. It is written whole or not at all (files.py).
 
 Weights come back into a store through its own calls: for one round the keys get an optimizer that stores what is
 pushed. Worker 0 pushes the values, and the others -0.0, which changes no number it is added to, a zero's sign included.
@@ -12,6 +12,7 @@ resuming sends every weight as one step does.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,52 +20,61 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray, host_view, shape_and_dtype
+from mpikv.checks import shown
 from mpikv.errors import StatesFileError
+from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Function, Optimizer
-from mpikv.optimizers.archive import read_archive, replace_file, write_archive
+from mpikv.optimizers.archive import read_archive, write_archive
 
 KIND = "mpikv checkpoint"
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds. states: the bytes of a file of states."""
+    """What a file holds. examples: that the steps were made of. states: the bytes of a file of states."""
 
     steps: int
+    examples: float
     weights: dict[str, HostArray]
     states: HostArray
 
 
 def write(path: str, checkpoint: Checkpoint) -> None:
     """Write a file, whole or not at all. Local. Raises OSError."""
-    content = {"steps": checkpoint.steps, "names": list(checkpoint.weights)}
+    content = {"steps": checkpoint.steps, "examples": checkpoint.examples, "names": list(checkpoint.weights)}
     values = [*checkpoint.weights.values(), checkpoint.states]
     replace_file(path, lambda file: write_archive(file, KIND, content, values))
 
 
 def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
     """Read a file and hold it against a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         header, values = read_archive(file, KIND, path)
-    steps, names = header.get("steps"), header.get("names")
-    if type(steps) is not int or steps < 0 or not isinstance(names, list) or len(values) != len(names) + 1:
-        raise StatesFileError(f"{path}: damaged: {names!r} after {steps!r} steps for {len(values)} arrays")
+    steps: Any = header.get("steps")
+    examples: Any = header.get("examples")
+    names = header.get("names")
+    counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
+    if not counted or not isinstance(names, list) or len(values) != len(names) + 1:
+        what = f"{shown(names)} after {shown(steps)} steps with {shown(examples)} examples"
+        raise StatesFileError(f"{path}: damaged: {what} for {len(values)} arrays")
     weights = dict(zip(names, values[:-1], strict=True))
     lacking, foreign = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if lacking or foreign:
-        raise StatesFileError(f"{path}: is of another model: it lacks {lacking} and has {foreign} that this one lacks")
+        raise StatesFileError(
+            f"{path}: is of another model: it lacks {shown(lacking)} and has {shown(foreign)} that this one lacks"
+        )
     for name, array in parameters.items():
-        here, there = shape_and_dtype(array, f"parameter {name!r}"), (weights[name].shape, weights[name].dtype)
+        here, there = shape_and_dtype(array, f"parameter {shown(name)}"), (weights[name].shape, weights[name].dtype)
         if here != there:
             text = f"{there[1]} {there[0]} there and {here[1]} {here[0]} here"
-            raise StatesFileError(f"{path}: parameter {name!r} is {text}")
-    return Checkpoint(steps, weights, values[-1])
+            raise StatesFileError(f"{path}: parameter {shown(name)} is {text}")
+    return Checkpoint(steps, examples, weights, values[-1])
 
 
 def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:
     """The values of arrays on any device, by name. Local."""
-    return {name: host_view(array, f"parameter {name!r}") for name, array in parameters.items()}
+    return {name: host_view(array, f"parameter {shown(name)}") for name, array in parameters.items()}
 
 
 def states_of(path: str) -> HostArray:

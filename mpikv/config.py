@@ -12,7 +12,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
-| `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError` |
+| `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError`; at most 1e9 |
 | `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
 | `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
 | `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
@@ -28,8 +28,10 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
+from mpikv.checks import LARGEST, LONGEST_S, meant, options, shown, wrong
 from mpikv.errors import ConfigError
 
 PREFIX = "MPIKV_"
@@ -44,14 +46,24 @@ INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical")
 
 
+def _text_of(variable: Variable, value: Any) -> str:
+    """The text of a value that was given to `Config` as a value. Raises ValueError with the end of a sentence."""
+    kind = type(getattr(Config, variable.field))
+    if isinstance(value, os.PathLike):
+        value = os.fsdecode(value)
+    if isinstance(value, str) or (kind is not str and isinstance(value, Real) and not isinstance(value, bool)):
+        return str(value)
+    raise ValueError("is not a str" if kind is str else "is not a number")
+
+
 def _integer(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             raise ValueError("is not a whole number") from None
-        if number < minimum:
-            raise ValueError(f"must be at least {minimum}")
+        if not minimum <= number <= LARGEST:
+            raise ValueError(f"must be at least {minimum}" if number < minimum else f"must be at most {LARGEST}")
         return number
 
     return parse
@@ -62,8 +74,8 @@ def _seconds(text: str) -> float:
         number = float(text)
     except ValueError:
         raise ValueError("is not a number of seconds") from None
-    if not 0 < number < float("inf"):
-        raise ValueError("must be more than 0 and finite")
+    if not 0 < number <= LONGEST_S:
+        raise ValueError(f"must be more than 0 and finite, at most {LONGEST_S:g}")
     return number
 
 
@@ -81,13 +93,15 @@ def _signals(text: str) -> str:
     names = [name.strip().upper().removeprefix("SIG") for name in text.split(",") if name.strip()]
     for name in names:
         if f"SIG{name}" not in signal.Signals.__members__:
-            raise ValueError(f"names no signal by {name!r}; give names such as TERM,USR1,USR2")
+            raise ValueError(f"names no signal by {shown(name)}; give names such as TERM,USR1,USR2")
         if name in NOT_TO_STOP_BY:
             raise ValueError(f"has {name}, which cannot be handled or means something else; give TERM or USR1")
     return ",".join(dict.fromkeys(names))
 
 
 def _text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("has a character of number 0, which no name of a file has")
     return text.strip()
 
 
@@ -100,9 +114,9 @@ def _interface(text: str) -> str:
             try:
                 entries.append(str(ipaddress.ip_network(word, strict=False)))
             except ValueError:
-                raise ValueError(f"has {word!r}, which is no network; write one as 10.0.0.0/8") from None
+                raise ValueError(f"has {shown(word)}, which is no network; write one as 10.0.0.0/8") from None
         elif len(word) > INTERFACE_NAME_CHARS or len(word.split()) > 1:
-            raise ValueError(f"has {word!r}, which is no name of an interface; give one as eth0, several as eth0,ib0")
+            raise ValueError(f"has {shown(word)}, which is no name of an interface; write eth0, several as eth0,ib0")
         else:
             entries.append(word)
     if not entries or (AUTO_INTERFACE in (entry.lower() for entry in entries) and len(entries) > 1):
@@ -162,23 +176,27 @@ class Config:
         for variable in VARIABLES:
             value = getattr(self, variable.field)
             try:
-                object.__setattr__(self, variable.field, variable.parse(str(value)))
+                object.__setattr__(self, variable.field, variable.parse(_text_of(variable, value)))
             except ValueError as error:
-                raise ConfigError(f"Config({variable.field}={value!r}): {value!r} {error}") from None
+                raise ConfigError(f"Config({variable.field}={shown(value)}): {shown(value)} {error}") from None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the variables in force. Raises ConfigError that names the variable, its text and what is valid."""
-        environ = os.environ if environ is None else environ
+        environ = dict(os.environ) if environ is None else options("environ", environ)
         values = {}
         for variable in VARIABLES:
-            text = environ.get(variable.name, "").strip()
+            text = environ.get(variable.name, "")
+            if not isinstance(text, str):
+                raise wrong(variable.name, "a str", text)
+            text = text.strip()
             if not text:
                 continue
             try:
                 values[variable.field] = variable.parse(text)
             except ValueError as error:
-                raise ConfigError(f"{variable.name}={text!r} {error}; set it to a valid value or unset it") from None
+                what = f"{variable.name}={shown(text)}"
+                raise ConfigError(f"{what} {error}; set it to a valid value or unset it") from None
         return cls(**values)
 
     def with_(self, **changes: Any) -> Config:
@@ -186,7 +204,8 @@ class Config:
         known = {field.name for field in fields(self)}
         unknown = sorted(set(changes) - known)
         if unknown:
-            raise ConfigError(f"no such setting: {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            near = meant(unknown[0], known)
+            raise ConfigError(f"no such setting: {', '.join(unknown)}; known are {', '.join(sorted(known))}.{near}")
         return replace(self, **changes)
 
 

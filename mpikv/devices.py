@@ -7,13 +7,16 @@ and so is an object that converts to an integer (CuPy's `Device`). Objects that 
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, SupportsIndex, SupportsInt
 
 import numpy as np
 
-from mpikv import arrays
+from mpikv import arrays, checks
+from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 
 Device = str | SupportsIndex | SupportsInt
@@ -23,16 +26,24 @@ _NAME = re.compile(r"(cpu|gpu|cuda)(?:[:(](\d+)\)?)?", re.IGNORECASE)
 
 def gpu_number(device: Device) -> int | None:
     """The number of the GPU that `device` names, None for the CPU. ValueError for anything else."""
-    name = _NAME.fullmatch(str(device).strip())
-    if name:
-        return None if name[1].lower() == "cpu" else int(name[2] or 0)
-    try:
-        number = -1 if isinstance(device, float) else int(device)
-    except (TypeError, ValueError):
-        number = -1
+    number = -1
+    with contextlib.suppress(Exception):  # of an object's own `__str__` or `__int__`
+        name = _NAME.fullmatch(str(device).strip())
+        if name:
+            return None if name[1].lower() == "cpu" else checks.whole("a GPU", int(name[2] or 0))
+        number = -1 if isinstance(device, (bool, float)) else checks.whole("a GPU", int(device))
     if number < 0:
-        raise ValueError(f"{device!r} is no device; write 'cpu', 'cpu:0', 'gpu:0', 'cuda:0' or the number of a GPU")
+        valid = "write 'cpu', 'cpu:0', 'gpu:0', 'cuda:0' or the number of a GPU"
+        raise ValueError(f"{shown(device)} is no device; {valid}")
     return number
+
+
+def several(devices: Sequence[Device] | Device) -> list[Device]:
+    """One device or a list of them, at least one, as a list."""
+    listed: list[Device] = list(devices) if isinstance(devices, (list, tuple)) else [devices]  # type: ignore[list-item]
+    if not listed:
+        raise ValueError("devices is empty: name at least one, such as 'cpu', or leave it out")
+    return listed
 
 
 def put(array: Any, device: Device) -> Any:
@@ -43,11 +54,11 @@ def put(array: Any, device: Device) -> Any:
     """
     number = gpu_number(device)
     if number is None:
-        return array.get() if arrays.is_device(array) else np.asarray(array)
+        return array.get() if arrays.is_device(array) else arrays.as_host("data", array)
     cupy = import_cupy(device)
     available = cupy.cuda.runtime.getDeviceCount()
     if number >= available:
-        raise UnsupportedError(f"device {device!r} does not exist: this process sees {available} GPUs, numbered from 0")
+        raise UnsupportedError(f"device {shown(device)} does not exist: this process sees {available} GPUs, from 0")
     with cupy.cuda.Device(number):
         if arrays.is_device(array) or not arrays.is_array(array):
             return cupy.asarray(array)
@@ -68,7 +79,6 @@ def import_cupy(why: object) -> Any:
     try:
         import cupy  # noqa: PLC0415 - only where a GPU is asked for
     except ImportError as error:
-        raise UnsupportedError(
-            f"{why!r} needs CuPy, which is not installed: pip install 'mpikv[cuda12]' (or 'mpikv[cuda13]' for CUDA 13)"
-        ) from error
+        extras = "'mpikv[cuda12]' (or 'mpikv[cuda13]' for CUDA 13)"
+        raise UnsupportedError(f"{shown(why)} needs CuPy, which is not installed: pip install {extras}") from error
     return cupy

@@ -6,11 +6,14 @@ the gradients for it and applies the optimizer to it. A plan is the tuple of a k
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from mpikv.checks import shown, wrong
 
 Key = int | str
 
@@ -51,13 +54,13 @@ class KeyInfo:
 def check_key(key: object) -> Key:
     """`key` as a plain int or str. TypeError for any other type, ValueError for an int beyond 64 bits."""
     if isinstance(key, str):
-        return str(key)
+        return str.__str__(key)  # not an enumeration's own
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
-        number = int(key)
+        number = operator.index(key)
         if not -INT_KEY_LIMIT <= number < INT_KEY_LIMIT:
-            raise ValueError(f"key {number} does not fit in 64 bits")
+            raise ValueError(f"key {shown(number)} does not fit in 64 bits")
         return number
-    raise TypeError(f"a key is a str or an int, not {type(key).__name__} ({key!r})")
+    raise wrong("a key", "a str or an int", key)
 
 
 def even_bounds(n_elems: int, parts: int) -> tuple[int, ...]:

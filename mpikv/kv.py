@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpikv import spec as store_spec
+from mpikv.checks import wrong
 from mpikv.config import Config
 from mpikv.control.agreement import grouped
 from mpikv.errors import ConfigError, MpikvError, StallError
@@ -62,9 +63,12 @@ def create(
     """
     try:
         spec = store_spec.parse(name)
-        config = Config.from_environ() if config is None else config
+        config = _config(config)
+        _check_comm(comm)
         if num_servers is not None:
             config = config.with_(num_servers=num_servers)
+            if config.num_servers and not spec.distributed:
+                raise ValueError(f"a {name.lower()!r} store is of one process and has no servers; give num_servers=0")
         if spec.distributed:
             _check_process(name)
             library.prepare(config.mpi, config.interface, config.timeout_s)
@@ -80,12 +84,28 @@ def create(
 def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) -> None:
     """Be a server in somebody else's job: what `python -m mpikv.server` runs. Ends as a server rank's `create` does."""
     try:
-        config = Config.from_environ() if config is None else config
+        config = _config(config)
+        _check_comm(comm)
         library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
         _guard(others_wait=True)
         raise
     _create_distributed("", None, config, comm)
+
+
+def _config(config: Any) -> Config:
+    if config is None:
+        return Config.from_environ()
+    if not isinstance(config, Config):
+        raise wrong("config", "an mpikv.Config or None", config)
+    return config
+
+
+def _check_comm(comm: Any) -> None:
+    """TypeError for what is no communicator. Whoever has one has imported MPI."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if comm is not None and not (mpi and isinstance(comm, (mpi.Intracomm, type(mpi.COMM_NULL)))):
+        raise wrong("comm", "an mpi4py.MPI.Intracomm or None", comm)
 
 
 def _check_process(name: str) -> None:

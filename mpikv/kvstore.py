@@ -10,9 +10,10 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 
-from mpikv import optimizers, shapes
+from mpikv import checks, optimizers, shapes
 from mpikv.arrays import dtype_named, flat_copy, host_view
 from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
+from mpikv.checks import shown
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
 from mpikv.keys import Key
 from mpikv.prepared import PreparedCalls
@@ -40,6 +41,8 @@ class Request:
 
         timeout_s: default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the request then goes on.
         """
+        if timeout_s is not None:
+            timeout_s = checks.seconds("timeout_s", timeout_s)
         while self._pending:
             _check_process(self._strategy, "wait")
             self._strategy.wait(self._pending[0], timeout_s)
@@ -56,6 +59,12 @@ def _check_process(strategy: Strategy, call: str) -> None:
             f"{call} in a process that was forked from worker {strategy.rank} of {strategy.num_workers}: a store "
             "serves the process that made it. Let the parent make the call, or make a 'local' store here"
         )
+
+
+def _check_priority(priority: int) -> None:
+    """TypeError for what is no whole number; any will do."""
+    if type(priority) is not int:
+        checks.whole("priority", priority, None, None)
 
 
 class KVStore:
@@ -107,8 +116,8 @@ class KVStore:
 
     def is_capable(self, capability: str) -> bool:
         """Whether the store can do something: 'optimizer' is True. Other words: ValueError. Local."""
-        if str(capability).lower() != "optimizer":
-            raise ValueError(f"unknown capability {capability!r}; known is 'optimizer'")
+        if not isinstance(capability, str) or capability.lower() != "optimizer":
+            raise ValueError(f"unknown capability {shown(capability)}; known is 'optimizer'")
         return True
 
     # --- stopping together
@@ -176,13 +185,15 @@ class KVStore:
         values = []
         for item in items:
             if len(item.arrays) != 1:
-                raise ValueError(f"init: key {item.key!r} has {len(item.arrays)} arrays; a key is initialised with one")
+                raise ValueError(
+                    f"init: key {shown(item.key)} has {len(item.arrays)} arrays; it is initialised with one"
+                )
             if self._strategy.lookup(item.key) is not None:
                 raise KeyExists(
-                    f"init: key {item.key!r} is there already ({self._forms.where()}); nothing was changed. "
+                    f"init: key {shown(item.key)} is there already ({self._forms.where()}); nothing was changed. "
                     "Push to change its value."
                 )
-            what = f"init: the value of key {item.key!r}"
+            what = f"init: the value of key {shown(item.key)}"
             values.append((item.key, host_view(item.arrays[0], what).shape, flat_copy(item.arrays[0], what)))
         if len({type(key) for key, _, _ in values}) > 1:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")
@@ -193,6 +204,7 @@ class KVStore:
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """`init` then `pull`: worker 0's value lands in every worker's `out`. Collective, blocks."""
         self._check_open("broadcast")
+        _check_priority(priority)
         self._forms.items("broadcast", key, out)
         self.init(key, value)
         self.pull(key, out, priority)
@@ -241,6 +253,7 @@ class KVStore:
 
     def _push(self, key: Keys, value: Values, priority: int) -> Request:
         self._check_open("push")
+        _check_priority(priority)
         totals = self._forms.totals("push", self._forms.items("push", key, value))
         return Request(self._strategy, self._strategy.push_many(totals, priority))
 
@@ -256,10 +269,12 @@ class KVStore:
         Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the library of `like`
         has no such dtype.
         """
+        checks.flag("ignore_sparse", ignore_sparse)
         return self._pull(key, out, priority, like).wait()
 
     def _pull(self, key: Keys, out: Values, priority: int, like: Values = None) -> Request:
         self._check_open("pull")
+        _check_priority(priority)
         targets, form = self._forms.outs("pull", key, out, like)
         pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
         return Request(self._strategy, pending, form)
@@ -273,6 +288,8 @@ class KVStore:
         what `push` and `pull` raise.
         """
         self._check_open("pushpull")
+        if type(priority) is not int:
+            _check_priority(priority)
         call = self._prepared.find(key, value, out)
         if call is not None:
             if not call.run(priority):
@@ -292,6 +309,7 @@ class KVStore:
 
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
         self._check_open("pushpull")
+        _check_priority(priority)
         return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority=priority)
 
     def _start_pushpull(self, items: list[Item], targets: Targets, form: Any = None, *, priority: int) -> Request:
@@ -320,6 +338,8 @@ class KVStore:
     def wait_all(self, timeout_s: float | None = None) -> None:
         """Block until every `_async` call is done. Raises the first error among them."""
         self._check_open("wait_all")
+        if timeout_s is not None:
+            timeout_s = checks.seconds("timeout_s", timeout_s)
         while self._outstanding:
             self._outstanding[0].wait(timeout_s)
             self._outstanding.pop(0)
@@ -374,15 +394,14 @@ class KVStore:
         """
         self._check_open("set_updater")
         if not callable(updater):
-            raise TypeError(f"set_updater: {type(updater).__name__} is not callable")
+            raise checks.wrong("set_updater: updater", "a function (key, pushed_sum, stored)", updater)
         self._strategy.set_updater(updater)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Gradient compression is not in this version: UnsupportedError."""
         self._check_open("set_gradient_compression")
-        raise UnsupportedError(
-            f"set_gradient_compression({dict(compression_params)!r}): this version of mpikv does not compress"
-        )
+        given = shown(checks.options("compression_params", compression_params))
+        raise UnsupportedError(f"set_gradient_compression({given}): this version of mpikv does not compress")
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the states of all keys into one file, whole or not at all. Collective; worker 0 writes.
@@ -391,14 +410,15 @@ class KVStore:
         worker.
         """
         self._check_open("save_optimizer_states")
-        self._strategy.save_states(os.fspath(fname), None, dump_optimizer=dump_optimizer)
+        checks.flag("dump_optimizer", dump_optimizer)
+        self._strategy.save_states(checks.path("fname", fname), None, dump_optimizer=dump_optimizer)
 
     def _save_optimizer_states_for(
         self, keys: Sequence[Key], fname: str | os.PathLike[str], dump_optimizer: bool = False
     ) -> None:
         """`save_optimizer_states` of these keys alone: a trainer's."""
         self._check_open("save_optimizer_states")
-        self._strategy.save_states(os.fspath(fname), list(keys), dump_optimizer=dump_optimizer)
+        self._strategy.save_states(checks.path("fname", fname), list(keys), dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, with any number of workers and servers. Collective; worker 0 reads.
@@ -407,7 +427,7 @@ class KVStore:
         then.
         """
         self._check_open("load_optimizer_states")
-        self._strategy.load_states(os.fspath(fname))
+        self._strategy.load_states(checks.path("fname", fname))
 
     # --- barrier and end
 

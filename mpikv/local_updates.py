@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray, host_view, is_device, sum_dtype, write
+from mpikv.checks import shown
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import Optimizer
 from mpikv.strategies.local import LocalStrategy
@@ -27,7 +28,7 @@ class LocalUpdates:
 
     def add(self, key: Key, weight: Any) -> None:
         """Begin to update the key whose weight (an array of any library) is this."""
-        view = host_view(weight, f"the weight of {key!r}")
+        view = host_view(weight, f"the weight of {shown(key)}")
         flat = view.reshape(-1)  # a view where contiguous, and the updates are then made in the model's memory
         if is_device(weight) or not flat.flags.writeable:
             flat = flat.copy()
@@ -37,15 +38,15 @@ class LocalUpdates:
     def apply(self, key: Key, weights: Sequence[Any], grad: Any) -> None:
         """One update with `grad`, the sum over devices and workers; every array of `weights` gets the new value."""
         info, held = self._info(key), self._held[key]
-        view = host_view(weights[0], f"the weight of {key!r}")
+        view = host_view(weights[0], f"the weight of {shown(key)}")
         # `held` is either a weight's own contiguous memory or memory of its own, so comparing bounds is exact.
         if not np.may_share_memory(held, view):
             np.copyto(held, view.reshape(-1))  # the model may have changed it, or moved it to other memory
-        total = host_view(grad, f"the gradient of {key!r}").reshape(-1)
+        total = host_view(grad, f"the gradient of {shown(key)}").reshape(-1)
         self._strategy.push(info, total.astype(sum_dtype(info.dtype), copy=False), 0)
         for weight in weights:
             if is_device(weight) or not np.may_share_memory(held, host_view(weight, "a weight")):
-                write(weight, held, f"the weight of {key!r}")
+                write(weight, held, f"the weight of {shown(key)}")
 
     def _info(self, key: Key) -> KeyInfo:
         info = self._strategy.lookup(key)

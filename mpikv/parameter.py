@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mpikv import arrays
-from mpikv.devices import Device, put, use
+from mpikv import arrays, checks, shapes
+from mpikv.checks import shown
+from mpikv.devices import Device, put, several, use
 
 GradReq = Literal["write", "add", "null"]
 _GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
@@ -47,23 +48,20 @@ class Parameter:
         lr_mult: float = 1.0,
         wd_mult: float = 1.0,
     ) -> None:
-        if grad_req not in _GRAD_REQ:
-            raise ValueError(f"grad_req must be one of {', '.join(map(repr, _GRAD_REQ))}; got {grad_req!r}")
+        checks.one_of("grad_req", grad_req, _GRAD_REQ)
         if name is not None and not isinstance(name, str):
-            raise TypeError(f"the name of a parameter is a str, got {name!r}; the array comes first")
+            raise TypeError(f"the name of a parameter is a str, got {shown(name)}; the array comes first")
         self.name = name
         self.grad_req: GradReq = grad_req
-        self.lr_mult = lr_mult
-        self.wd_mult = wd_mult
+        self.lr_mult = checks.number("lr_mult", lr_mult, 0.0)
+        self.wd_mult = checks.number("wd_mult", wd_mult, 0.0)
         first = _initial(value, shape, init, dtype)
         if devices is None:
             self._data = [first]
-        elif len(devices) == 0:
-            raise ValueError("devices is empty: name at least one, such as 'cpu', or leave it out")
         else:
             # A copy each: two replicas on the host, or a replica and the caller's array, must not be the same memory.
             self._data = []
-            for device in devices:
+            for device in several(devices):
                 with use(device):  # CuPy copies to the current device
                     self._data.append(put(first, device).copy())
         for replica in self._data:
@@ -134,9 +132,11 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
     if (value is None) == (shape is None):
         raise ValueError("give the array of the weight, or its shape (and init), not both or neither")
     if shape is not None:
-        wanted = tuple(shape)
+        (wanted,) = shapes.parse([tuple(shape)] if isinstance(shape, (list, tuple)) else shape)
+        found = arrays.dtype_named(np.float32 if dtype is None else dtype)
+        shapes.total_bytes([wanted], found)
         filled = init(wanted) if callable(init) else np.full(wanted, init)
-        array = np.asarray(filled, dtype=np.float32 if dtype is None else dtype)
+        array = arrays.as_host("what init returned", filled).astype(found)
         if array.shape != wanted:
             raise ValueError(f"init returned values of shape {array.shape}; the parameter has shape {wanted}")
         # A new array: init may hand out the same one each time.
@@ -148,8 +148,8 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
                 f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; a torch.nn.Parameter goes to the "
                 "Trainer as it is"
             )
-        value = np.asarray(value)
-    array = value if dtype is None else value.astype(dtype, copy=False)
+        value = arrays.as_host("a parameter", value)
+    array = value if dtype is None else value.astype(arrays.dtype_named(dtype), copy=False)
     arrays.shape_and_dtype(array, "a parameter")  # raises for a dtype that a store cannot hold
     return array
 
@@ -164,18 +164,23 @@ def _zeros_like(array: Any) -> Any:
 def _copy_into(replica: Any, value: Any, what: str) -> None:
     if value is replica:  # `p.data -= x` ends by assigning the array to itself
         return
-    shape = tuple(np.shape(value))
+    if not arrays.is_array(value):
+        value = arrays.as_host(what, value)
+    shape = tuple(value.shape)
     if shape != tuple(replica.shape):
         raise ValueError(f"{what} must have shape {tuple(replica.shape)}, got {shape}")
     if arrays.is_device(value) and arrays.is_device(replica):
         replica[...] = value
     else:
-        arrays.write(replica, arrays.host_view(value if arrays.is_array(value) else np.asarray(value), what), what)
+        arrays.write(replica, arrays.host_view(value, what), what)
 
 
 def named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     """name -> parameter, in the order in which they go through the store."""
     if isinstance(params, Mapping):
+        for name in params:
+            if not isinstance(name, str):
+                raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
         pairs = [(name, params[name]) for name in sorted(params)]
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)) and not arrays.is_array(params):
         listed = list(params)
@@ -185,17 +190,17 @@ def named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, parameter in pairs:
         if not isinstance(name, str):
-            raise TypeError(f"the name of a parameter is a str, got {name!r}")
+            raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
         # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
         if not (isinstance(parameter, Parameter) or (hasattr(parameter, "data") and hasattr(parameter, "grad"))):
             raise TypeError(
-                f"parameter {name!r} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
+                f"parameter {shown(name)} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
                 "mpikv.Parameter(array)"
             )
         if name in result:
-            raise ValueError(f"two parameters are called {name!r}; pass a dict with a name for each")
+            raise ValueError(f"two parameters are called {shown(name)}; pass a dict with a name for each")
         if any(parameter is other for other in result.values()):
-            raise ValueError(f"parameter {name!r} comes twice; pass each parameter once")
+            raise ValueError(f"parameter {shown(name)} comes twice; pass each parameter once")
         if isinstance(parameter, Parameter) and parameter.name is None:
             parameter.name = name
         result[name] = parameter

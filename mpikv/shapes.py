@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import shown, wrong
 
 Shape = tuple[int, ...]
 
-MOST_BYTES = 2**63  # beyond any address
+MOST_BYTES = 2**47  # the addresses that a process has on today's machines
+MOST_AXES = 32  # of NumPy 1
 
 
 def is_list_of_shapes(shape: Any) -> bool:
@@ -26,9 +28,11 @@ def parse(shape: Any) -> list[Shape]:
         numbers = one if isinstance(one, (tuple, list)) else (one,)
         for number in numbers:
             if not isinstance(number, (int, np.integer)) or isinstance(number, bool):
-                raise TypeError(f"a shape is an int or a tuple of ints (or a list of such tuples), not {shape!r}")
+                raise wrong("a shape", "an int or a tuple of ints (or a list of such tuples)", shape)
             if number < 0:
-                raise ValueError(f"a shape has no negative length, got {one!r}")
+                raise ValueError(f"a shape has no negative length, got {shown(one)}")
+        if len(numbers) > MOST_AXES:
+            raise ValueError(f"a shape has at most {MOST_AXES} lengths, got {len(numbers)}")
         found.append(tuple(int(number) for number in numbers))
     return found
 
@@ -37,7 +41,7 @@ def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
     """What arrays of these shapes take together. Raises ValueError when no machine has that."""
     n_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
     if n_bytes >= MOST_BYTES:
-        raise ValueError(f"arrays of {n_bytes} bytes are more than any memory")
+        raise ValueError(f"arrays of {shown(n_bytes)} bytes are more than any memory")
     return n_bytes
 
 

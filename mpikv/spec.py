@@ -6,8 +6,9 @@ the table below is all there is.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+
+from mpikv.checks import meant, shown, wrong
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,8 @@ NAMES: dict[str, StoreSpec] = {
 def parse(name: str) -> StoreSpec:
     """The meaning of a store's name; case does not matter. TypeError, or ValueError that lists the valid names."""
     if not isinstance(name, str):
-        raise TypeError(f"the type of a store is a str such as 'dist_sync', not {type(name).__name__}")
+        raise wrong("the type of a store", "a str such as 'dist_sync'", name)
     spec = NAMES.get(name.lower())
     if spec is None:
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown type of store {name!r}; valid are {', '.join(NAMES)}.{hint}")
+        raise ValueError(f"unknown type of store {shown(name)}; valid are {', '.join(NAMES)}.{meant(name, NAMES)}")
     return spec

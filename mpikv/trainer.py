@@ -19,7 +19,8 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpikv import arrays, kv, optimizers, spec
+from mpikv import arrays, checks, kv, optimizers, spec
+from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
@@ -60,16 +61,16 @@ class Trainer(TrainerFiles):
         update_on_kvstore: bool | None = None,
     ) -> None:
         self._params = named(params)
-        self._optimizer = optimizers.create(optimizer, **dict(optimizer_params or {}))
+        self._optimizer = optimizers.create(optimizer, **checks.options("optimizer_params", optimizer_params))
         self._scale = self._optimizer.rescale_grad
         self._steps = 0
         several = any(len(list_data(p)) > 1 for p in self._params.values())
         self._store = _store(kvstore, several)
         self._on_store = _updates_on_store(self._store, update_on_kvstore)
-        if compression_params:
+        if checks.options("compression_params", compression_params):
             if self._store is None:
                 raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
-            self._store.set_gradient_compression(compression_params)
+            self._store.set_gradient_compression(compression_params or {})
         self._check_stop_file()
         number = 0 if self._store is None else self._store._new_namespace()
         self._keys = {name: f"trainer{number}/{name}" for name in self._params}
@@ -95,9 +96,9 @@ class Trainer(TrainerFiles):
             self._store.broadcast(keys, [replicas[0] for replicas in data.values()], out=list(data.values()))
         else:
             for name, replicas in data.items():
-                first = arrays.host_view(replicas[0], f"parameter {name!r}")
+                first = arrays.host_view(replicas[0], f"parameter {shown(name)}")
                 for other in replicas[1:]:
-                    arrays.write(other, first, f"parameter {name!r}")
+                    arrays.write(other, first, f"parameter {shown(name)}")
         if self._on_store and self._store is not None:
             self._store._set_optimizer_for([self._keys[name] for name in trained], self._optimizer)
         else:
@@ -121,7 +122,7 @@ class Trainer(TrainerFiles):
         assert self._store is not None
         by_dtype: dict[str, list[str]] = {}
         for name in trained:
-            _, dtype = arrays.shape_and_dtype(list_data(self._params[name])[0], f"parameter {name!r}")
+            _, dtype = arrays.shape_and_dtype(list_data(self._params[name])[0], f"parameter {shown(name)}")
             by_dtype.setdefault(str(dtype), []).append(name)
         for dtype_name, names in sorted(by_dtype.items()):
             shapes = [tuple(list_data(self._params[name])[0].shape) for name in names]
@@ -146,16 +147,16 @@ class Trainer(TrainerFiles):
         """
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
-            raise ValueError(f"push_grad: {parameter!r} is not among this trainer's parameters")
+            raise ValueError(f"push_grad: {shown(parameter)} is not among this trainer's parameters")
         if name in self._handed:
-            raise ValueError(f"push_grad: the gradient of {name!r} was handed over already; `step` comes next")
+            raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
         if self._store is None or self._is_frozen(name) or batch_size is None or self._store._shares_memory:
             return
         self._check_batch_size(batch_size)
         replicas = list_grad(self._params[name])
         if any(replica is None for replica in replicas):
-            raise ValueError(f"push_grad: grad is None in {name!r}; call it after the gradient has been written")
+            raise ValueError(f"push_grad: grad is None in {shown(name)}; call it after the gradient has been written")
         self._finish_waiting()
         self._rescale(batch_size)
         if self._on_store:
@@ -188,6 +189,8 @@ class Trainer(TrainerFiles):
         store makes the updates; `wait(parameter)` then blocks until that one's weight is there, and the next step,
         push_grad or close waits for all.
         """
+        checks.flag("ignore_stale_grad", ignore_stale_grad)
+        checks.flag("wait", wait)
         self._check_batch_size(batch_size)
         self._finish_waiting()
         self._rescale(batch_size)
@@ -199,7 +202,7 @@ class Trainer(TrainerFiles):
             self._allreduce(grads, ratio)
             self._update(grads, None if self._own is None else self._own.end())
         self._handed.clear()
-        self._count_step()
+        self._count_step(batch_size)
 
     def _skip_frozen(self) -> None:
         """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
@@ -226,7 +229,7 @@ class Trainer(TrainerFiles):
         """Block until the weight that `step(wait=False)` did not wait for has arrived; at once if it has."""
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
-            raise ValueError(f"wait: {parameter!r} is not among this trainer's parameters")
+            raise ValueError(f"wait: {shown(parameter)} is not among this trainer's parameters")
         request = self._awaited.pop(name, None)
         if request is not None:
             request.wait()
@@ -271,7 +274,7 @@ class Trainer(TrainerFiles):
             self._own.begin(separate=True)
             self._own.end()
         self._update(grads)
-        self._count_step()
+        self._count_step(batch_size)
 
     def _allreduce(self, grads: dict[str, list[Any]], ratio: float = 1.0) -> None:
         if self._store is not None:
@@ -287,7 +290,7 @@ class Trainer(TrainerFiles):
             return
         for name, replicas in grads.items():
             if len(replicas) > 1:
-                what = f"the gradient of parameter {name!r}"
+                what = f"the gradient of parameter {shown(name)}"
                 total = arrays.sum_devices(replicas, what, on_device=False)
                 for replica in replicas:
                     arrays.write(replica, total, what)
@@ -370,16 +373,16 @@ class Trainer(TrainerFiles):
 
     def _rescale(self, batch_size: float) -> None:
         """Let the optimizer divide by it."""
-        if (
-            not isinstance(batch_size, bool)
-            and hasattr(batch_size, "__float__")
-            and 0 < float(batch_size) < float("inf")
-        ):
-            self._batch_size = batch_size
-            self._optimizer.rescale_grad = self._scale / float(batch_size)
-            self._apply_factors()
-            return
-        raise ValueError(f"batch_size is the number of examples of all workers together, above 0; got {batch_size!r}")
+        try:
+            number = checks.number("batch_size", batch_size)
+        except (TypeError, ValueError):
+            number = 0.0
+        if number <= 0:
+            what = "the number of examples of all workers together, above 0"
+            raise ValueError(f"batch_size is {what}; got {shown(batch_size)}")
+        self._batch_size = batch_size
+        self._optimizer.rescale_grad = self._scale / number
+        self._apply_factors()
 
     def _apply_factors(self) -> None:
         """Give the optimizer, which knows keys, the factors that were set by parameters' names."""
@@ -397,10 +400,12 @@ def _store(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | No
     if isinstance(kvstore, str):
         wanted = spec.parse(kvstore)  # an unknown name must not pass, even where no store is made
         return kv.create(kvstore) if several_devices or wanted.distributed else None
-    raise TypeError(f"kvstore is a type such as 'dist_sync', a store or None, not {type(kvstore).__name__}")
+    raise checks.wrong("kvstore", "a type such as 'dist_sync', a store or None", kvstore)
 
 
 def _updates_on_store(store: KVStore | None, wanted: bool | None) -> bool:
+    if wanted is not None and not isinstance(wanted, bool):
+        raise checks.wrong("update_on_kvstore", "True, False or None", wanted)
     if store is None:
         if wanted:
             raise ValueError("update_on_kvstore=True needs a store; with this kvstore there is none")
@@ -409,8 +414,4 @@ def _updates_on_store(store: KVStore | None, wanted: bool | None) -> bool:
         raise ValueError(
             f"a {store.type} store makes the updates itself; leave update_on_kvstore out, or use dist_sync"
         )
-    if wanted is None:
-        return store.is_capable("optimizer")
-    if not isinstance(wanted, bool):
-        raise TypeError(f"update_on_kvstore is True, False or None, not {wanted!r}")
-    return wanted
+    return store.is_capable("optimizer") if wanted is None else wanted

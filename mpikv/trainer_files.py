@@ -1,22 +1,23 @@
 """What a Trainer writes and reads: optimizer states, and checkpoints of everything, by itself when the workers stop.
 
 Every step of a trainer reads its store's `stop_requested`. When the workers have agreed to stop, and `MPIKV_STOP_FILE`
-names a file, the trainer saves weights, states and the number of steps there and ends the program with status 0, on
-all workers; `resume` of the next run goes on from there.
+names a file, the trainer saves weights, states and the numbers of steps and examples there and ends the program with
+status 0, on all workers; `resume` of the next run goes on from there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import re
 import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from mpikv import arrays, checkpoint
+from mpikv import arrays, checkpoint, checks
+from mpikv.checks import shown
 from mpikv.errors import ConfigError, MpikvError, StatesFileError
+from mpikv.files import check_regular
 from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
@@ -36,6 +37,7 @@ class TrainerFiles:
     _local: LocalUpdates
     _trained: list[str]
     _steps: int
+    _examples: float = 0
     _begun = False  # whether this object has made a step
     _stopped = False
 
@@ -61,7 +63,7 @@ class TrainerFiles:
             trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
             self._store._save_optimizer_states_for(trained, fname, dump_optimizer=True)
         else:
-            self._local.save_states(os.fspath(fname))
+            self._local.save_states(checks.path("fname", fname))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
@@ -72,7 +74,7 @@ class TrainerFiles:
         if self._on_store and self._store is not None:
             self._store.load_optimizer_states(fname)
         else:
-            self._local.load_states(os.fspath(fname))
+            self._local.load_states(checks.path("fname", fname))
 
     # --- checkpoints
 
@@ -96,19 +98,30 @@ class TrainerFiles:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        number = operator.index(steps)
-        if number < 0:
-            raise ValueError(f"steps must not be negative, got {number}")
-        self._steps = number
+        self._steps = checks.whole("steps", steps)
+
+    @property
+    def examples(self) -> float:
+        """The examples that these steps were made of: the sum of what `step` was given as `batch_size`.
+
+        An int where every `batch_size` was a whole number. Where that is the number of examples of all workers, it says
+        how far the training is, for any number of workers: `epoch, start = divmod(trainer.examples, n)`, and
+        `SplitSampler.set_epoch(epoch, start)`. What `save` keeps. May be set, to the same number on every worker.
+        """
+        return self._examples
+
+    @examples.setter
+    def examples(self, examples: float) -> None:
+        self._examples = _whole_or_float(examples)
 
     def save(self, fname: str | os.PathLike[str]) -> None:
-        """Write weights, optimizer states and the number of steps into one file, whole or not at all.
+        """Write weights, optimizer states and the numbers of steps and examples into one file, whole or not at all.
 
         What `resume` reads. Collective, blocks; worker 0 writes, its own values of what is not trained. Asynchronous:
-        after all pushes that any worker has made, with worker 0's number of steps. Raises OSError and UnsupportedError
-        on every worker; a file that is there already then stays as it was.
+        after all pushes that any worker has made, with worker 0's numbers. Raises OSError, also where `fname` is no
+        regular file, and UnsupportedError on every worker; what is there already then stays as it was.
         """
-        path = os.fsdecode(fname)
+        path = checks.path("fname", fname)
         self._finish_waiting()
         if self._asynchronous and self._store is not None:
             self._store.barrier()
@@ -124,7 +137,9 @@ class TrainerFiles:
                 if not self._on_store:
                     self.save_states(states)
                 weights = checkpoint.weights_of(self._data())
-                checkpoint.write(path, checkpoint.Checkpoint(self._steps, weights, checkpoint.states_of(states)))
+                checkpoint.write(
+                    path, checkpoint.Checkpoint(self._steps, self._examples, weights, checkpoint.states_of(states))
+                )
 
             self._decide("save", write)
         finally:
@@ -141,19 +156,23 @@ class TrainerFiles:
         """
         if self._begun:
             raise MpikvError("resume after a step: it comes before the first one")
-        path = os.fsdecode(fname) if fname is not None else ("" if self._store is None else self._store._stop_file)
+        path = (
+            checks.path("fname", fname)
+            if fname is not None
+            else ("" if self._store is None else self._store._stop_file)
+        )
         if not path:
             return 0
         found: list[checkpoint.Checkpoint] = []
 
-        def look() -> int | None:
+        def look() -> list[float] | None:
             if not checkpoint.exists(path):
                 return None
             found.append(checkpoint.read(path, self._data()))
-            return found[0].steps
+            return [found[0].steps, found[0].examples]
 
-        steps = self._decide("resume", look)
-        if steps is None:
+        progress = self._decide("resume", look)
+        if progress is None:
             return 0
         if not self._on_store and not found:
             look()
@@ -163,7 +182,7 @@ class TrainerFiles:
             self._restore(found[0] if found else None)
         except StatesFileError as error:
             raise StatesFileError(STATES_PLACE.sub(path, str(error))) from None
-        self._steps = int(steps)
+        self._steps, self._examples = progress
         return self._steps
 
     def _restore(self, found: checkpoint.Checkpoint | None) -> None:
@@ -181,7 +200,7 @@ class TrainerFiles:
         if self._store is None:
             for name, parameter in self._params.items():
                 for replica in list_data(parameter):
-                    arrays.write(replica, weights[name], f"parameter {name!r}")
+                    arrays.write(replica, weights[name], f"parameter {shown(name)}")
         else:
             fixed = [name for name in self._params if name not in self._trained]
             for names, updated in ((self._trained, self._on_store), (fixed, self._asynchronous)):
@@ -208,12 +227,19 @@ class TrainerFiles:
         """ConfigError at the start rather than an error when there is no time left."""
         path = "" if self._store is None or self._store.rank != 0 else self._store._stop_file
         folder = os.path.dirname(os.path.realpath(path))
-        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK)):
-            raise ConfigError(f"MPIKV_STOP_FILE={path!r}: is a folder, or cannot be written in {folder}")
+        if not path:
+            return
+        try:
+            check_regular(path)
+        except OSError as error:
+            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: cannot be written in {folder}")
 
-    def _count_step(self) -> None:
+    def _count_step(self, batch_size: float) -> None:
         """After each step."""
         self._steps += 1
+        self._examples += _whole_or_float(batch_size)
         self._begun = True
         if self._store is None or not self._store.stop_requested or self._stopped:
             return
@@ -234,3 +260,9 @@ class TrainerFiles:
         if self._store.rank == 0:
             print(f"mpikv: stopped after step {self._steps}: weights and optimizer states are in {path}", flush=True)
         raise SystemExit(0)
+
+
+def _whole_or_float(number: float) -> float:
+    """A number of examples as JSON has it: an int where it is whole."""
+    plain = checks.number("examples", number, 0.0)
+    return int(number) if plain.is_integer() else plain

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mpikv.checks import shown
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
 from mpikv.keys import Key
 
@@ -61,7 +62,7 @@ Rule = Callable[[Name, Sequence[Any], Sequence[str]], Any]
 
 def call_text(topic: str, name: Name) -> str:
     """A proposal as the user wrote it."""
-    return f"init({name!r})" if topic == "init" else f"{topic}()"
+    return f"init({shown(name)})" if topic == "init" else f"{topic}()"
 
 
 def grouped(payloads: Sequence[Any], labels: Sequence[str]) -> str:

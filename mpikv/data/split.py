@@ -17,17 +17,20 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpikv.devices import Device, put
+from mpikv import checks
+from mpikv.arrays import as_host
+from mpikv.checks import shown
+from mpikv.devices import Device, put, several
 
 Last = Literal["uneven", "drop", "wrap"]
 _LAST: tuple[Last, ...] = ("uneven", "drop", "wrap")
+MOST_SLICES = 1_000_000  # far more than devices, few enough to be listed
 
 
 class HasRank(Protocol):
@@ -64,34 +67,39 @@ class SplitSampler:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self.length = _natural("length", length)
-        self.num_parts = _natural("num_parts", num_parts)
-        self.part_index = _natural("part_index", part_index)
-        self.seed = _natural("seed", seed)
-        if self.num_parts < 1:
-            raise ValueError("num_parts must be at least 1, got 0")
+        self.length = checks.whole("length", length)
+        self.num_parts = checks.whole("num_parts", num_parts, 1)
+        self.part_index = checks.whole("part_index", part_index)
+        self.seed = checks.whole("seed", seed, most=None)
         if self.part_index >= self.num_parts:
             parts = f"0..{self.num_parts - 1}, as num_parts is {self.num_parts}"
             raise ValueError(f"part_index must be in {parts}; got {self.part_index}")
-        if last not in _LAST:
-            raise ValueError(f"last must be one of {', '.join(map(repr, _LAST))}; got {last!r}")
+        checks.one_of("last", last, _LAST)
         self.last: Last = last
-        self.shuffle = bool(shuffle)
+        self.shuffle = checks.flag("shuffle", shuffle)
         self.epoch = 0
+        self.start = 0
 
     @classmethod
     def for_store(
         cls, length: int, store: HasRank, *, last: Last = "uneven", shuffle: bool = True, seed: int = 0
     ) -> SplitSampler:
         """The part of this worker: `store.rank` of `store.num_workers`."""
+        if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
+            raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
         return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; the same `epoch` (>= 0) on every part."""
-        self.epoch = _natural("epoch", epoch)
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part.
+
+        start: how many examples of the epoch's order are left out at its beginning (0 to `length`), as all parts
+        together have had them already, maybe with another `num_parts`. The rest is split as a whole epoch is.
+        """
+        epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
+        self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.length, self.num_parts)
+        whole, rest = divmod(self.length - self.start, self.num_parts)
         if self.last == "uneven":
             return whole + (self.part_index < rest)
         return whole + (self.last == "wrap" and rest > 0)
@@ -101,11 +109,12 @@ class SplitSampler:
 
     def indices(self) -> NDArray[np.int64]:
         """This epoch's indices of this part at once: int64, (len(self),)."""
-        if self.length == 0:
+        left = self.length - self.start
+        if left == 0:
             return np.empty(0, dtype=np.int64)
         places = self.part_index + self.num_parts * np.arange(len(self), dtype=np.int64)
         # Places past the end exist with 'wrap' alone; modulo, as there may be more parts than examples.
-        return self._order()[places % self.length]
+        return self._order()[self.start + places % left]
 
     def _order(self) -> NDArray[np.int64]:
         if not self.shuffle:
@@ -127,14 +136,13 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     divide (ValueError otherwise); without, the first slices get one more, as in `numpy.array_split`, and a slice
     may be empty. Local.
     """
-    array = data if hasattr(data, "shape") and hasattr(data, "__getitem__") else np.asarray(data)
-    num_slice = _natural("num_slice", num_slice)
-    if num_slice < 1:
-        raise ValueError("num_slice must be at least 1, got 0")
+    array = data if _is_array(data) else as_host("data", data)
+    num_slice = checks.whole("num_slice", num_slice, 1, MOST_SLICES)
+    checks.flag("even_split", even_split)
     num_axes = len(array.shape)
-    axis = operator.index(batch_axis)
+    axis = checks.whole("batch_axis", batch_axis, None, None)
     if not -num_axes <= axis < num_axes:
-        raise ValueError(f"batch_axis {batch_axis} is out of range for data of shape {tuple(array.shape)}")
+        raise ValueError(f"batch_axis {shown(axis)} is out of range for data of shape {tuple(array.shape)}")
     size = int(array.shape[axis])
     if even_split and size % num_slice:
         raise ValueError(
@@ -156,17 +164,10 @@ def split_and_load(
     device's number (a CuPy array there), or an object that prints itself like one of these. Slices as in
     `split_data`. Local. Raises UnsupportedError where a GPU is named and CuPy is missing.
     """
-    listed: list[Any] = list(devices) if isinstance(devices, (list, tuple)) else [devices]
-    if not listed:
-        raise ValueError("devices is empty: name at least one, such as 'cpu'")
+    listed = several(devices)
     return [put(s, d) for s, d in zip(split_data(data, len(listed), batch_axis, even_split), listed, strict=True)]
 
 
-def _natural(name: str, value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, got {number}")
-    return number
+def _is_array(data: Any) -> bool:
+    """Whether it can be cut as it is."""
+    return isinstance(getattr(data, "shape", None), tuple) and hasattr(data, "__getitem__")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from mpikv.checks import shown
 from mpikv.keys import Key
 
 
@@ -23,7 +24,7 @@ class Waiting(NamedTuple):
     def __str__(self) -> str:
         text = self.call
         if self.key is not None:
-            text += f" of key {self.key!r}"
+            text += f" of key {shown(self.key)}"
         if self.round is not None:
             text += f", round {self.round}"
         return text

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from mpikv.checks import meant, shown
 from mpikv.optimizers.adadelta import AdaDelta
 from mpikv.optimizers.adagrad import AdaGrad
 from mpikv.optimizers.adam import Adam, AdamW
@@ -75,7 +76,7 @@ def register(cls: OptimizerClass) -> OptimizerClass:
     but an Optimizer class, ValueError where another class has the name.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise TypeError(f"register takes a class derived from Optimizer, not {cls!r}")
+        raise TypeError(f"register takes a class derived from Optimizer, not {shown(cls)}")
     name = cls.name.lower()
     other = _WRAPPERS.get(name) or _registry.setdefault(name, cls)
     if other is not cls:
@@ -104,14 +105,16 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
     if isinstance(optimizer, Optimizer):
         if kwargs:
             raise TypeError(f"{optimizer.name} exists already; set its attributes instead of giving {_listed(kwargs)}")
+        _complete(type(optimizer))
         return optimizer
     if isinstance(optimizer, str):
         cls = _registry.get(optimizer.lower())
         if cls is None:
-            raise ValueError(f"unknown optimizer {optimizer!r}; known: {', '.join(names())}")
-        return cls(**kwargs)
+            near = meant(optimizer, names())
+            raise ValueError(f"unknown optimizer {shown(optimizer)}; known: {', '.join(names())}.{near}")
+        return _complete(cls)(**kwargs)
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return optimizer(**kwargs)
+        return _complete(optimizer)(**kwargs)
     if isinstance(optimizer, tuple) and len(optimizer) == 2 and isinstance(optimizer[1], Mapping):
         return TorchOptimizer(optimizer[0], **{**optimizer[1], **kwargs})
     if is_torch_class(optimizer):
@@ -124,7 +127,7 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
         return Function(optimizer, **kwargs)
     raise TypeError(
         "an optimizer is a name, an Optimizer, a callable (weight, grad, state) -> state, or a torch.optim class, "
-        f"not {type(optimizer).__name__} ({optimizer!r})"
+        f"not {type(optimizer).__name__} ({shown(optimizer)})"
     )
 
 
@@ -134,11 +137,18 @@ def from_config(config: Mapping[str, Any]) -> Optimizer:
     Raises ValueError for an unknown name or attribute, UnsupportedError where the optimizer is a user's function.
     """
     if not isinstance(config, Mapping) or not isinstance(config.get("attributes"), Mapping):
-        raise ValueError(f"an optimizer's config is a dict with 'name' and 'attributes', not {config!r}")
+        raise ValueError(f"an optimizer's config is a dict with 'name' and 'attributes', not {shown(config)}")
     cls = {**_registry, **_WRAPPERS}.get(str(config.get("name")).lower())
     if cls is None:
-        raise ValueError(f"unknown optimizer {config.get('name')!r}; known: {', '.join(names())}")
+        raise ValueError(f"unknown optimizer {shown(config.get('name'))}; known: {', '.join(names())}")
     return cls.from_attributes(config["attributes"])
+
+
+def _complete(cls: type[Optimizer]) -> type[Optimizer]:
+    """The class. TypeError where it says of no update what it does."""
+    if all(getattr(cls, name) is getattr(Optimizer, name) for name in ("formula", "update", "update_sum")):
+        raise TypeError(f"{cls.__name__} defines no formula: it is a base for optimizers, and none itself")
+    return cls
 
 
 def _listed(kwargs: Mapping[str, Any]) -> str:

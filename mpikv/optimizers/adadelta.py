@@ -35,13 +35,13 @@ class AdaDelta(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | None = None,
         *,
+        learning_rate: float | None = None,
         rho: float = 0.9,
         epsilon: float = 1e-5,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.rho = rho
         self.epsilon = epsilon
 

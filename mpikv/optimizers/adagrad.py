@@ -26,8 +26,8 @@ class AdaGrad(Optimizer):
     fields: ClassVar[Mapping[str, Field]] = {"eps": number(0.0)}
     eps: float
 
-    def __init__(self, learning_rate: float | None = None, *, eps: float = 1e-7, **common: Unpack[Common]) -> None:
-        super().__init__(learning_rate, **common)
+    def __init__(self, *, learning_rate: float | None = None, eps: float = 1e-7, **common: Unpack[Common]) -> None:
+        super().__init__(learning_rate=learning_rate, **common)
         self.eps = eps
 
     def state_names(self) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class Adam(Optimizer):
         lazy_update: bool = True,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.beta1 = beta1
         self.beta2 = beta2
         self.epsilon = epsilon
@@ -122,7 +122,7 @@ class AdamW(Optimizer):
         correct_bias: bool = True,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.beta1 = beta1
         self.beta2 = beta2
         self.epsilon = epsilon

@@ -12,11 +12,9 @@ Source: PKWARE APPNOTE 6.3 (zip); NumPy enhancement proposal 1 (.npy).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
-import uuid
 import zipfile
 from collections.abc import Callable, Sequence
 from math import prod
@@ -49,36 +47,6 @@ _DAMAGE = (
 )
 # Beside the dtypes of weights: a user's own state may count and flag.
 _DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
-
-
-def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
-    """Make a file of what `write` writes, whole or not at all: beside its place first, then renamed. Local, blocks.
-
-    Raises what `write` raises, and OSError; a file that is there already then stays as it was.
-    """
-    # The file that a symbolic link points to is replaced, not the link.
-    target = os.path.realpath(os.fsdecode(path))
-    # Not made of the file's name, which may be as long as names can be.
-    beside = os.path.join(os.path.dirname(target), f".mpikv-{uuid.uuid4().hex[:16]}.tmp")
-    try:
-        with open(beside, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.remove(beside)
-        if isinstance(error, OSError):  # about the file that was asked for, whichever it was in between
-            error.filename, error.filename2 = os.fsdecode(path), None
-        raise
-    # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
-    with contextlib.suppress(OSError):
-        directory = os.open(os.path.dirname(target), os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: Sequence[HostArray]) -> None:

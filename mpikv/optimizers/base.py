@@ -19,6 +19,7 @@ Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/op
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.checks import meant, options, shown, wrong
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.fields import Field, factor_pairs, factors, flag, number
@@ -35,7 +37,7 @@ from mpikv.optimizers.schedules import Scheduler, schedule_from_config
 from mpikv.optimizers.scratch import SCRATCH
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
@@ -75,7 +77,7 @@ class Step(NamedTuple):
 def _schedule(owner: str, name: str, value: Any) -> Any:
     if value is None or callable(value):
         return value
-    raise TypeError(f"{owner}: {name} is a schedule (a function from update number to rate) or None, not {value!r}")
+    raise wrong(f"{owner}: {name}", "a schedule (a function from update number to rate) or None", value)
 
 
 class Optimizer:
@@ -124,11 +126,25 @@ class Optimizer:
             key: field for base in reversed(cls.__mro__) for key, field in getattr(base, "fields", {}).items()
         }
 
+    def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
+        """Refuse what is given by its place and taken by name: MXNet, PyTorch and this class have other orders."""
+        if args:
+            own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+            places = [parameter for parameter in own if parameter.kind <= parameter.VAR_POSITIONAL]
+            if len(args) > len(places) and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in places):
+                what = (
+                    f"{', '.join(parameter.name for parameter in places)} by its place and others" if places else "all"
+                )
+                raise TypeError(f"{cls.__name__} takes {what} by name: {', '.join(cls._parameters())}")
+        return super().__new__(cls)
+
     def __init__(self, learning_rate: float | None = None, **common: Unpack[Common]) -> None:
-        unknown = set(common) - set(Common.__annotations__)
+        unknown = sorted(set(common) - set(Common.__annotations__))
         if unknown:
-            valid = [name for name in self.fields if name not in ("lr_mult", "wd_mult")]
-            raise TypeError(f"{self.name} has no parameter {', '.join(sorted(unknown))}; it has {', '.join(valid)}")
+            valid, near = self._parameters(), meant(unknown[0], self._parameters())
+            raise TypeError(
+                f"{self.name} has no parameter {', '.join(unknown)[:200]}; it has {', '.join(valid)}.{near}"
+            )
         schedule = common.get("lr_scheduler")
         if isinstance(schedule, Scheduler):
             if learning_rate is not None:
@@ -142,6 +158,10 @@ class Optimizer:
         self.multi_precision = common.get("multi_precision", False)
         self.lr_mult = {}
         self.wd_mult = {}
+
+    @classmethod
+    def _parameters(cls) -> list[str]:
+        return [name for name in cls.fields if name not in ("lr_mult", "wd_mult")]
 
     def __setattr__(self, name: str, value: Any) -> None:
         field = self.fields.get(name)
@@ -163,11 +183,11 @@ class Optimizer:
 
     def set_lr_mult(self, lr_mult: Mapping[Key, float]) -> None:
         """Replace the factors of the learning rate; keys without one have 1."""
-        self.lr_mult = dict(lr_mult)
+        self.lr_mult = lr_mult  # type: ignore[assignment] # checked, and made a dict
 
     def set_wd_mult(self, wd_mult: Mapping[Key, float]) -> None:
         """Replace the factors of the weight decay; keys without one have 1."""
-        self.wd_mult = dict(wd_mult)
+        self.wd_mult = wd_mult  # type: ignore[assignment] # as above
 
     def attributes(self) -> dict[str, Any]:
         """Every hyperparameter now in force, as JSON. A function of the user's stands there as a description."""
@@ -180,10 +200,11 @@ class Optimizer:
         does not have, and what a wrong value raises.
         """
         checked: dict[str, Any] = {}
-        for name, value in values.items():
+        for name, value in options("attributes", values).items():
             field = self.fields.get(name)
             if field is None:
-                raise ValueError(f"{self.name} has no attribute {name!r}; it has {', '.join(self.fields)}")
+                near = meant(name, self.fields)
+                raise ValueError(f"{self.name} has no attribute {shown(name)}; it has {', '.join(self.fields)}.{near}")
             checked[name] = field(self.name, name, self._from_json(name, value))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -296,6 +317,8 @@ class Optimizer:
         """
         for term in terms:
             self.check_update(key, weight, term)
+        if type(state) is not dict or type(state.get("t")) is not int:
+            raise TypeError(f"{self.name}: a state is what init or the last update returned, not {shown(state)}")
         flat = weight.reshape(-1) if weight.flags.c_contiguous else weight.flatten()
         self._complete(flat, state)
         step = self._step(key, flat, weight.shape, state)
@@ -312,9 +335,9 @@ class Optimizer:
         check_array(self.name, "weight", weight)
         check_array(self.name, "grad", grad)
         if grad.shape != weight.shape:
-            raise ShapeMismatch(f"{self.name}: key {key!r} has shape {weight.shape}, its gradient {grad.shape}")
+            raise ShapeMismatch(f"{self.name}: key {shown(key)} has shape {weight.shape}, its gradient {grad.shape}")
         if not weight.flags.writeable:
-            raise ValueError(f"{self.name}: the weight of key {key!r} is read-only, and an update changes it in place")
+            raise ValueError(f"{self.name}: the weight of key {shown(key)} is read-only; an update changes it in place")
 
     def _step(self, key: Key, flat: HostArray, shape: tuple[int, ...], state: State) -> Step:
         t = state["t"] + 1
@@ -371,7 +394,7 @@ class Optimizer:
 
         All flat, of one length and in the arithmetic's dtype. Elementwise: nothing may depend on the block's place.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no formula")
+        raise UnsupportedError(f"{type(self).__name__} defines no formula")
 
     def prepared(
         self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], *, decay: bool = False, scale: float = 1.0

@@ -34,13 +34,13 @@ class DCASGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | None = None,
         *,
+        learning_rate: float | None = None,
         momentum: float = 0.0,
         lamda: float = 0.04,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.momentum = momentum
         self.lamda = lamda
 

@@ -8,11 +8,11 @@ type, so that numbers of NumPy become numbers of Python, or raises TypeError or 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Real
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpikv import checks
+from mpikv.checks import shown
 from mpikv.keys import Key, check_key
 
 Field = Callable[[str, str, Any], Any]
@@ -24,37 +24,22 @@ def number(low: float | None = None, *, below: float | None = None, optional: bo
     def check(owner: str, name: str, value: Any) -> float | None:
         if value is None and optional:
             return None
-        if isinstance(value, bool) or not isinstance(value, Real):
-            wanted = "a number or None" if optional else "a number"
-            raise TypeError(f"{owner}: {name} is {wanted}, not {type(value).__name__} ({value!r})")
-        result = float(value)
-        if not math.isfinite(result):
-            raise ValueError(f"{owner}: {name} must be finite, not {result}")
-        if low is not None and result < low:
-            raise ValueError(f"{owner}: {name} must be at least {low:g}, not {result:g}")
-        if below is not None and result >= below:
-            raise ValueError(f"{owner}: {name} must be less than {below:g}, not {result:g}")
-        return result
+        wanted = "a number or None" if optional else "a number"
+        return checks.number(f"{owner}: {name}", value, low, below=below, wanted=wanted)
 
     return check
 
 
 def flag(owner: str, name: str, value: Any) -> bool:
     """True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{owner}: {name} is True or False, not {type(value).__name__} ({value!r})")
-    return value
+    return checks.flag(f"{owner}: {name}", value)
 
 
 def texts(owner: str, name: str, value: Any) -> tuple[str, ...]:
     """A tuple of strings."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{owner}: {name} is a list or tuple of strings, not {type(value).__name__} ({value!r})")
-    result = tuple(value)
-    for item in result:
-        if not isinstance(item, str):
-            raise TypeError(f"{owner}: {name} holds strings, not {type(item).__name__} ({item!r})")
-    return result
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+        raise checks.wrong(f"{owner}: {name}", "a list or tuple of strings", value)
+    return tuple(value)
 
 
 _FACTOR = number(0.0)
@@ -62,13 +47,11 @@ _FACTOR = number(0.0)
 
 def factors(owner: str, name: str, value: Any) -> dict[Key, float]:
     """A dict from key to a factor of at least 0; also the list of pairs that JSON can hold."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        raise TypeError(f"{owner}: {name} is a dict from key to factor, not {type(value).__name__} ({value!r})")
-    try:
-        pairs = list(value.items()) if isinstance(value, Mapping) else [(key, factor) for key, factor in value]
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{owner}: {name} is a dict from key to factor, not {value!r}") from error
-    return {check_key(key): _FACTOR(owner, f"{name}[{key!r}]", factor) for key, factor in pairs}
+    if isinstance(value, (Mapping, list, tuple)):
+        pairs = list(value.items()) if isinstance(value, Mapping) else list(value)
+        if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+            return {check_key(key): _FACTOR(owner, f"{name}[{shown(key)}]", factor) for key, factor in pairs}
+    raise checks.wrong(f"{owner}: {name}", "a dict from key to factor", value)
 
 
 def factor_pairs(value: Mapping[Key, float]) -> list[list[Key | float]]:

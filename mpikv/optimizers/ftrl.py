@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import shown
 from mpikv.optimizers.base import Common, Optimizer, Step
 from mpikv.optimizers.fields import Field, number
 
@@ -37,13 +38,13 @@ class Ftrl(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | None = None,
         *,
+        learning_rate: float | None = None,
         lamda1: float = 0.01,
         beta: float = 1.0,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.lamda1 = lamda1
         self.beta = beta
 
@@ -57,7 +58,7 @@ class Ftrl(Optimizer):
         """See the class."""
         real, rate, z, n = step.real, step.learning_rate, arrays["z"], arrays["n"]
         if rate == 0.0:
-            raise ValueError(f"ftrl: update {step.t} of key {step.key!r} has learning rate 0, and ftrl divides by it")
+            raise ValueError(f"ftrl: update {step.t} of key {shown(step.key)} has learning rate 0, which it divides by")
         g = self.prepared(step, w, g, tmp)
         old_root = np.sqrt(n, out=tmp[1])
         n += np.multiply(g, g, out=tmp[2])

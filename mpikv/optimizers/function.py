@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.base import Optimizer, State
@@ -33,7 +34,7 @@ class Function(Optimizer):
 
     def __init__(self, function: UserFunction, *, rescale_grad: float = 1.0) -> None:
         if not callable(function):
-            raise TypeError(f"function: a callable (weight, grad, state) -> state is wanted, not {function!r}")
+            raise TypeError(f"function: a callable (weight, grad, state) -> state is wanted, not {shown(function)}")
         super().__init__(rescale_grad=rescale_grad)
         self.function = function
         self.elementwise = getattr(function, "elementwise", False) is True

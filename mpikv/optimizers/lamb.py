@@ -63,7 +63,7 @@ class LAMB(Optimizer):
         bias_correction: bool = True,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.beta1 = beta1
         self.beta2 = beta2
         self.epsilon = epsilon

@@ -50,8 +50,8 @@ class LARS(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | None = None,
         *,
+        learning_rate: float | None = None,
         momentum: float = 0.0,
         lazy_update: bool = True,
         eta: float = 0.001,
@@ -60,7 +60,7 @@ class LARS(Optimizer):
         skip: tuple[str, ...] = ("gamma", "beta", "bias"),
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.momentum = momentum
         self.lazy_update = lazy_update
         self.eta = eta

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import PLAIN, Label, label_of
@@ -225,7 +226,7 @@ class Owner:
             self._in_force[slot] = attributes, factor
         if not optimizer.elementwise:
             if weight.size != info.n_elems:
-                raise MpikvError(f"{optimizer.name} needs the whole of key {info.key!r}, which is cut into shards")
+                raise MpikvError(f"{optimizer.name} needs the whole of key {shown(info.key)}, which is cut into shards")
             weight, terms = weight.reshape(info.shape), [term.reshape(info.shape) for term in terms]
         try:
             if state is None:
@@ -234,7 +235,7 @@ class Owner:
                 return optimizer.update_sum(info.key, weight, terms, state)
             return optimizer.update(info.key, weight, terms[0], state)
         except Exception as error:
-            add_note(error, f"in the update of key {info.key!r} by {type(optimizer).__name__}")
+            add_note(error, f"in the update of key {shown(info.key)} by {type(optimizer).__name__}")
             raise
 
 

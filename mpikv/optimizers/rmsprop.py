@@ -60,7 +60,7 @@ class RMSProp(Optimizer):
         clip_weights: float | None = None,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.epsilon = epsilon

@@ -20,6 +20,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpikv import checks
+from mpikv.checks import shown
 from mpikv.optimizers.fields import number
 
 WARMUP_MODES = ("linear", "constant")
@@ -29,12 +31,7 @@ _RATE = number(0.0)
 
 def whole(owner: str, name: str, value: Any, low: int) -> int:
     """`value` as an int of at least `low`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{owner}: {name} is a whole number, not {type(value).__name__} ({value!r})")
-    result = int(value.__index__())
-    if result < low:
-        raise ValueError(f"{owner}: {name} must be at least {low}, not {result}")
-    return result
+    return checks.whole(f"{owner}: {name}", value, low)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +52,7 @@ class Scheduler:
         self._set(base_lr=_RATE(name, "base_lr", self.base_lr))
         self._set(warmup_begin_lr=_RATE(name, "warmup_begin_lr", self.warmup_begin_lr))
         self._set(warmup_steps=whole(name, "warmup_steps", self.warmup_steps, 0))
-        if self.warmup_mode not in WARMUP_MODES:
-            raise ValueError(f"{name}: warmup_mode is one of {', '.join(WARMUP_MODES)}, not {self.warmup_mode!r}")
+        checks.one_of(f"{name}: warmup_mode", self.warmup_mode, WARMUP_MODES)
         if self.warmup_begin_lr > self.base_lr:
             raise ValueError(
                 f"{name}: the warm-up rises, so warmup_begin_lr ({self.warmup_begin_lr:g}) "
@@ -152,10 +148,10 @@ class MultiFactorScheduler(Scheduler):
     ) -> None:
         name = type(self).__name__
         if not isinstance(step, (list, tuple)):
-            raise TypeError(f"{name}: step is a list of update numbers, not {type(step).__name__} ({step!r})")
+            raise checks.wrong(f"{name}: step", "a list of update numbers", step)
         steps = tuple(whole(name, "each step", item, 1) for item in step)
         if not steps or any(after <= before for before, after in itertools.pairwise(steps)):
-            raise ValueError(f"{name}: step must hold at least one number and rise, not {list(step)}")
+            raise ValueError(f"{name}: step must hold at least one number and rise, not {shown(step)}")
         self._set(step=steps, factor=_reduction(name, factor))
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
 
@@ -247,9 +243,9 @@ def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Sche
     known = dict(SCHEDULES)
     if isinstance(like, Scheduler):
         known.setdefault(type(like).__name__, type(like))
-    fields = dict(config)
+    fields = checks.options("a schedule's config", config)
     name = fields.pop("name", None)
-    if name not in known:
-        raise ValueError(f"unknown schedule {name!r}; known: {', '.join(known)}")
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"unknown schedule {shown(name)}; known: {', '.join(known)}")
     make: Callable[..., Scheduler] = known[name]
     return make(**fields)

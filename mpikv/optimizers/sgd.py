@@ -35,13 +35,13 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: float | None = None,
         *,
+        learning_rate: float | None = None,
         momentum: float = 0.0,
         lazy_update: bool = True,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.momentum = momentum
         self.lazy_update = lazy_update
 
@@ -89,8 +89,8 @@ class NAG(Optimizer):
     fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0)}
     momentum: float
 
-    def __init__(self, learning_rate: float | None = None, *, momentum: float = 0.0, **common: Unpack[Common]) -> None:
-        super().__init__(learning_rate, **common)
+    def __init__(self, *, learning_rate: float | None = None, momentum: float = 0.0, **common: Unpack[Common]) -> None:
+        super().__init__(learning_rate=learning_rate, **common)
         self.momentum = momentum
 
     def state_names(self) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class Signum(Optimizer):
         wd_lh: float = 0.0,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(learning_rate, **common)
+        super().__init__(learning_rate=learning_rate, **common)
         self.momentum = momentum
         self.wd_lh = wd_lh
 

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of
+from mpikv.checks import shown
 from mpikv.errors import StatesFileError, UnsupportedError
+from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key, check_key
-from mpikv.optimizers.archive import damaged, read_archive, replace_file, write_archive
+from mpikv.optimizers.archive import damaged, read_archive, write_archive
 from mpikv.optimizers.base import State
 
 STATES = "mpikv optimizer states"
@@ -87,7 +89,7 @@ def load_states(path: str | os.PathLike[str]) -> StatesFile:
     Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError where it
     cannot be opened (FileNotFoundError where there is none).
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return _read_states(file, os.fsdecode(path))
 
 
@@ -157,11 +159,11 @@ def _read_states(file: Any, origin: str) -> StatesFile:
     for record in _records(header, origin):
         key, shape, dtype = _key(record, origin), record.get("shape"), record.get("dtype")
         if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
-            damaged(origin, f"damaged: key {key!r} has shape {shape!r}")
+            damaged(origin, f"damaged: key {shown(key)} has shape {shown(shape)}")
         if dtype not in {str(known) for known in SUPPORTED_DTYPES}:
-            damaged(origin, f"damaged: key {key!r} has dtype {dtype!r}")
+            damaged(origin, f"damaged: key {shown(key)} has dtype {shown(dtype)}")
         if key in entries:
-            damaged(origin, f"damaged: key {key!r} is there twice")
+            damaged(origin, f"damaged: key {shown(key)} is there twice")
         entries[key] = Entry(tuple(shape), dtype_of(str(dtype)), _unpack(record, arrays, origin))
     return StatesFile(entries, optimizer, meta)
 
@@ -191,7 +193,7 @@ def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
             packed[name] = value
         else:
             raise UnsupportedError(
-                f"the state of key {key!r} cannot be saved or moved: {name!r} is {type(value).__name__}. "
+                f"the state of key {shown(key)} cannot be saved or moved: {shown(name)} is {type(value).__name__}. "
                 "One that can be is None, a number, an array, or a flat dict, list or tuple of numbers and arrays"
             )
     return packed
@@ -208,7 +210,7 @@ def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> Sta
             continue
         index = value.get("array") if isinstance(value, dict) else None
         if type(index) is not int or not 0 <= index < len(arrays):
-            damaged(origin, f"damaged: {name!r} in the state of key {record.get('key')!r} is {value!r}")
+            damaged(origin, f"damaged: {shown(name)} in the state of key {record.get('key')!r} is {value!r}")
         array = arrays[index]
         state[name] = array[()] if value.get("scalar") and array.ndim == 0 else array
     return state
@@ -231,7 +233,7 @@ def slice_state(state: State, begin: int, end: int, n_elems: int) -> State:
         if isinstance(value, np.ndarray):
             if value.shape != (n_elems,):
                 raise UnsupportedError(
-                    f"{name!r} of a state has shape {value.shape}, so it cannot be cut like its {n_elems} elements"
+                    f"{shown(name)} of a state has shape {value.shape}, so it cannot be cut like its {n_elems} elements"
                 )
             value = value[begin:end].copy()  # noqa: PLW2901
         result[name] = value
@@ -269,9 +271,11 @@ def _join(name: str, parts: Sequence[tuple[int, int, State]]) -> Any:
         # NaN, which equals nothing, agrees with NaN.
         if all(value == values[0] or (value != value and values[0] != values[0]) for value in values):  # noqa: PLR0124
             return values[0]
-        raise ValueError(f"parts of a state have different {name!r}: {', '.join(str(value) for value in values)}")
+        raise ValueError(f"parts of a state have different {shown(name)}: {', '.join(str(value) for value in values)}")
     for (begin, end, _), value in zip(parts, values, strict=True):
         if not isinstance(value, np.ndarray) or value.shape != (end - begin,) or value.dtype != values[0].dtype:
             what = f"{value.dtype}{value.shape}" if isinstance(value, np.ndarray) else repr(value)
-            raise ValueError(f"{name!r} in the part [{begin}, {end}) of a state is {what}, not one value per element")
+            raise ValueError(
+                f"{shown(name)} in the part [{begin}, {end}) of a state is {what}, not one value per element"
+            )
     return np.concatenate(values)

@@ -6,12 +6,15 @@ Source: MXNet 1.9, python/mxnet/optimizer/optimizer.py (Test).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Optimizer, Step
+from mpikv.optimizers.base import Common, Optimizer, Step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Test(Optimizer):
@@ -19,6 +22,9 @@ class Test(Optimizer):
 
     __test__: ClassVar[bool] = False  # pytest would take the name for a test class
     scratch: ClassVar[int] = 1
+
+    def __init__(self, *, learning_rate: float | None = None, **common: Unpack[Common]) -> None:
+        super().__init__(learning_rate=learning_rate, **common)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeGuard
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import meant, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer, State, Step
 from mpikv.optimizers.schedules import Scheduler
@@ -49,7 +50,7 @@ class TorchOptimizer(Optimizer):
 
     def __init__(self, torch_class: type[Any], **kwargs: Any) -> None:
         if not is_torch_class(torch_class):
-            raise TypeError(f"torch: a class of torch.optim is wanted, not {torch_class!r}")
+            raise TypeError(f"torch: a class of torch.optim is wanted, not {shown(torch_class)}")
         reason = _REFUSED.get(torch_class.__name__)
         if reason is not None:
             raise UnsupportedError(f"torch.optim.{torch_class.__name__} cannot serve here: {reason}")
@@ -60,12 +61,13 @@ class TorchOptimizer(Optimizer):
         unknown = sorted(set(kwargs) - set(parameters))
         if unknown:
             valid = ", ".join([*parameters, *_COMMON])
-            raise TypeError(f"torch.optim.{torch_class.__name__} has no {', '.join(unknown)}; it has {valid}")
+            near = meant(unknown[0], [*parameters, *_COMMON])
+            raise TypeError(f"torch.optim.{torch_class.__name__} has no {', '.join(unknown)}; it has {valid}.{near}")
         self._settable = [name for name in ("lr", "weight_decay") if name in parameters]
         if rate is None and not isinstance(common.get("lr_scheduler"), Scheduler):
             rate = _default(parameters, "lr")
         decay = _default(parameters, "weight_decay") if decay is None else decay
-        super().__init__(rate, wd=0.0 if decay is None else decay, **common)
+        super().__init__(learning_rate=rate, wd=0.0 if decay is None else decay, **common)
         self.torch_class = torch_class
         self.kwargs = kwargs
 

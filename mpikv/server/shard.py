@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.checks import shown
 from mpikv.control.contests import disagreement, factors_text
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
@@ -172,7 +173,7 @@ class Shard:
         n_bytes = self._n * self.info.dtype.itemsize
         if inline is not None and inline.size != n_bytes:
             raise MpikvError(
-                f"{self._labels[worker]} pushed {inline.size} bytes of key {self.info.key!r}, "
+                f"{self._labels[worker]} pushed {inline.size} bytes of key {shown(self.info.key)}, "
                 f"of which {n_bytes} live here"
             )
         self._pushed[worker] += 1

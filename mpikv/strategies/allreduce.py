@@ -19,6 +19,7 @@ import numpy as np
 
 from mpikv import buckets, wire
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
@@ -107,7 +108,7 @@ class AllreduceStrategy(DistributedStrategy):
         self._place(lane)
         self._begin_series(lane)
         self._lanes[info.id] = lane
-        lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {info.key!r}")
+        lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(info.key)}")
 
     def _begin_series(self, lane: Lane) -> None:
         """Compare the labels of its rounds, where there are other workers and something to add."""
@@ -126,7 +127,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
         if self._native is not None:
             self._last_comm = self._comms[info.id] = self._workers.engine.start(
-                self._duplicate_after(self._last_comm), f"communicator of key {info.key!r}"
+                self._duplicate_after(self._last_comm), f"communicator of key {shown(info.key)}"
             )
 
     def broken(self, info: KeyInfo) -> None:
@@ -203,13 +204,13 @@ class AllreduceStrategy(DistributedStrategy):
             complete = lane.add(info, round_._replace(under=Under(number, self._workers.attributes.label(slot))))
             if self._direct is not None:
                 self._direct.pushed(info.id)
-            self._workers.control.activity.note(f"push of key {info.key!r}")
+            self._workers.control.activity.note(f"push of key {shown(info.key)}")
             if complete:
                 self._start(lane)
 
     def _start(self, lane: Lane) -> None:
         if lane.running is None or lane.running.done:
-            lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {lane.info.key!r}")
+            lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(lane.info.key)}")
 
     def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
         """Copy the value out as soon as the lane has done this worker's last push."""

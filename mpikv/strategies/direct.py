@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.checks import shown
 from mpikv.collectives.shared import Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.errors import MpikvError
@@ -368,7 +369,7 @@ class DirectCall:
     ) -> None:
         self._direct = direct
         self.kind = kind
-        self.name = f"pushpull of key {lanes[0].info.key!r}"  # for a stall report
+        self.name = f"pushpull of key {shown(lanes[0].info.key)}"  # for a stall report
         self.lanes = lanes
         self.plan = plan
         self.digest = digest_

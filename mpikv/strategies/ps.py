@@ -19,6 +19,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.checks import shown
 from mpikv.config import Config
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.keys import Key, KeyInfo, Shard, add_load, even_bounds, plan_of_bounds, server_plan
@@ -193,7 +194,7 @@ class PsStrategy(DistributedStrategy):
         slot = self._workers.slot_of(info)
         if not self.synchronous and self._workers.attributes.optimizer(slot) is None:
             raise MpikvError(
-                f"push of key {info.key!r}: an asynchronous store needs set_optimizer before the first push"
+                f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
             )
         number, attributes = self._workers.attributes.number(slot)
         if attributes is not None:
@@ -201,7 +202,7 @@ class PsStrategy(DistributedStrategy):
             for server in range(len(self._servers)):
                 self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         self._keys[info.id].pushed += 1
-        self._workers.control.activity.note(f"push of key {info.key!r}")
+        self._workers.control.activity.note(f"push of key {shown(info.key)}")
         return number
 
     def _items(self, entries: Sequence[Entry]) -> list[Item]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpikv.checks import shown
 from mpikv.errors import MpikvError, StatesFileError
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import states
@@ -76,22 +77,21 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, 
         raise StatesFileError(f"{path}: does not say which optimizers its states are of") from error
     for key in {**file.entries, **configs}:
         if key not in kinds:
-            raise StatesFileError(f"{path}: does not say which optimizer the state of key {key!r} is of")
+            raise StatesFileError(f"{path}: does not say which optimizer the state of key {shown(key)} is of")
     for key, kind in kinds.items():
         info = infos.get(key)
         if info is None:
-            raise StatesFileError(f"{path}: has states of key {key!r}, which this store does not hold")
+            raise StatesFileError(f"{path}: has states of key {shown(key)}, which this store does not hold")
         optimizer = optimizers.get(key)
         if optimizer is None or optimizer.name != kind:
             here = "no optimizer" if optimizer is None else optimizer.name
-            raise StatesFileError(f"{path}: key {key!r} has a state of {kind!r} there and {here} here")
+            raise StatesFileError(f"{path}: key {shown(key)} has a state of {shown(kind)} there and {here} here")
         entry = file.entries.get(key)
         if entry is None:
             continue
         if tuple(entry.shape) != info.shape or entry.dtype != info.dtype:
-            raise StatesFileError(
-                f"{path}: key {key!r} is {entry.dtype} {tuple(entry.shape)} there and {info.dtype} {info.shape} here"
-            )
+            there, here = (f"{one.dtype} {tuple(one.shape)}" for one in (entry, info))
+            raise StatesFileError(f"{path}: key {shown(key)} is {there} there and {here} here")
         try:
             after = copy.deepcopy(
                 optimizer
@@ -100,7 +100,7 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, 
                 after.set_attributes(configs[key]["attributes"])
             after.check_state(np.zeros(info.shape, info.dtype), entry.state)
         except (ValueError, TypeError, KeyError, MpikvError) as error:
-            raise StatesFileError(f"{path}: key {key!r}: {error}") from error
+            raise StatesFileError(f"{path}: key {shown(key)}: {error}") from error
     return file
 
 

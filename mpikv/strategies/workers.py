@@ -14,6 +14,7 @@ import cloudpickle
 
 from mpikv import wire
 from mpikv.arrays import dtype_of
+from mpikv.checks import shown
 from mpikv.config import Config
 from mpikv.control.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
 from mpikv.control.service import Control, Reply
@@ -60,7 +61,9 @@ def _describe_init(payload: Sequence[Any]) -> str:
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     if any(payload != payloads[0] for payload in payloads):
         brought = grouped([_describe_init(payload) for payload in payloads], labels)
-        raise Disagreement(ShapeMismatch, f"init of key {name!r} with different values on different workers: {brought}")
+        raise Disagreement(
+            ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"
+        )
     return payloads[0]
 
 
@@ -183,7 +186,9 @@ class Workers:
         key_id = self._next_id
         limit = wire.max_keys(self.transport.max_tag)
         if key_id >= limit:
-            raise Disagreement(MpikvError, f"init of key {name!r}: this MPI library has tags for {limit} keys only")
+            raise Disagreement(
+                MpikvError, f"init of key {shown(name)}: this MPI library has tags for {limit} keys only"
+            )
         self._next_id += 1
         dtype = dtype_of(payload[1])
         n_elems = KeyInfo(name, key_id, tuple(payload[0]), dtype).n_elems
@@ -223,7 +228,7 @@ class Workers:
         """
         items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
         proposal = self.control.propose(items)
-        names = ", ".join(repr(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = {name: reply for (_, name), reply in proposal.replies.items() if reply is not None}
         agreed = [self._info(name, reply.result) for name, reply in replies.items() if reply.error is None]
@@ -364,7 +369,7 @@ class Workers:
         for key_id, _, least, short in unmatched:
             if error is None and pushes.get(key_id, 0) > least:
                 error = PeerError(
-                    f"{self.control.me}, close: key {names[key_id]!r} was pushed {pushes[key_id]} times here and "
+                    f"{self.control.me}, close: key {shown(names[key_id])} was pushed {pushes[key_id]} times here and "
                     f"{least} times by {short}; round {least + 1} was never complete"
                 )
         return {key_id: least for key_id, _, least, _ in unmatched}, error

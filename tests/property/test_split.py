@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, zip_longest
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +62,26 @@ def test_a_step_of_all_parts_is_a_step_of_one_process(length: int, num_parts: in
     for step in range(-(-length // large)):
         together = list(chain(*(part[step * batch : (step + 1) * batch] for part in split)))
         assert sorted(together) == sorted(alone[step * large : (step + 1) * large])
+
+
+@given(lengths, parts, st.data(), seeds, st.sampled_from(["uneven", "drop", "wrap"]))
+def test_the_rest_of_an_epoch(length: int, after: int, data: st.DataObject, seed: int, last: str) -> None:
+    """What parts have had of an epoch and what other parts get of the rest is the epoch, in its order."""
+    start = data.draw(st.integers(0, length))
+    whole = SplitSampler(length, seed=seed)
+    whole.set_epoch(3)
+    order = list(whole)
+    parts = [SplitSampler(length, after, part, seed=seed, last=last) for part in range(after)]
+    for part in parts:
+        part.set_epoch(3, start)
+        assert len(list(part)) == len(part)
+    places = [index for step in zip_longest(*parts) for index in step if index is not None]
+    rest = order[start:]
+    wanted = {"uneven": len(rest), "drop": len(rest) // after * after, "wrap": -(-len(rest) // after) * after}[last]
+    assert places == [rest[i % len(rest)] for i in range(wanted)]
+    with pytest.raises(ValueError, match="start must be at most the length"):
+        whole.set_epoch(3, length + 1)
+    assert list(whole) == order
 
 
 @given(st.integers(0, 40), st.integers(1, 12), st.integers(0, 2))

@@ -68,13 +68,13 @@ def test_for_store() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((-1,), ValueError, "length must not be negative"),
+        ((-1,), ValueError, "length must be at least 0"),
         ((5, 0), ValueError, "num_parts must be at least 1"),
-        ((5, -2), ValueError, "num_parts must not be negative"),
+        ((5, -2), ValueError, "num_parts must be at least 1"),
         ((5, 2, 2), ValueError, r"part_index must be in 0..1.* got 2"),
-        ((5, 2, -1), ValueError, "part_index must not be negative"),
-        ((5.0,), TypeError, "length must be an integer, got 5.0"),
-        ((5, "2"), TypeError, "num_parts must be an integer"),
+        ((5, 2, -1), ValueError, "part_index must be at least 0"),
+        ((5.0,), TypeError, "length is a whole number, not float"),
+        ((5, "2"), TypeError, "num_parts is a whole number, not str"),
     ],
 )
 def test_bad_arguments(arguments: tuple[Any, ...], error: type[Exception], words: str) -> None:
@@ -85,9 +85,9 @@ def test_bad_arguments(arguments: tuple[Any, ...], error: type[Exception], words
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="last must be one of 'uneven', 'drop', 'wrap'; got 'keep'"):
         SplitSampler(5, last="keep")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seed must not be negative"):
+    with pytest.raises(ValueError, match="seed must be at least 0"):
         SplitSampler(5, seed=-1)
-    with pytest.raises(ValueError, match="epoch must not be negative"):
+    with pytest.raises(ValueError, match="epoch must be at least 0"):
         SplitSampler(5).set_epoch(-1)
 
 

@@ -139,7 +139,7 @@ def test_warm_up(make) -> None:
         (ValueError, "must be more than warmup_steps", lambda: CosineScheduler(5, warmup_steps=6)),
         (TypeError, "max_update is a whole number", lambda: CosineScheduler(None)),
         (ValueError, "must not exceed base_lr", lambda: Scheduler(0.1, 5, 0.2)),
-        (ValueError, "linear, constant", lambda: Scheduler(0.1, 5, 0.05, "cubic")),
+        (ValueError, "'linear', 'constant'; got 'cubic'", lambda: Scheduler(0.1, 5, 0.05, "cubic")),
         (ValueError, "warmup_steps must be at least 0", lambda: Scheduler(0.1, -1)),
         (ValueError, "base_lr must be at least 0", lambda: Scheduler(-0.1)),
         (ValueError, "base_lr must be finite", lambda: Scheduler(float("nan"))),

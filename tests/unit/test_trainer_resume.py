@@ -343,3 +343,40 @@ def test_stop_file_that_cannot_be_written(path, tmp_path):
     assert isinstance(caught.value.errors[0], ConfigError)
     assert "MPIKV_STOP_FILE" in str(caught.value.errors[0])
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("batch_size", [4, np.int64(4), 4.0, 2.5])
+def test_examples_are_counted(on_store, batch_size, tmp_path):
+    """By every worker, saved, and read by another number of workers; whole numbers stay whole."""
+    file = tmp_path / "file"
+
+    def body(store, steps):
+        parameters = model()
+        trainer = Trainer(parameters, "sgd", kvstore=store, update_on_kvstore=on_store)
+        trainer.resume(file)
+        for parameter in parameters.values():
+            parameter.zero_grad()
+        for _ in range(steps):
+            if on_store:
+                trainer.step(batch_size)
+            else:
+                trainer.allreduce_grads()
+                trainer.update(batch_size)
+        trainer.save(file)
+        return trainer.steps, trainer.examples
+
+    wanted = 3 * float(batch_size)
+    for workers, steps in ((2, 3), (3, 0)):
+        for found in spawn_stores("dist_sync", workers, lambda store, n=steps: body(store, n)):
+            assert found == (3, wanted)
+            assert type(found[1]) is (int if wanted.is_integer() else float)
+
+
+def test_wrong_numbers_of_examples():
+    trainer = Trainer(model(), "sgd")
+    trainer.examples = 7
+    for wrong in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="at least 0 and finite"):
+            trainer.examples = wrong
+    assert trainer.examples == 7

@@ -1,0 +1,144 @@
+"""Files that are replaced whole or not at all, and what is no regular file and stays as it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv import ConfigError, Parameter, Trainer, kv
+from mpikv.config import Config
+from mpikv.files import open_regular, replace_file
+from mpikv.testing.stores import spawn_stores
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # what /dev/null is
+    except PermissionError:
+        pytest.skip("only root makes devices, and not everywhere")
+
+
+def local_socket(path: Path) -> None:
+    socket.socket(socket.AF_UNIX).bind(str(path))
+
+
+SPECIAL = pytest.mark.parametrize("make", [pipe, device, local_socket, Path.mkdir])
+LINK = pytest.mark.parametrize("link", [False, True])
+
+
+def special(folder: Path, make: Callable[[Path], None], *, link: bool) -> tuple[Path, Callable[[], None]]:
+    """Something that is no regular file, or a link to it; and a check that it is there still, and nothing else."""
+    thing = folder / "thing"
+    make(thing)
+    path = folder / "link" if link else thing
+    if link:
+        path.symlink_to(thing)
+
+    def state() -> tuple[Any, ...]:
+        status = thing.stat()
+        kind = os.lstat(path).st_mode
+        return status.st_ino, status.st_mode, status.st_rdev, kind, sorted(os.listdir(folder))
+
+    before = state()
+
+    def unchanged() -> None:
+        assert state() == before
+
+    return path, unchanged
+
+
+@SPECIAL
+@LINK
+def test_what_is_no_regular_file(make: Callable[[Path], None], link: bool, tmp_path: Path) -> None:
+    path, unchanged = special(tmp_path, make, link=link)
+    written: list[Any] = []
+    with pytest.raises(OSError, match="regular file is expected") as caught:
+        replace_file(path, written.append)
+    assert caught.value.filename == str(path)
+    assert isinstance(caught.value, IsADirectoryError) == (make is Path.mkdir)
+    assert written == []
+    with pytest.raises(OSError, match="regular file is expected"):
+        open_regular(path)
+    unchanged()
+
+
+@SPECIAL
+@LINK
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])
+def test_stores_and_trainers(make: Callable[[Path], None], link: bool, kind: str, tmp_path: Path) -> None:
+    """Every worker gets the error, nothing is changed, and the store works on."""
+    path, unchanged = special(tmp_path, make, link=link)
+
+    def body(store: Any) -> list[float]:
+        store.init("w", np.zeros(2))
+        store.set_optimizer("test")
+        store.pushpull("w", np.ones(2))
+        parameters = {"p": Parameter(np.zeros(3))}
+        trainer = Trainer(parameters, "sgd", {"momentum": 0.9}, kvstore=store)
+        of_store = store.save_optimizer_states, store.load_optimizer_states
+        for call in (*of_store, trainer.resume, trainer.save, trainer.save_states, trainer.load_states):
+            with pytest.raises(OSError, match="regular file is expected"):
+                call(path)
+        trainer.step(1)
+        store.barrier()
+        return store.pull("w").tolist()
+
+    if kind == "local":
+        with kv.create(kind) as store:
+            assert body(store) == [1, 1]
+    else:
+        assert spawn_stores(kind, 2, body) == [[2, 2]] * 2
+    unchanged()
+
+
+@SPECIAL
+def test_a_stop_file(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path, unchanged = special(tmp_path, make, link=True)
+    with (
+        kv.create("local", config=Config(stop_file=str(path))) as store,
+        pytest.raises(ConfigError, match=r"MPIKV_STOP_FILE=.*regular file is expected"),
+    ):
+        Trainer({"p": Parameter(np.zeros(3))}, "sgd", kvstore=store)
+    unchanged()
+
+
+def test_modes_and_links(tmp_path: Path) -> None:
+    """A file keeps its mode, a new one gets the usual one; a link stays a link, also one to nothing."""
+    file, link, lost = tmp_path / "file", tmp_path / "link", tmp_path / "lost"
+    before = os.umask(0o027)
+    try:
+        replace_file(file, lambda stream: stream.write(b"1"))
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640
+        file.chmod(0o604)
+        link.symlink_to(file)
+        replace_file(link, lambda stream: stream.write(b"2"))
+        assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode), link.is_symlink()) == (b"2", 0o604, True)
+        lost.symlink_to(tmp_path / "new")
+        replace_file(lost, lambda stream: stream.write(b"3"))
+        assert ((tmp_path / "new").read_bytes(), lost.is_symlink()) == (b"3", True)
+    finally:
+        os.umask(before)
+
+    def fail(stream: Any) -> None:
+        stream.write(b"half")
+        raise KeyError("no")
+
+    with pytest.raises(KeyError):
+        replace_file(file, fail)
+    assert file.read_bytes() == b"2"
+    link.unlink()
+    link.symlink_to(link)
+    with pytest.raises(OSError, match="symbolic links"):
+        replace_file(link, fail)
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "lost", "new"]
