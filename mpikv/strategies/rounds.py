@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Pending, Sink
@@ -35,8 +36,14 @@ class Rounds:
 
     def run(self, priority: int = 0) -> bool:
         """Push all keys, then wait for all. Blocks."""
+        refused: ConfigError | None = None
         for pending in [self._start(*entry) for entry in self._entries]:
-            self._wait(pending)
+            try:
+                self._wait(pending)
+            except ConfigError as error:  # so are the other keys, whose arrays are lent until they are
+                refused = refused or error
+        if refused is not None:
+            raise refused
         return True
 
     def release(self) -> None:
