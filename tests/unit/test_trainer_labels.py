@@ -13,14 +13,8 @@ from mpikv.testing.stores import spawn_stores
 
 SHAPES = {"a": (3, 5), "b": (1,), "c": (40,), "d": ()}
 # Of each worker, step by step: alike, the last, short batch, alike in another size, always different, alike.
-BATCHES = (
-    (2.0,) * 6,
-    (2.0, 1.0, 4.0, 2.0, 0.5, 2.0),
-    (2.0,) * 6,
-    (4.0,) * 6,
-    *((2.0, 1.0, 2.0, 4.0, 2.0, 2.0),) * 2,
-    (2.0,) * 6,
-)
+LAST, ALWAYS = (2.0, 1.0, 4.0, 2.0, 0.5, 2.0), (2.0, 1.0, 2.0, 4.0, 2.0, 2.0)
+BATCHES = ((2.0,) * 6, LAST, (2.0,) * 6, (4.0,) * 6, ALWAYS, ALWAYS, (2.0,) * 6)
 
 EVERY_WAY = pytest.mark.parametrize(
     "way",
