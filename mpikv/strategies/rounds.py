@@ -18,7 +18,7 @@ from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Pending, Sink
-from mpikv.strategies.lanes import Bucket, Lane, Round
+from mpikv.strategies.lanes import Bucket, Delivery, Lane, Round
 
 Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...]], Pending]
 
@@ -40,8 +40,10 @@ class Rounds:
         for pending in [self._start(*entry) for entry in self._entries]:
             try:
                 self._wait(pending)
-            except ConfigError as error:  # so are the other keys, whose arrays are lent until they are
-                refused = refused or error
+            except ConfigError as error:
+                if not isinstance(pending.request, Delivery) or pending.request.error is not error:
+                    raise
+                refused = refused or error  # so will be the other keys, whose arrays are lent until they are
         if refused is not None:
             raise refused
         return True
