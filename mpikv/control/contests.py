@@ -73,6 +73,12 @@ def factors_text(labels: Sequence[Label], names: Sequence[str]) -> str:
     return grouped([f"rescale_grad={label.factor!r}" for label in labels], names)
 
 
+def refusal(what: str, round_: int, why: str, *, late: bool = False) -> str:
+    """The text of the error. late: this worker has updated already."""
+    then = "those with the former ones have updated" if late else "nothing was updated"
+    return f"{what}, round {round_}: different attributes of the optimizer on different workers{why}; {then}"
+
+
 def judged(found: Sequence[Brought], names: Sequence[str]) -> Verdict:
     """The verdict on what all workers brought for one round. found: in the order of the workers."""
     series, round_ = found[0][:2]
@@ -152,6 +158,8 @@ class Series:
         self._mixed = False
         self._contested = False
         self._verdict: Verdict | None = None
+        self._over = False  # whether `end` has been called for this round
+        self.late = False  # the verdict came after that
 
     def restart(self, base: Labels) -> None:
         """All workers have agreed on new labels."""
@@ -164,7 +172,7 @@ class Series:
         """
         self.round += 1
         self._contested = not self.usual(labels, self.round)
-        self._labels, self._verdict = labels, None
+        self._labels, self._verdict, self._over, self.late = labels, None, False, False
         if self._contested:
             self._bring(Brought(self.number, self.round, not contributed, labels))
         return self._contested and not contributed
@@ -188,7 +196,7 @@ class Series:
     def decide(self, verdict: Verdict) -> None:
         """Worker 0 has decided on a round."""
         if verdict.round == self.round:
-            self._verdict = verdict
+            self._verdict, self.late = verdict, self._over
 
     def test(self) -> bool:
         """Whether nothing is to be waited for."""
@@ -218,17 +226,18 @@ class Series:
             for label, unit in zip(self._labels, units, strict=True)
         ]
 
-    def end(self) -> None:
-        """The round is over. Raises ConfigError, on every worker, where nothing was updated."""
+    def end(self, round_: int | None = None) -> None:
+        """The round is over. Raises ConfigError, on every worker, where nothing was updated.
+
+        round_: its number as the user counts.
+        """
+        self._over = True
         if not self._contested:
             return
         verdict = self._verdict
         assert verdict is not None
         if self.wrong:
             why = "" if verdict.wrong else ", which integers cannot be scaled by"
-            raise ConfigError(
-                f"{self._what}, round {self.round}: different attributes of the optimizer on different workers{why}: "
-                f"{verdict.text}; nothing was updated"
-            )
+            raise ConfigError(refusal(self._what, round_ or self.round, f"{why}: {verdict.text}", late=self.late))
         self._mixed = verdict.mixed
         self._base = tuple(base if one is None else one for one, base in zip(self._labels, self._base, strict=True))

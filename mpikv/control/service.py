@@ -149,6 +149,7 @@ class Control:
         self._series: dict[int, Series] = {}
         self._asked_for: dict[int, int] = {}  # rounds of series that are not there yet
         self._brought: list[Brought] = []  # labels that wait to be sent, those of several series in one message
+        self._late: Series | None = None  # what was decided on after its round had ended here, to be raised once
         self._judge = None if agreement is None else Judge(self.labels)
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
 
@@ -330,7 +331,10 @@ class Control:
 
     def _know_units(self, verdicts: Sequence[Units]) -> None:
         for verdict in verdicts:
-            self._series[verdict.series].decide(verdict)
+            series = self._series[verdict.series]
+            series.decide(verdict)
+            if series.late:
+                self._late = series
 
     # --- leaving
 
@@ -431,6 +435,9 @@ class Control:
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            late.end()
         if waiting.key is not None:
             self._check_key(waiting.key)
         if waiting.round is None or waiting.key_id is None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
-from mpikv.control.contests import disagreement, factors_text
+from mpikv.control.contests import disagreement, factors_text, refusal
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
@@ -264,10 +264,7 @@ class Shard:
             # The version stays, so that no pull is answered and nothing more is taken.
             for term in update.terms:
                 self._pool.give(term)
-            text = (
-                f"key {self.info.key!r}, round {unit.version + 1}: different attributes of the optimizer on different"
-            )
-            return [Refusal(self.info.id, f"{text} workers{why}; nothing was updated")]
+            return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", unit.version + 1, why))]
         self._apply(unit, update)
         unit.version += 1
         events = self._answer()

@@ -17,6 +17,7 @@ from mpikv.collectives import hosted
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lanes import Lane, Round, Unders
@@ -61,7 +62,11 @@ class LaneRounds:
             if lane.series is not None:
                 if not lane.series.test():
                     yield lane.series  # a worker that owns nothing need not have waited yet
-                lane.series.end()
+                try:
+                    lane.series.end(lane.round)
+                except ConfigError as error:
+                    lane.refuse(error)
+                    raise
             lane.queue.popleft()
             lane.finish(round_.values)
             lane.deliver()

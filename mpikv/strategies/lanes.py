@@ -20,6 +20,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.stages import Span
 from mpikv.control.contests import Labels, Series
+from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
@@ -76,6 +77,11 @@ class Lane:
         """Have the value in the memory of the host. Before it is set."""
         if shared is not None:
             self.shared, self._own = shared, shared.value
+
+    @property
+    def round(self) -> int:
+        """The round under way, as the user counts: with those that went the direct way."""
+        return self.done + 1 + (0 if self._direct is None else self._direct.rounds(self.info.id))
 
     @property
     def idle(self) -> bool:
@@ -182,6 +188,13 @@ class Lane:
         for delivery in ready:
             delivery.take(self.value())
 
+    def refuse(self, error: ConfigError) -> None:
+        """Nothing was updated in this round, and no other follows: all pulls get the value as it is, and the error."""
+        for delivery in self.deliveries:
+            delivery.take(self.value())
+            delivery.error = error
+        self.deliveries = []
+
 
 class Bucket(Lane):
     """A lane of several keys of one dtype."""
@@ -266,20 +279,20 @@ class Delivery:
         self._span = lane.span(info)
         self._sink = sink
         self._done = False
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def take(self, value: HostArray) -> None:
         """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
         try:
             self._sink.deliver(value[self._span])
         except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
-            self._error = error
+            self.error = error
         self._done = True
 
     def test(self) -> bool:
         """Whether the arrays are filled; raises what went wrong."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if not self._done:
             self._lane.reached(self.round)
         return self._done

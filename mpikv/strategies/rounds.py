@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Pending, Sink
-from mpikv.strategies.lanes import Bucket, Lane, Round
+from mpikv.strategies.lanes import Bucket, Delivery, Lane, Round
 
 Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...]], Pending]
 
@@ -35,8 +36,16 @@ class Rounds:
 
     def run(self, priority: int = 0) -> bool:
         """Push all keys, then wait for all. Blocks."""
+        refused: ConfigError | None = None
         for pending in [self._start(*entry) for entry in self._entries]:
-            self._wait(pending)
+            try:
+                self._wait(pending)
+            except ConfigError as error:
+                if not isinstance(pending.request, Delivery) or pending.request.error is not error:
+                    raise
+                refused = refused or error  # so will be the other keys, whose arrays are lent until they are
+        if refused is not None:
+            raise refused
         return True
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mpikv import optimizers, wire
 from mpikv.errors import MpikvError
 from mpikv.server.core import ServerCore
-from mpikv.server.events import Reply
+from mpikv.server.events import Refusal, Reply
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.testing.reference import ReferenceStore
 
@@ -45,6 +45,7 @@ class Session:
         self.core = ServerCore([f"worker {i}" for i in range(workers)], policy)
         self.replies = {}  # (worker, tag) -> the bytes that have been received
         self._pick = pick
+        self.refusals = []
         self._payloads = {}  # (worker, payload tag) -> the worker's array, as bytes that have not been fetched
         self._fetches = {}  # (worker, payload tag) -> partitions asked for, in order
         self._leaving = {}  # (worker, reply tag) -> replies in order, with their bytes at the beginning
@@ -69,6 +70,8 @@ class Session:
             if isinstance(event, Reply):
                 entry = (event, event.data.tobytes())
                 self._leaving.setdefault((event.worker, event.tag), []).append(entry)
+            elif isinstance(event, Refusal):
+                self.refusals.append(event)
             else:
                 self._fetches.setdefault((event.push.worker, event.push.tag), []).append(event)
 
@@ -328,23 +331,53 @@ def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
 
 @settings(max_examples=60)
 @given(st.integers(2, 4), st.integers(1, 5), st.data())
-def test_attributes_of_worker_0_hold_for_the_round(workers, rounds, data):
-    """Each worker sends new attributes ahead of its push; whatever the order, round i is made at worker 0's rate i."""
+def test_each_round_is_made_with_its_attributes(workers, rounds, data):
+    """Each worker sends new attributes ahead of its push; whatever the order, round i is made at rate i, and each
+    worker's gradient counts with its own factor."""
     session = Session(workers, Synchronous)
+    factors = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=workers, max_size=workers))
     session.send(0, *init_request(0, np.float32))
     session.send(0, *optimizer_request(optimizers.create("sgd", learning_rate=1.0), tag=999))
     optimizer = optimizers.create("sgd", learning_rate=1.0)
     programs = [[(step, i) for i in range(1, rounds + 1) for step in ("rate", "push")] for _ in range(workers)]
     for worker, (step, i) in interleaved(data.draw, programs):
         if step == "rate":
-            optimizer.learning_rate = 2.0**i if worker == 0 else 1000.0
+            optimizer.learning_rate, optimizer.rescale_grad = 2.0**i, factors[worker]
             text = json.dumps([0, optimizer.attributes()]).encode()
             session.send(worker, wire.Header(wire.ATTRIBUTES, attributes_id=i), text)
         else:
             session.send(worker, wire.Header(wire.PUSH, 0, 0, i, i), np.ones(3, np.float32))
     session.send(0, wire.Header(wire.PULL, 0, 1, 0, rounds))
     value = np.frombuffer(session.replies[0, 1], np.float32)
-    assert value.tolist() == [-workers * (2.0 ** (rounds + 1) - 2)] * 3
+    assert value.tolist() == [-sum(factors) * (2.0 ** (rounds + 1) - 2)] * 3
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 4), st.integers(1, 4), st.booleans(), st.data())
+def test_a_round_of_different_attributes_is_refused(workers, last, whole, data):
+    """Up to round `last` all is well; there one worker brings another rate. Nothing after it is answered."""
+    session = Session(workers, Synchronous)
+    session.send(0, *init_request(0, np.float32))
+    kind = "lamb" if whole else "sgd"
+    session.send(0, *optimizer_request(optimizers.create(kind, learning_rate=1.0), tag=999))
+    odd = data.draw(st.integers(0, workers - 1))
+    programs = [[(step, i) for i in range(1, last + 2) for step in ("rate", "push")] for _ in range(workers)]
+    for worker, (step, i) in interleaved(data.draw, programs):
+        optimizer = optimizers.create(kind, learning_rate=3.0 if (worker, i) == (odd, last) else 1.0 / i)
+        if step == "rate":
+            text = json.dumps([0, optimizer.attributes()]).encode()
+            session.send(worker, wire.Header(wire.ATTRIBUTES, attributes_id=i), text)
+        else:
+            session.send(worker, wire.Header(wire.PUSH, 0, 0, i, i), np.ones(3, np.float32))
+    for round_ in range(last + 2):
+        session.send(0, wire.Header(wire.PULL, 0, 1 + round_, 0, round_))
+    (refusal,) = {event.text for event in session.refusals}
+    assert f"round {last}" in refusal
+    assert f"worker {odd}: learning_rate=3.0" in refusal
+    assert [tag - 1 for _, tag in session.replies if tag < 999] == list(range(last))
+    for worker in range(workers):
+        session.send(worker, wire.Header(wire.BYE))
+    assert session.core.finished
 
 
 def test_order_requests():

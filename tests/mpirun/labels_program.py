@@ -1,0 +1,34 @@
+"""Workers with different batch sizes, then with different rates: `labels_program.py CASE`, CASE `sizes` or `rates`.
+
+Prints `right` where a worker has gone through all steps with the right weights.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+import mpikv
+from mpikv import kv
+
+N = 100_003  # several chunks, segments and partitions, cut at no even place
+STEPS = ((4, 4, 4), (4, 2, 1), (4, 4, 4), (2, 2, 2), (2, 2, 8))
+
+with kv.create("dist_sync") as store:
+    rank, workers = store.rank, store.num_workers
+    for on_store in (True, False):
+        parameters = {"w": mpikv.Parameter(np.zeros(N, np.float32)), "b": mpikv.Parameter(np.zeros(1, np.float32))}
+        trainer = mpikv.Trainer(parameters, "sgd", {"learning_rate": 0.5}, kvstore=store, update_on_kvstore=on_store)
+        expected = 0.0
+        for sizes in STEPS:
+            for parameter in parameters.values():
+                parameter.grad[...] = rank + 1
+            trainer.step(sizes[rank])
+            expected -= 0.5 * sum((r + 1) / sizes[r] for r in range(workers))
+            for parameter in parameters.values():
+                assert (parameter.data == np.float32(expected)).all(), (sizes, parameter.data, expected)
+    if sys.argv[1] == "rates":
+        trainer.set_learning_rate(0.5 + 0.25 * rank)
+        trainer.step(1)
+    print("right", rank)

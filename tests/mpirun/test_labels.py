@@ -1,0 +1,38 @@
+"""Whole jobs whose workers give different batch sizes, or different rates, by each way that gradients can go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import mpirun
+
+PROGRAM = str(Path(__file__).with_name("labels_program.py"))
+LIMIT_S = 60
+WAYS = {
+    "memory": {},
+    "messages": {"MPIKV_SHARED_MEMORY": "off"},
+    "native": {"MPIKV_ALGORITHM": "native"},
+    "hosts": {"MPIKV_FAKE_HOSTS": "2"},
+    "servers": {"MPIKV_NUM_SERVERS": "1", "MPIKV_PARTITION_BYTES": "65536"},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "workers"),
+    [("memory", 2), ("memory", 3), ("messages", 3), ("native", 3), ("hosts", 3), ("servers", 2), ("servers", 3)],
+)
+def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: int) -> None:
+    ranks = workers + (way == "servers")
+    job = mpirun(ranks, ["python", PROGRAM, "sizes"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
+    assert (job.status, job.stdout.count("right")) == (0, workers), job.output
+
+
+@pytest.mark.parametrize("way", ["memory", "servers"])
+def test_different_rates_end_the_job(mpi, way: str) -> None:
+    job = mpirun(3, ["python", PROGRAM, "rates"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
+    assert not job.timed_out, job.output
+    assert job.status != 0, job.output
+    assert "right" not in job.stdout, job.output
+    assert "learning_rate=0.5; worker 1 on" in job.output, job.output
+    assert ": learning_rate=0.75" in job.output, job.output

@@ -1,0 +1,219 @@
+"""Trainers whose workers give different batch sizes, or other attributes, in every way that a step can go."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from test_store_labels import Way, way_id
+
+from mpikv import ConfigError, Parameter, PeerError, Trainer
+from mpikv.testing.stores import spawn_stores
+
+SHAPES = {"a": (3, 5), "b": (1,), "c": (40,), "d": ()}
+# Of each worker, step by step: alike, the last, short batch, alike in another size, always different, alike.
+LAST, ALWAYS = (2.0, 1.0, 4.0, 2.0, 0.5, 2.0), (2.0, 1.0, 2.0, 4.0, 2.0, 2.0)
+BATCHES = ((2.0,) * 6, LAST, (2.0,) * 6, (4.0,) * 6, ALWAYS, ALWAYS, (2.0,) * 6)
+
+EVERY_WAY = pytest.mark.parametrize(
+    "way",
+    [
+        Way(2),
+        Way(3),
+        Way(3, algorithm="ring"),
+        Way(5, algorithm="halving_doubling"),
+        Way(3, hosts="abc"),
+        Way(3, hosts="aab"),
+        Way(4, hosts="aabb", memory="off"),
+        Way(2, servers=1),
+        Way(3, servers=2, part_bytes=64),
+        Way(3, servers=2, part_bytes=64, memory="off"),
+    ],
+    ids=way_id,
+)
+ON_STORE = pytest.mark.parametrize("on_store", [True, False], ids=["store", "own"])
+
+
+def made(store, on_store: bool, names=SHAPES, optimizer="test", **params: Any) -> tuple[dict[str, Parameter], Trainer]:
+    parameters = {name: Parameter(np.zeros(SHAPES[name], np.float32)) for name in names}
+    return parameters, Trainer(parameters, optimizer, params, kvstore=store, update_on_kvstore=on_store)
+
+
+def gradient(name: str, worker: int, step: int) -> Any:
+    shape = SHAPES[name]
+    return ((np.arange(int(np.prod(shape))) + worker + step + len(name)) % 3).reshape(shape).astype(np.float32)
+
+
+def write(parameters: dict[str, Parameter], worker: int, step: int) -> None:
+    for name, parameter in parameters.items():
+        parameter.grad[...] = gradient(name, worker, step)
+
+
+def bits(parameters: dict[str, Parameter]) -> list[bytes]:
+    return [parameter.data.tobytes() for parameter in parameters.values()]
+
+
+def expected(name: str, workers: int, steps: int) -> Any:
+    return sum(gradient(name, w, i).astype(np.float64) / BATCHES[i][w] for i in range(steps) for w in range(workers))
+
+
+@ON_STORE
+@pytest.mark.parametrize("how", ["step", "push_grad", "some handed over", "later"])
+@EVERY_WAY
+def test_each_gradient_is_divided_by_its_own_batch_size(way: Way, how: str, on_store: bool) -> None:
+    def body(store):
+        parameters, trainer = made(store, on_store)
+        found = []
+        for step, sizes in enumerate(BATCHES):
+            write(parameters, store.rank, step)
+            size = sizes[store.rank]
+            if how in {"push_grad", "some handed over"}:
+                for name in list(reversed(parameters))[: None if how == "push_grad" else 2]:
+                    trainer.push_grad(name, size)
+            trainer.step(size, wait=how != "later")
+            for name in parameters:
+                trainer.wait(name)
+            found.append([parameter.data.tolist() for parameter in parameters.values()])
+        return found
+
+    for found in way.run(body):
+        for step, values in enumerate(found):
+            assert values == [expected(name, way.workers, step + 1).tolist() for name in SHAPES], step
+
+
+@ON_STORE
+@EVERY_WAY
+def test_all_workers_hold_the_same_bits(way: Way, on_store: bool) -> None:
+    """With factors that are no powers of two, momentum and two trainers on one store."""
+
+    def body(store):
+        trainers = [made(store, on_store, names, "sgd", momentum=0.9) for names in (("a", "c"), ("b", "d"))]
+        for step in range(6):
+            for i, (parameters, trainer) in enumerate(trainers):
+                random = np.random.default_rng([store.rank, step, i])
+                for parameter in parameters.values():
+                    parameter.grad[...] = random.standard_normal(parameter.data.shape)
+                trainer.step(7 if step % 3 else 3 + store.rank + i)
+        return [bits(parameters) for parameters, _ in trainers]
+
+    results = way.run(body)
+    assert all(result == results[0] for result in results)
+
+
+@ON_STORE
+@EVERY_WAY
+def test_another_rate_stops_all_workers(way: Way, on_store: bool) -> None:
+    def body(store):
+        parameters, trainer = made(store, on_store, optimizer="sgd", learning_rate=0.5)
+        write(parameters, store.rank, 0)
+        trainer.step(2)
+        before = bits(parameters)
+        if store.rank == 1:
+            trainer.set_learning_rate(0.25)
+        write(parameters, store.rank, 1)
+        with pytest.raises(ConfigError) as caught:
+            trainer.step(2 + store.rank)
+        after = bits(parameters)
+        try:
+            store.close()
+        except ConfigError:
+            assert on_store
+        return before == after, str(caught.value)
+
+    for unchanged, text in way.run(body):
+        assert unchanged
+        assert "learning_rate=0.25" in text
+        assert "learning_rate=0.5" in text
+
+
+@pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
+def test_allreduce_and_update_with_equal_attributes(way: Way) -> None:
+    """What lies between them may take any time; where all change together nothing is wrong."""
+
+    def body(store):
+        parameters, trainer = made(store, on_store=False)
+        for step, size in enumerate((2, 2, 4, 4, 2)):
+            write(parameters, store.rank, step)
+            trainer.allreduce_grads()
+            sums = {name: parameter.grad.tolist() for name, parameter in parameters.items()}
+            assert sums == {name: sum(gradient(name, w, step) for w in range(3)).tolist() for name in parameters}
+            trainer.update(size)
+        return [parameter.data.tolist() for parameter in parameters.values()]
+
+    wanted = [
+        sum(gradient(name, w, i) / size for i, size in enumerate((2, 2, 4, 4, 2)) for w in range(3)).tolist()
+        for name in SHAPES
+    ]
+    assert way.run(body) == [wanted] * 3
+
+
+@pytest.mark.parametrize("attribute", ["batch_size", "learning_rate"])
+@pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
+def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str) -> None:
+    """Who has changed finds out before it updates, the others in their next call at the latest."""
+
+    def body(store):
+        parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
+        for step in range(2):
+            write(parameters, store.rank, step)
+            trainer.allreduce_grads()
+            trainer.update(2)
+        odd = store.rank == 2
+        if odd and attribute == "learning_rate":
+            trainer.set_learning_rate(1.5)
+        write(parameters, store.rank, 2)
+        trainer.allreduce_grads()
+        before = bits(parameters)
+        try:
+            trainer.update(4 if odd and attribute == "batch_size" else 2)
+        except ConfigError as error:
+            return before == bits(parameters), str(error)
+        assert not odd
+        with pytest.raises(ConfigError) as caught:
+            trainer.allreduce_grads()
+        with contextlib.suppress(PeerError):  # this worker may have pushed once more
+            store.close()
+        return True, str(caught.value)
+
+    for unchanged, text in way.run(body):
+        assert unchanged
+        assert ("rescale_grad=0.25" if attribute == "batch_size" else "learning_rate=1.5") in text
+        assert "worker 2" in text
+
+
+def test_trainers_that_update_by_themselves_compare_their_optimizers() -> None:
+    def body(store):
+        with pytest.raises(ConfigError, match=r"learning_rate=0\.5; worker 1 on \S+: learning_rate=0\.25"):
+            made(store, False, optimizer="sgd", learning_rate=0.5 - 0.25 * store.rank)
+
+    spawn_stores("dist_sync", 2, body)
+
+
+@pytest.mark.parametrize("way", [Way(2), Way(2, hosts="ab"), Way(2, servers=1)], ids=way_id)
+def test_states_that_are_loaded(way: Way, tmp_path) -> None:
+    """Attributes that come from a file reach all workers alike; one that is changed afterwards is found."""
+
+    def body(store):
+        parameters, trainer = made(store, True, optimizer="sgd", learning_rate=0.5, momentum=0.5)
+        write(parameters, store.rank, 0)
+        trainer.step(2)
+        trainer.save_states(str(tmp_path / "states"))
+        trainer.set_learning_rate(2.0)
+        write(parameters, store.rank, 1)
+        trainer.step(2 + store.rank)
+        trainer.load_states(str(tmp_path / "states"))
+        rate = trainer.learning_rate
+        write(parameters, store.rank, 2)
+        trainer.step(2)
+        trainer.optimizer.momentum = 0.5 - 0.25 * store.rank
+        with pytest.raises(ConfigError, match=r"momentum=0\.25"):
+            trainer.step(2)
+        with pytest.raises(ConfigError):
+            store.close()
+        return rate, bits(parameters)
+
+    results = way.run(body)
+    assert results[0] == results[1]
+    assert results[0][0] == 0.5
