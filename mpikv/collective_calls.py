@@ -199,6 +199,8 @@ def size_class(n_bytes: int) -> int:
 
 
 def _named(name: str | None) -> str:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name is a text, not {name!r}")
     return "" if name is None else f", {name!r}"
 
 
