@@ -52,7 +52,7 @@ class Gradients:
     ) -> None:
         self.calls = calls
         self._store = calls.store
-        self._name = name
+        self.name = name
         self.names = [one for one, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.forms: list[Form] = [form_of(*one) for one in named]
@@ -153,6 +153,9 @@ class Gradients:
         """
         if self._store.has_optimizer:
             raise UnsupportedError("the store has an optimizer for all keys, so it gives no sums; use another store")
+        if failed:
+            self.fired.clear()  # their gradients may be gone, and are of no use
+            self._used[:] = False
         if self._array is None:
             self._start()
         assert self._array is not None
@@ -198,7 +201,7 @@ class Gradients:
         self._add_group([int(i) for i in order if i >= 0], self._tail.n_elems)
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
-        key = f"{self._name}/gradients" + (f" {self._groups}," if self._groups else "")
+        key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
         found, places, tail = make_buckets(
             self._store, key, members, self.forms, limit_bytes=self._bucket_bytes, tail_elems=tail_elems
         )
@@ -208,7 +211,8 @@ class Gradients:
         if tail is not None:
             self._array = tail
         for i in places.keys() & self.fired.keys():
-            self._write(i)
+            if self.parameters[i].grad is not None:  # else somebody has cleared it since
+                self._write(i)
 
     def _is_trained(self, bucket: Bucket) -> bool:
         return any(self._trained[i] for i in bucket.members)

@@ -37,6 +37,8 @@ class Join:
         self._average = average
         self._synchronize_model = synchronize_model
         self._scale = gradients.scale
+        self._key = f"{gradients.name}/examples"
+        self._counts = np.zeros((2, calls.store.num_workers), np.int64)
         self.active = False
         self.n_examples = 0  # of this worker, since the last round
         self._last: np.ndarray | None = None  # who was there in the last round
@@ -48,11 +50,12 @@ class Join:
 
     def _weigh(self, *, there: bool) -> bool:
         """Whether anybody has data."""
-        rank, size = self._calls.store.rank, self._calls.store.num_workers
-        mine = np.zeros((2, size), np.int64)
+        rank, store = self._calls.store.rank, self._calls.store
+        self._counts[:] = 0
         if there:
-            mine[:, rank] = 1, self.n_examples
-        present, examples = self._calls.allreduce([mine], name="examples of this step")[0]
+            self._counts[:, rank] = 1, self.n_examples
+        store.pushpull(self._key, self._counts)
+        present, examples = self._counts.copy()
         self.n_examples = 0
         if not present.any():
             return False
@@ -69,6 +72,8 @@ class Join:
         if self.active:
             raise RuntimeError("join inside join of the same model")
         self._calls.agree([], "join")
+        if self._key not in self._calls.store:
+            self._calls.store.init(self._key, self._counts)
         self.active, self.n_examples, self._last = True, 0, None
         try:
             yield
