@@ -22,7 +22,17 @@ from mpikv.torch.calls import (
     poll,
     synchronize,
 )
-from mpikv.torch.default_store import barrier, init, is_initialized, local_rank, local_size, rank, shutdown, size
+from mpikv.torch.default import (
+    barrier,
+    default_store,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from mpikv.torch.model import DistributedModel
 from mpikv.torch.optimizer import Compression, DistributedOptimizer
 from mpikv.torch.states import broadcast_object, broadcast_optimizer_state, broadcast_parameters
@@ -48,6 +58,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "default_store",
     "grouped_allreduce",
     "grouped_allreduce_",
     "init",

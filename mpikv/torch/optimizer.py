@@ -24,7 +24,7 @@ from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import tensors
 from mpikv.torch.calls import Average, Sum
-from mpikv.torch.default_store import calls_of
+from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.passes import hook
 

@@ -13,7 +13,7 @@ from mpikv.arrays import dtype_of
 from mpikv.errors import ShapeMismatch
 from mpikv.kvstore import KVStore
 from mpikv.torch import buffers
-from mpikv.torch.default_store import calls_of
+from mpikv.torch.default import calls_of
 from mpikv.torch.tensors import array_of, tensor_of
 
 

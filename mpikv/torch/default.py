@@ -61,6 +61,11 @@ def calls_of(store: KVStore | None) -> CollectiveCalls:
     return _default.calls
 
 
+def default_store() -> KVStore:
+    """The store that calls without `store` use. It is made if need be; collective then."""
+    return calls_of(None).store
+
+
 def rank() -> int:
     """This worker's number in the default store."""
     return calls_of(None).store.rank
