@@ -95,6 +95,7 @@ class KVStore:
         self._stop_told = False  # whether one of several trainers has said that none of them saves
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
+        self._has_optimizer = False
         self._prepared = PreparedCalls()
 
     # --- what it is
@@ -119,6 +120,16 @@ class KVStore:
         if not isinstance(capability, str) or capability.lower() != "optimizer":
             raise ValueError(f"unknown capability {shown(capability)}; known is 'optimizer'")
         return True
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether `set_optimizer` or `set_updater` was called, so that `pushpull` gives weights and not sums. Local."""
+        return self._has_optimizer
+
+    def __contains__(self, key: object) -> bool:
+        """Whether `init` was called for this key. TypeError for what is no key of this store. Local."""
+        self._check_open("in")
+        return self._strategy.lookup(self._forms.key(key)) is not None
 
     # --- stopping together
 
@@ -361,6 +372,7 @@ class KVStore:
         self._check_open("set_optimizer")
         self._optimizer = optimizers.create(optimizer)
         self._strategy.set_optimizer(self._optimizer, None)
+        self._has_optimizer = True
 
     def _set_optimizer_for(self, keys: Sequence[Key], optimizer: optimizers.Optimizer) -> None:
         """`set_optimizer` for these keys alone, so that two trainers on one store do not meet."""
@@ -396,6 +408,7 @@ class KVStore:
         if not callable(updater):
             raise checks.wrong("set_updater: updater", "a function (key, pushed_sum, stored)", updater)
         self._strategy.set_updater(updater)
+        self._has_optimizer = True
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
         """Gradient compression is not in this version: UnsupportedError."""

@@ -1,0 +1,73 @@
+"""PyTorch on a store: models and optimizers with the gradients of all workers, and Horovod's calls.
+
+Importing this package imports PyTorch, not MPI.
+"""
+
+from mpikv.torch.calls import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    broadcast,
+    broadcast_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    poll,
+    synchronize,
+)
+from mpikv.torch.default import (
+    barrier,
+    default_store,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+from mpikv.torch.model import DistributedModel
+from mpikv.torch.optimizer import Compression, DistributedOptimizer
+from mpikv.torch.states import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedModel",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "default_store",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

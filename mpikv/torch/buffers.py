@@ -1,0 +1,91 @@
+"""Buffers of a module, such as the statistics of a batch normalisation, kept equal to one worker's.
+
+At the start all of them are worker 0's. Those that have changed when the first pass ends travel with the gradients from
+then on. Others, such as masks, are compared with a copy in each pass (PyTorch's own count of changes does not see those
+of a batch normalisation); where one has changed after all, they cost an exchange of their own in that pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mpikv.arrays import HostArray
+from mpikv.collective_calls import CollectiveCalls
+from mpikv.torch.tensors import array_of
+
+
+class Buffers:
+    """The buffers of a module. calls: for what is not sent with the gradients."""
+
+    def __init__(self, module: torch.nn.Module, calls: CollectiveCalls) -> None:
+        self._calls = calls
+        self._names = [name for name, _ in module.named_buffers()]
+        self._homes = {name: _home(module, name) for name in self._names}
+        self._sent: list[str] = []  # those that travel with the gradients
+        self._sizes: list[int] = []
+        self._others = list(self._names)
+        self._seen: list[bytes] = []  # the values of the others
+
+    def remember(self) -> None:
+        """Changes count from now on."""
+        self._seen = self._values()
+
+    def _values(self) -> list[bytes]:
+        return [array_of(buffer).tobytes() for buffer in self._now(self._others)]
+
+    def _now(self, names: list[str]) -> list[torch.Tensor]:
+        """The buffers themselves; a module may have put others in their places."""
+        found = [self._homes[name][0][self._homes[name][1]] for name in names]
+        return [buffer for buffer in found if buffer is not None]
+
+    def choose(self) -> int:
+        """Agree on those that travel with the gradients; returns how many bytes they are. Collective, blocks."""
+        changed = np.array([now != then for now, then in zip(self._values(), self._seen, strict=True)], np.uint8)
+        if self._names:
+            changed = self._calls.allreduce([changed], "max", name="buffers that change")[0]
+        self._sent = [name for name, one in zip(self._names, changed, strict=True) if one]
+        self._others = [name for name, one in zip(self._names, changed, strict=True) if not one]
+        self.remember()
+        self._sizes = [buffer.numel() * buffer.element_size() for buffer in self._now(self._sent)]
+        return sum(self._sizes)
+
+    def collect(self) -> HostArray:
+        """The bytes of those that travel with the gradients. Local."""
+        arrays = [np.ascontiguousarray(array_of(buffer)) for buffer in self._now(self._sent)]
+        return np.concatenate([np.empty(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in arrays)])
+
+    def deliver(self, content: HostArray) -> None:
+        """Write what `collect` gave elsewhere. Local."""
+        begin = 0
+        for buffer, size in zip(self._now(self._sent), self._sizes, strict=True):
+            _write(buffer, content[begin : begin + size])
+            begin += size
+
+    def changed_otherwise(self) -> bool:
+        """Whether others than those have changed on this worker. Local."""
+        return bool(self._others) and self._values() != self._seen
+
+    def send_otherwise(self, root: int) -> None:
+        """Bring all others to every worker. Collective, blocks."""
+        broadcast(self._calls, self._now(self._others), root, "buffers")
+        self.remember()
+
+
+def _home(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path)._buffers, leaf
+
+
+def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, name: str) -> None:
+    """Write worker `root`'s values into these tensors on every worker. Collective, blocks."""
+    for tensor, array in zip(tensors, calls.broadcast([array_of(t) for t in tensors], root, name), strict=True):
+        if calls.store.rank != root:
+            _write(tensor, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _write(tensor: torch.Tensor, content: HostArray) -> None:
+    """Set a tensor's values from their bytes, without counting it as a change that a backward pass must refuse."""
+    if tensor.numel():
+        values = torch.from_numpy(content.copy()).view(tensor.dtype).view(tensor.shape)
+        tensor.data.copy_(values)

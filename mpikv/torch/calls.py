@@ -1,0 +1,165 @@
+"""Horovod's calls on tensors: allreduce, allgather, broadcast, alltoall, and their `_`, `_async` and grouped forms.
+
+Every worker makes the same calls in the same order, with tensors of the same shapes and dtypes: anything else is a
+ShapeMismatch on every worker (a `name` is compared, not searched for, as Horovod does). store: default as in `init`.
+Results are new tensors, detached, on the tensor's device; the forms with `_` write into the tensor. All calls are
+collective and block: what `_async` gives is done already, and waits for nothing.
+
+Cost: see collective_calls.py. Gradients are for DistributedModel or DistributedOptimizer, which are much faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpikv.errors import UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.torch.default import calls_of
+from mpikv.torch.tensors import array_of, tensor_of
+
+Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
+
+
+class Handle:
+    """The result of an `_async` call, which is there already."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+
+def _tensors(call: str, values: Sequence[Any]) -> list[torch.Tensor]:
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{call}: a tensor is needed, not {type(value).__name__}")
+        if value.is_sparse:
+            raise UnsupportedError(f"{call}: sparse tensors cannot be added; use to_dense()")
+    return list(values)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    *,
+    op: str = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    store: KVStore | None = None,
+) -> list[torch.Tensor]:
+    """The mean over the workers of each tensor (op: Average, Sum, Min, Max or Product). Collective, blocks.
+
+    prescale_factor, postscale_factor: what tensors are multiplied by before and after. Average needs a floating dtype.
+    """
+    given = _tensors("allreduce", tensors)
+    scaled = [tensor.detach() if prescale_factor == 1 else tensor.detach() * prescale_factor for tensor in given]
+    results = calls_of(store).allreduce([array_of(tensor) for tensor in scaled], op, name)
+    found = [tensor_of(result).to(tensor.device) for result, tensor in zip(results, scaled, strict=True)]
+    return found if postscale_factor == 1 else [one * postscale_factor for one in found]
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    *,
+    op: str = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    store: KVStore | None = None,
+) -> torch.Tensor:
+    """`grouped_allreduce` of one tensor."""
+    return grouped_allreduce(
+        [tensor], name, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, store=store
+    )[0]
+
+
+def grouped_allreduce_(tensors: Sequence[torch.Tensor], name: str | None = None, **options: Any) -> list[torch.Tensor]:
+    """`grouped_allreduce` in place."""
+    results = grouped_allreduce(tensors, name, **options)
+    return [_set(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
+
+
+def allreduce_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> torch.Tensor:
+    """`allreduce` in place."""
+    return grouped_allreduce_([tensor], name, **options)[0]
+
+
+def allreduce_async(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
+    """`allreduce`; `synchronize` gives the result."""
+    return Handle(allreduce(tensor, name, **options))
+
+
+def allreduce_async_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
+    """`allreduce_`; `synchronize` gives the tensor."""
+    return Handle(allreduce_(tensor, name, **options))
+
+
+def allgather(tensor: torch.Tensor, name: str | None = None, store: KVStore | None = None) -> torch.Tensor:
+    """All workers' tensors behind each other; their first dimensions may differ. Collective, blocks."""
+    (given,) = _tensors("allgather", [tensor])
+    return tensor_of(calls_of(store).allgather(array_of(given), name)).to(tensor.device)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, store: KVStore | None = None
+) -> torch.Tensor:
+    """Worker `root_rank`'s tensor. Collective, blocks."""
+    (given,) = _tensors("broadcast", [tensor])
+    return tensor_of(calls_of(store).broadcast([array_of(given)], root_rank, name)[0]).to(tensor.device)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, store: KVStore | None = None
+) -> torch.Tensor:
+    """`broadcast` in place."""
+    return _set(tensor, broadcast(tensor, root_rank, name, store))
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    store: KVStore | None = None,
+) -> Any:
+    """Worker i gets the i-th part of every worker's tensor, behind each other. Collective, blocks.
+
+    splits: the length of each part along the first dimension; None: equal parts. Returns the tensor; where splits are
+    given, also what came from each worker. Cost: all workers' tensors come to every worker.
+    """
+    (given,) = _tensors("alltoall", [tensor])
+    calls = calls_of(store)
+    rank, n = calls.store.rank, calls.store.num_workers
+    length = given.shape[0] if given.ndim else -1
+    mine = [length // n] * n if splits is None else [int(part) for part in splits]
+    if length < 0 or len(mine) != n or min(mine) < 0 or sum(mine) != length:
+        raise ValueError(
+            f"alltoall: the first dimension of a tensor of shape {tuple(given.shape)} is cut into {n} parts that "
+            f"make up all of it; got {mine}"
+        )
+    parts = calls.allgather(np.array([mine], np.int64), name)
+    everything = tensor_of(calls.allgather(array_of(given), name)).to(tensor.device)
+    starts = np.cumsum([0, *parts.sum(axis=1)])[:-1] + parts[:, :rank].sum(axis=1)
+    received = [int(part) for part in parts[:, rank]]
+    pieces = [everything[begin : begin + k] for begin, k in zip(starts.tolist(), received, strict=True)]
+    result = torch.cat(pieces)
+    return result if splits is None else (result, torch.tensor(received))
+
+
+def synchronize(handle: Handle) -> torch.Tensor:
+    """The result of an `_async` call. Local."""
+    if not isinstance(handle, Handle):
+        raise TypeError(f"synchronize: what an _async call returned is needed, not {type(handle).__name__}")
+    return handle._result
+
+
+def poll(handle: Handle) -> bool:
+    """Whether an `_async` call is done: always. Local."""
+    synchronize(handle)
+    return True
+
+
+def _set(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.copy_(value)

@@ -1,0 +1,93 @@
+"""The store of those who pass none, as in Horovod, where there is one set of processes.
+
+It is a `dist_sync` store over all ranks, made by `init` or by the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import numpy as np
+
+from mpikv import kv
+from mpikv.collective_calls import CollectiveCalls
+from mpikv.kvstore import KVStore
+
+
+@dataclass
+class _Default:
+    """The one value of this module that changes."""
+
+    calls: CollectiveCalls | None = None
+    here: tuple[int, int] = (0, 1)  # rank and size among the workers of this host
+
+
+_default = _Default()
+
+
+def init(store: KVStore | None = None) -> None:
+    """Make the default store, or let `store` be it. Collective, blocks. Does nothing where there is one already."""
+    if is_initialized() and (store is None or calls_of(None).store is store):
+        return
+    if is_initialized():
+        raise RuntimeError("init: there is a default store already; call shutdown first")
+    calls = CollectiveCalls(kv.create("dist_sync") if store is None else store)
+    name = np.frombuffer(socket.gethostname().encode().ljust(256)[:256], np.uint8).reshape(1, 256)
+    hosts = [bytes(row) for row in calls.allgather(name)]
+    rank = calls.store.rank
+    _default.here = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    _default.calls = calls
+
+
+def is_initialized() -> bool:
+    """Whether there is a default store. Local."""
+    return _default.calls is not None
+
+
+def shutdown() -> None:
+    """Close the default store. Collective, blocks. Does nothing where there is none."""
+    calls, _default.calls = _default.calls, None
+    if calls is not None:
+        calls.store.close()
+
+
+def calls_of(store: KVStore | None) -> CollectiveCalls:
+    """Collective calls on a store; None: on the default one, which is made if need be."""
+    if store is not None:
+        return CollectiveCalls(store)
+    init()
+    assert _default.calls is not None
+    return _default.calls
+
+
+def default_store() -> KVStore:
+    """The store that calls without `store` use. It is made if need be; collective then."""
+    return calls_of(None).store
+
+
+def rank() -> int:
+    """This worker's number in the default store."""
+    return calls_of(None).store.rank
+
+
+def size() -> int:
+    """How many workers the default store has."""
+    return calls_of(None).store.num_workers
+
+
+def local_rank() -> int:
+    """This worker's number among those of its host."""
+    calls_of(None)
+    return _default.here[0]
+
+
+def local_size() -> int:
+    """How many workers of the default store are on this host."""
+    calls_of(None)
+    return _default.here[1]
+
+
+def barrier(store: KVStore | None = None) -> None:
+    """Wait for all workers. Collective, blocks."""
+    calls_of(store).store.barrier()

@@ -1,0 +1,277 @@
+"""The exchange of a model's gradients: the sum over the workers, each times its own factor, in place of every `grad`.
+
+In the first round the order in which gradients appear is noted, and worker 0's becomes the order of the buckets for
+all. From then on a gradient is copied into its place in a bucket, times the factor, as soon as it is there. Between
+hosts a bucket leaves when it is full, while the backward pass goes on; on one host, where nothing travels, all buckets
+are added in one call at the end, which sends no message. A parameter's `grad` then is its place in the bucket.
+
+A round is complete when every worker has called `finish`; what it brings for each parameter:
+
+- used by some workers: the sum, in which those that did not use it count with the `grad` that they had, or zero;
+- used by none: its `grad` is as it was;
+- trained on some workers and frozen on others: ConfigError on all;
+- trained from now on, frozen before: it is exchanged at once, and gets a bucket if it has none.
+
+Buckets of which all parameters are frozen stay where they are. Names, shapes and dtypes were compared before.
+
+Cost per round and worker: one pass over the gradients, and what `pushpull` costs; memory: the gradients once, and the
+tail. Idea of the buckets: Li et al., PyTorch Distributed, VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mpikv.arrays import HostArray
+from mpikv.collective_calls import CollectiveCalls
+from mpikv.errors import ConfigError, PeerError, UnsupportedError
+from mpikv.torch import tensors
+from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
+from mpikv.torch.buffers import Buffers
+from mpikv.torch.tail import Flags, Outcome, Tail
+
+
+class Gradients:
+    """The gradients of named parameters. calls: of the store. name: begin of its keys. buffers: None: they stay alone.
+
+    scale: the factor of this worker's gradients. source: the worker whose buffers all get.
+    """
+
+    def __init__(
+        self,
+        calls: CollectiveCalls,
+        name: str,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        *,
+        scale: float,
+        bucket_bytes: int,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.calls = calls
+        self._store = calls.store
+        self.name = name
+        self.names = [one for one, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.forms: list[Form] = [form_of(*one) for one in named]
+        self.scale = scale
+        self.source = 0
+        self._bucket_bytes = bucket_bytes
+        self._buffers = buffers
+        self._overlap = not self._store._shares_memory
+        self._buckets: list[Bucket] = []
+        self._places: dict[int, Place] = {}
+        self._array: HostArray | None = None  # the tail's memory
+        self._tail = Tail(self._store.num_workers, len(named), 0)
+        self._trained: Flags = self._requires_grad()  # as agreed
+        self._groups = 0
+        self.fired: dict[int, None] = {}  # parameters with a gradient in this round, in order
+        self._early = False  # whether buckets leave in this round as soon as they are full
+        self._used = np.zeros(len(named), np.bool_)  # since the last exchange
+
+    def _requires_grad(self) -> Flags:
+        return np.fromiter((parameter.requires_grad for parameter in self.parameters), np.bool_, len(self.parameters))
+
+    # --- during a backward pass
+
+    def note(self, i: int) -> None:
+        """Parameter i got a gradient in a pass that is not exchanged."""
+        self._used[i] = True
+
+    def ready(self, i: int) -> None:
+        """The gradient of parameter i is complete for this round. Never blocks."""
+        if i in self.fired and i in self._places and self._places[i].bucket.left:
+            raise UnsupportedError(
+                f"parameter {self.names[i]!r} got a gradient twice in one backward pass, and the first one has left "
+                "(checkpointing with use_reentrant=True of a shared parameter?); use use_reentrant=False"
+            )
+        if not self.fired:
+            # A parameter that is unfrozen just now may come when its bucket has left.
+            self._early = self._overlap and bool((self._requires_grad() == self._trained).all())
+        self._used[i] = True
+        new = i not in self.fired
+        self.fired[i] = None
+        if i not in self._places:
+            return
+        self._write(i)
+        bucket = self._places[i].bucket
+        if new:
+            bucket.waits_for -= 1
+            if self._early and not bucket.waits_for and not bucket.has_tail:
+                self._leave(bucket)
+
+    def _write(self, i: int) -> None:
+        """Bring the gradient of parameter i to its place, times the factor."""
+        grad, view = self._grad(i), self._places[i].view
+        if grad is view:
+            return  # what PyTorch adds there later must come before the factor
+        if tensors.in_host_memory(grad):
+            torch.mul(grad, self.scale, out=view)
+        else:
+            view.copy_(grad).mul_(self.scale)
+
+    def _grad(self, i: int) -> torch.Tensor:
+        grad = self.parameters[i].grad
+        assert grad is not None
+        if grad.is_sparse:
+            raise UnsupportedError(
+                f"parameter {self.names[i]!r} has a sparse gradient, which a store cannot add; "
+                "make the embedding with sparse=False"
+            )
+        view = self._places[i].view
+        return grad if grad is view else grad.detach()
+
+    def _leave(self, bucket: Bucket) -> None:
+        self._fill(bucket)
+        bucket.left = True
+        bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Complete a bucket: gradients that lie there already, and those of parameters without one in this round."""
+        for i in bucket.members:
+            parameter, view = self.parameters[i], self._places[i].view
+            if i in self.fired:
+                if parameter.grad is view:
+                    view.mul_(self.scale)
+                continue
+            if parameter.grad is view:
+                parameter.grad = view.clone()  # it stays as it is if no worker has used it
+            if parameter.grad is None or not parameter.requires_grad:
+                view.zero_()
+            else:
+                self._write(i)
+
+    # --- its end
+
+    def finish(self, failed: bool = False) -> None:
+        """Exchange what has not left yet, and wait for all. Collective, blocks.
+
+        failed: this worker's backward pass ended early: PeerError on the others. Raises ConfigError where parameters
+        are frozen on some workers only, and what `pushpull` raises.
+        """
+        if self._store.has_optimizer:
+            raise UnsupportedError("the store has an optimizer for all keys, so it gives no sums; use another store")
+        if failed:
+            self.fired.clear()  # their gradients may be gone, and are of no use
+            self._used[:] = False
+        if self._array is None:
+            self._start()
+        assert self._array is not None
+        mine = self._store.rank == self.source
+        buffers = self._buffers
+        self._tail.fill(
+            self._array,
+            self._requires_grad(),
+            self._used,
+            failed=self._store.rank if failed else None,
+            more_buffers=buffers is not None and buffers.changed_otherwise(),
+            buffers=buffers.collect() if mine and buffers is not None else None,
+        )
+        self._exchange([bucket for bucket in self._buckets if bucket.has_tail or self._is_trained(bucket)])
+        outcome = self._tail.read(self._array)
+        try:
+            if not failed:
+                self._check(outcome)
+                self._exchange_new(outcome.trained)
+                self._deliver_all(outcome, mine)
+        finally:
+            self._reset()
+
+    def _deliver_all(self, outcome: Outcome, mine: bool) -> None:
+        assert self._array is not None
+        for i in np.flatnonzero(outcome.used & outcome.trained):
+            self._deliver(int(i))
+        if self._buffers is not None:
+            if not mine:
+                self._buffers.deliver(self._tail.buffers(self._array))
+            if outcome.more_buffers:
+                self._buffers.send_otherwise(self.source)
+
+    def _start(self) -> None:
+        """The first round: agree on the order of the buckets and make them."""
+        rest = [i for i in reversed(range(len(self.parameters))) if self._trained[i] and i not in self.fired]
+        order = np.full(len(self.parameters), -1, np.int64)
+        mine = [*(i for i in self.fired if self._trained[i]), *rest]
+        order[: len(mine)] = mine
+        order = self.calls.broadcast([order], name="order of gradients")[0]
+        n_bytes = 0 if self._buffers is None else self._buffers.choose()
+        self._tail = Tail(self._store.num_workers, len(self.parameters), n_bytes)
+        self._add_group([int(i) for i in order if i >= 0], self._tail.n_elems)
+
+    def _add_group(self, members: list[int], tail_elems: int) -> None:
+        key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
+        found, places, tail = make_buckets(
+            self._store, key, members, self.forms, limit_bytes=self._bucket_bytes, tail_elems=tail_elems
+        )
+        self._groups += 1
+        self._buckets += found
+        self._places |= places
+        if tail is not None:
+            self._array = tail
+        for i in places.keys() & self.fired.keys():
+            if self.parameters[i].grad is not None:  # else somebody has cleared it since
+                self._write(i)
+
+    def _is_trained(self, bucket: Bucket) -> bool:
+        return any(self._trained[i] for i in bucket.members)
+
+    def _exchange(self, chosen: list[Bucket]) -> None:
+        if self._overlap:
+            for bucket in chosen:
+                if not bucket.left:
+                    self._leave(bucket)
+            for bucket in chosen:
+                assert bucket.request is not None
+                bucket.request.wait()
+            return
+        for bucket in chosen:
+            self._fill(bucket)
+            bucket.left = True
+        self._store.pushpull([bucket.key for bucket in chosen], [bucket.flat for bucket in chosen])
+
+    def _check(self, outcome: Outcome) -> None:
+        if outcome.failed:
+            who = ", ".join(f"worker {worker}" for worker in outcome.failed)
+            raise PeerError(f"the backward pass of {who} ended early, by an error; there are no gradients of this step")
+        both = np.flatnonzero(outcome.trained & outcome.frozen)
+        if both.size:
+            names = ", ".join(repr(self.names[i]) for i in both[:8]) + (", ..." if both.size > 8 else "")
+            i = int(both[0])
+            here = "trained" if self.parameters[i].requires_grad else "frozen"
+            raise ConfigError(
+                f"requires_grad of {names} differs between workers; {self.names[i]!r} is {here} on worker "
+                f"{self._store.rank}. Freeze and unfreeze parameters on all workers at the same step"
+            )
+
+    def _exchange_new(self, trained: Flags) -> None:
+        """Parameters that were frozen when the buckets were chosen. Collective where there are any."""
+        new = np.flatnonzero(trained & ~self._trained)
+        self._trained = trained
+        homeless = [int(i) for i in reversed(new) if int(i) not in self._places]
+        if homeless:
+            self._add_group(homeless, 0)
+        late = dict.fromkeys(self._places[int(i)].bucket for i in new)
+        chosen = [bucket for bucket in late if not bucket.left]
+        if chosen:
+            self._exchange(chosen)
+
+    def _deliver(self, i: int) -> None:
+        parameter, view = self.parameters[i], self._places[i].view
+        if parameter.grad is view:
+            return
+        if tensors.in_host_memory(parameter):
+            parameter.grad = view
+        elif parameter.grad is None:
+            parameter.grad = view.to(parameter.device)
+        else:
+            parameter.grad.detach().copy_(view)
+
+    def _reset(self) -> None:
+        self.fired.clear()
+        self._used[:] = False
+        for bucket in self._buckets:
+            bucket.left = False
+            bucket.request = None
+            bucket.waits_for = sum(bool(self._trained[i]) for i in bucket.members)

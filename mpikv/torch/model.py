@@ -1,0 +1,224 @@
+"""DistributedModel: a module whose gradients are the mean over all workers when `backward` returns.
+
+    model = DistributedModel(net, kv.create("dist_sync"))
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+
+It is the wrapped module in all but its forward pass: parameters, buffers and submodules are the same objects under the
+same names, so that `state_dict`, `named_parameters`, `train` and optimizers see the module itself.
+
+How gradients travel: gradients.py. When: passes.py. Buffers: buffers.py. Uneven data: join.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from mpikv.buckets import LIMIT_BYTES
+from mpikv.collective_calls import CollectiveCalls
+from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.torch import buffers, tensors
+from mpikv.torch.gradients import Gradients
+from mpikv.torch.join import Join
+from mpikv.torch.passes import Passes
+
+_OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_join"})
+
+
+class DistributedModel(torch.nn.Module):
+    """`module` on every worker of `store`, with one set of weights.
+
+    module: the same on all workers, down to names, shapes, dtypes, memory formats and `requires_grad` of its parameters
+    and buffers (ShapeMismatch on all where they differ). store: `dist_sync`, with or without servers, without an
+    optimizer of its own; or `local`. average: gradients are the mean over the workers, else the sum. bucket_bytes: how
+    many bytes of gradients travel together between hosts. sync_buffers: whether buffers are worker 0's after every
+    backward pass that is exchanged, else they are only at the start.
+
+    Making it is collective, blocks, and gives every worker the parameters and buffers of worker 0. Every `backward`
+    through it is collective: all workers make equally many, and wait for each other at their ends. Then `grad` of every
+    parameter that any worker has used is the mean, in which a worker that has not used it counts as 0; that of others
+    is as it was. It is the same on all workers, so that `torch.nn.utils.clip_grad_norm_` after `backward` clips by the
+    global norm. Parameters may be frozen and unfrozen between passes, on all workers alike (else ConfigError on all).
+
+    `module` stays usable; gradients of its own forward passes are exchanged, too, but before checkpointing with
+    use_reentrant=True. Raises UnsupportedError for sparse gradients, `dist_async` stores, dtypes that a store cannot
+    add.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        store: KVStore,
+        *,
+        average: bool = True,
+        bucket_bytes: int = LIMIT_BYTES,
+        sync_buffers: bool = True,
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module is a torch.nn.Module, not {type(module).__name__}")
+        if isinstance(module, DistributedModel):
+            raise TypeError("module is a DistributedModel already")
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int):
+            raise TypeError(f"bucket_bytes is a number of bytes, not {bucket_bytes!r}")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+        super().__init__()
+        calls = CollectiveCalls(store)
+        named = list(module.named_parameters())
+        _check_parameters(module)
+        kept = buffers.Buffers(module, calls)
+        gradients = Gradients(
+            calls,
+            f"model{store._new_namespace()}",
+            named,
+            scale=1 / store.num_workers if average else 1.0,
+            bucket_bytes=bucket_bytes,
+            buffers=kept if sync_buffers else None,
+        )
+        calls.agree(
+            [f"average={bool(average)}, bucket_bytes={bucket_bytes}, sync_buffers={bool(sync_buffers)}"],
+            "the arguments of DistributedModel",
+        )
+        calls.agree(list(_lines(module, gradients)), "the module of DistributedModel", ShapeMismatch)
+        for own, value in (
+            ("_wrapped", module),
+            ("_gradients", gradients),
+            ("_passes", None),
+            ("_join", Join(calls, gradients, average=average, synchronize_model=self._synchronize)),
+            ("_parameters", module._parameters),
+            ("_buffers", module._buffers),
+            ("_modules", module._modules),
+            ("training", module.training),
+        ):
+            object.__setattr__(self, own, value)
+        if store.num_workers > 1:
+            self._synchronize(0)
+            object.__setattr__(self, "_passes", Passes(gradients, self._join.before_round))
+        kept.remember()
+
+    def _synchronize(self, root: int) -> None:
+        tensors_ = [*self._wrapped.parameters(), *self._wrapped.buffers()]
+        buffers.broadcast(self._gradients.calls, [tensor.data for tensor in tensors_], root, "parameters and buffers")
+
+    # --- forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass. Local, but after a backward pass that ended by an error, which it completes."""
+        if self._passes is None or not torch.is_grad_enabled():
+            return self._wrapped(*args, **kwargs)
+        self._passes.before_forward()
+        if self._join.active:
+            self._join.n_examples += _examples(args, kwargs)
+        result = self._wrapped(*args, **kwargs)
+        self._passes.after_forward(result)
+        return result
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes that begin inside add to this worker's gradients only; the next one outside exchanges all."""
+        if self._passes is None:
+            yield
+            return
+        before, self._passes.synchronize = self._passes.synchronize, False
+        try:
+            yield
+        finally:
+            self._passes.synchronize = before
+
+    def join(self, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
+        """For data of which workers have unequally many batches: `with model.join(optimizer): for x, y in loader: ...`.
+
+        Inside, gradients are weighted by the number of examples: the first dimension of the first tensor argument of
+        the forward passes since the last exchange, for a loss that is a mean over them. (With average=False they are
+        added up.) A worker that leaves the block, at the end of its data or by `break`, waits there until all others
+        have, and has their parameters and buffers then, and the state of `optimizer`, if given. Collective: all workers
+        enter it. An exception that leaves the block is not held up; the other workers then wait for this one in vain.
+        """
+        return self._join.joined(optimizer)
+
+    # --- the module's own
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The wrapped module."""
+        return self._wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:  # not set yet
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or name in _OWN or "_wrapped" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._wrapped, name)
+
+    def train(self, mode: bool = True) -> DistributedModel:
+        """The module's."""
+        self._wrapped.train(mode)
+        object.__setattr__(self, "training", mode)
+        return self
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> DistributedModel:
+        """The module's."""
+        self._wrapped.apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> DistributedModel:
+        self._wrapped._apply(*args, **kwargs)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, without a prefix. Equal on all workers, but for buffers with sync_buffers=False. Local."""
+        return self._wrapped.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's. Local: load the same on every worker."""
+        return self._wrapped.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._wrapped._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """How many workers share it."""
+        return f"{type(self._wrapped).__name__} on {self._gradients.calls.store!r}"
+
+
+def _examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The first dimension of the first tensor argument."""
+    for tensor in tensors.tensors_in([*args, *kwargs.values()]):
+        return int(tensor.shape[0]) if tensor.ndim else 1
+    raise UnsupportedError("join: the forward pass has no tensor argument whose first dimension counts the examples")
+
+
+def _check_parameters(module: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
+            raise UnsupportedError(
+                f"{name or 'the module'} has sparse gradients, which a store cannot add; make it with sparse=False"
+            )
+        if any(isinstance(one, torch.nn.UninitializedParameter) for one in part.parameters(recurse=False)):
+            raise UnsupportedError(f"{name or 'the module'} has parameters without a shape; run a forward pass first")
+    if any(not tensors.in_host_memory(parameter) for parameter in module.parameters()):
+        warnings.warn(
+            "DistributedModel: gradients of parameters on a device go through host memory, which is slow", stacklevel=3
+        )
+
+
+def _lines(module: torch.nn.Module, gradients: Gradients) -> Iterator[str]:
+    """What must be the same on all workers."""
+    for form, parameter in zip(gradients.forms, gradients.parameters, strict=True):
+        trained = "trained" if parameter.requires_grad else "frozen"
+        yield f"parameter {form.name!r}: {form.dtype} {form.size}, strides {form.stride}, {trained}"
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name!r}: {buffer.dtype} {tuple(buffer.shape)}"

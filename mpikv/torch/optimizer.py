@@ -1,0 +1,198 @@
+"""DistributedOptimizer: an optimizer that steps with the gradients of all workers, as Horovod's does.
+
+    optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), store)
+    broadcast_parameters(net.state_dict(), store=store)
+    loss_fn(net(x), y).backward()
+    optimizer.step()
+
+The gradients leave during the backward pass (gradients.py); `step`, or `synchronize` before it, waits for them. The
+result is an instance of the optimizer's own class, with the same groups and the same state, so that schedulers take it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpikv.buckets import LIMIT_BYTES
+from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.torch import tensors
+from mpikv.torch.calls import Average, Sum
+from mpikv.torch.default import calls_of
+from mpikv.torch.gradients import Gradients
+from mpikv.torch.passes import hook
+
+
+class Compression:
+    """Horovod's compressions; there is none here."""
+
+    none = None
+
+
+class _Exchanging:
+    """The part of the new class that is before the optimizer's own."""
+
+    _mpikv_gradients: Gradients
+    _mpikv_passes: int
+    _mpikv_counts: dict[int, int]
+    _mpikv_synchronized: bool
+    _mpikv_skip: bool
+    param_groups: list[dict[str, Any]]
+
+    def _mpikv_on_gradient(self, i: int, _parameter: torch.Tensor) -> None:
+        count = self._mpikv_counts[i] = self._mpikv_counts.get(i, 0) + 1
+        self._mpikv_synchronized = False
+        gradients = self._mpikv_gradients
+        if count > self._mpikv_passes:
+            raise RuntimeError(
+                f"parameter {gradients.names[i]!r} got {count} gradients since the last step; with "
+                f"backward_passes_per_step={self._mpikv_passes} call step() or synchronize() in between"
+            )
+        if count == self._mpikv_passes:
+            gradients.ready(i)
+        else:
+            gradients.note(i)
+
+    def synchronize(self) -> None:
+        """Wait for the gradients of all workers: every `grad` is the mean, or the sum, then. Collective, blocks.
+
+        For clipping; `step` follows in `with optimizer.skip_synchronize():`, or outside, where it finds nothing to do.
+        """
+        gradients = self._mpikv_gradients
+        if gradients.calls.store.num_workers > 1:
+            for i in self._mpikv_counts:
+                if i not in gradients.fired:
+                    gradients.ready(i)  # used in some of the passes only
+            self._mpikv_counts.clear()
+            gradients.finish()
+        self._mpikv_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step` do no more than the optimizer itself."""
+        self._mpikv_skip = True
+        try:
+            yield
+        finally:
+            self._mpikv_skip = False
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`synchronize`, then the optimizer's own step. closure: each of its calls is followed by `synchronize`."""
+        own: Callable[..., Any] = super().step  # type: ignore[misc]
+        if closure is not None:
+
+            def synchronized() -> Any:
+                loss = closure()
+                self.synchronize()
+                return loss
+
+            return own(synchronized)
+        if not self._mpikv_skip and not self._mpikv_synchronized:
+            self.synchronize()
+        self._mpikv_synchronized = False
+        return own()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's own. RuntimeError between `backward` and `step`, when gradients may be on their way."""
+        if self._mpikv_gradients.fired:
+            raise RuntimeError("zero_grad after backward, but before step or synchronize: gradients are on their way")
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """UnsupportedError: the workers have agreed on the parameters."""
+        raise UnsupportedError("add_param_group: make the DistributedOptimizer when all groups are there")
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    store: KVStore | None = None,
+    *,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+    op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    bucket_bytes: int = LIMIT_BYTES,
+) -> Any:
+    """An optimizer like `optimizer` whose `step` takes the gradients of all workers. Collective, blocks.
+
+    named_parameters: names for errors, of all parameters of the optimizer; None: they are counted. store: `dist_sync`
+    or `local`; default as in `init`. compression: none. backward_passes_per_step: how many gradients of a parameter are
+    added up on each worker first. op: Average or Sum. gradient_predivide_factor: for Horovod's sake; gradients are
+    multiplied by 1 / number of workers before they are added. bucket_bytes: see DistributedModel.
+
+    Parameters, states and buffers are not touched: `broadcast_parameters` and `broadcast_optimizer_state` at the start.
+    Raises ShapeMismatch or ConfigError on every worker where the parameters or arguments differ; UnsupportedError for a
+    compression, other values of op and sparse gradients.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if isinstance(optimizer, _Exchanging):
+        raise TypeError("optimizer is a DistributedOptimizer already")
+    if compression is not None:
+        raise UnsupportedError("compression: this version of mpikv does not compress")
+    if op not in (Average, Sum):
+        raise UnsupportedError(f"op is Average or Sum; got {op!r}")
+    if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
+        raise TypeError(f"backward_passes_per_step is a number, not {backward_passes_per_step!r}")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    if gradient_predivide_factor <= 0 or (gradient_predivide_factor != 1 and op != Average):
+        raise ValueError("gradient_predivide_factor is above 0, and other than 1 for op=Average only")
+    calls = calls_of(store)
+    named = _named(optimizer, named_parameters)
+    gradients = Gradients(
+        calls,
+        f"optimizer{calls.store._new_namespace()}",
+        named,
+        scale=1 / calls.store.num_workers if op == Average else 1.0,
+        bucket_bytes=bucket_bytes,
+    )
+    calls.agree(
+        [f"op={op}, backward_passes_per_step={backward_passes_per_step}, bucket_bytes={bucket_bytes}"],
+        "the arguments of DistributedOptimizer",
+        ConfigError,
+    )
+    lines = [f"{form.name!r}: {form.dtype} {form.size}, strides {form.stride}" for form in gradients.forms]
+    calls.agree(lines, "the parameters of DistributedOptimizer", ShapeMismatch)
+    kind = type(optimizer)
+    found: Any = object.__new__(type(kind.__name__, (_Exchanging, kind), {"__module__": kind.__module__}))
+    found.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    found._mpikv_gradients = gradients
+    found._mpikv_passes = backward_passes_per_step
+    found._mpikv_counts = {}
+    found._mpikv_synchronized = found._mpikv_skip = False
+    if calls.store.num_workers > 1:
+        for i, parameter in enumerate(gradients.parameters):
+            hook(parameter, partial(found._mpikv_on_gradient, i))
+        if any(not tensors.in_host_memory(parameter) for parameter in gradients.parameters):
+            warnings.warn(
+                "DistributedOptimizer: gradients of parameters on a device go through host memory, which is slow",
+                stacklevel=2,
+            )
+    return found
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The optimizer's parameters with their names, in its order."""
+    wanted = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return [(f"parameter {i}", parameter) for i, parameter in enumerate(wanted)]
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise TypeError("named_parameters are pairs (name, parameter), such as module.named_parameters() gives")
+    names = {id(parameter): name for name, parameter in pairs}
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError("named_parameters has a name twice")
+    missing = sum(id(parameter) not in names for parameter in wanted)
+    if missing:
+        raise ValueError(f"named_parameters lacks {missing} of the optimizer's {len(wanted)} parameters")
+    return [(names[id(parameter)], parameter) for parameter in wanted]

@@ -1,0 +1,86 @@
+"""Backward passes: when one begins, which of its gradients are there, and when it ends.
+
+A pass is one run of PyTorch's autograd engine. It begins, as seen from here, with the gradient of the forward pass's
+result, or of a parameter; each parameter reports when PyTorch has added to its `grad`; the engine calls back when
+nothing is left to do. A pass inside another one (checkpointing with use_reentrant=True) is part of the outer one, which
+the result's gradient belongs to. A pass that ends by an error is not reported: it is seen at the next forward pass, and
+its round is then completed, so that the workers stay in step.
+
+Hooks run in the thread in which the gradient is computed; on a CPU that is the one that called `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpikv.torch.gradients import Gradients
+from mpikv.torch.tensors import tensors_in
+
+
+class Passes:
+    """The backward passes of a model. before_round: called when the first gradient of a round is there; may block."""
+
+    def __init__(self, gradients: Gradients, before_round: Callable[[], None]) -> None:
+        self._gradients = gradients
+        self._before_round = before_round
+        self.synchronize = True  # whether passes that begin now are exchanged
+        self._task: int | None = None  # the number that PyTorch gives to the pass that is open
+        self._exchanged = False
+        self._begun = False  # whether a gradient came in this pass
+        for i, parameter in enumerate(gradients.parameters):
+            hook(parameter, partial(self._on_gradient, i))
+
+    def after_forward(self, result: Any) -> None:
+        """Watch for the backward pass of what a forward pass has given."""
+        for tensor in tensors_in(result):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_result)
+
+    def before_forward(self) -> None:
+        """Complete the round of a pass that ended by an error. Blocks then."""
+        if self._task is not None and torch._C._current_graph_task_id() == -1:
+            self._task = None
+            if self._exchanged:
+                self._start_round()
+                self._gradients.finish(failed=True)
+
+    def _on_result(self, _gradient: torch.Tensor) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+            self._exchanged, self._begun = self.synchronize, False
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _on_gradient(self, i: int, _parameter: torch.Tensor) -> None:
+        self._begin()
+        if not self._exchanged:
+            self._gradients.note(i)
+            return
+        self._start_round()
+        self._gradients.ready(i)
+
+    def _start_round(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._before_round()
+
+    def _end(self) -> None:
+        self._task = None
+        if self._exchanged and self._begun:
+            self._begun = False
+            self._gradients.finish()
+
+
+def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
+    """Have a function called whenever PyTorch has added to a parameter's `grad`, also if it is frozen now."""
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)  # PyTorch refuses hooks otherwise, and keeps them afterwards
+    parameter.register_post_accumulate_grad_hook(call)
+    if frozen:
+        parameter.requires_grad_(False)

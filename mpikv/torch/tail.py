@@ -1,0 +1,69 @@
+"""The tail: what travels behind the gradients, in the last bucket, so that it costs no message.
+
+For each worker: whether its backward pass ended early. For all: whether buffers have changed that do not travel here.
+For each parameter: whether it is trained, whether it is frozen, whether it was used. And the buffers of one worker. All
+as float32, to which the other workers add zero or one: of a sum
+of flags only whether it is zero matters, and the buffers' bytes come in pairs, as whole numbers below 65536, so that
+they arrive exactly, whatever they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpikv.arrays import HostArray
+
+Flags = npt.NDArray[np.bool_]
+
+
+class Outcome(NamedTuple):
+    """What all workers know after an exchange."""
+
+    failed: list[int]  # workers whose backward pass ended early
+    more_buffers: bool  # somewhere buffers have changed that are not in the tail
+    trained: Flags  # (n_params,), somewhere
+    frozen: Flags  # (n_params,), somewhere
+    used: Flags  # (n_params,), somewhere
+
+
+class Tail:
+    """How the tail is laid out."""
+
+    def __init__(self, n_workers: int, n_params: int, buffers_bytes: int) -> None:
+        self._n_workers = n_workers
+        self._n_params = n_params
+        self._flags = n_workers + 1 + 3 * n_params
+        self.n_elems = self._flags + -(-buffers_bytes // 2)
+
+    def fill(
+        self,
+        tail: HostArray,
+        trained: Flags,
+        used: Flags,
+        *,
+        failed: int | None,
+        more_buffers: bool,
+        buffers: HostArray | None,
+    ) -> None:
+        """Write what this worker has to say. failed: its number, if so. buffers: bytes; None: they are not wanted."""
+        tail[:] = 0
+        if failed is not None:
+            tail[failed] = 1
+        tail[self._n_workers] = more_buffers
+        tail[self._n_workers + 1 : self._flags] = np.concatenate([trained, ~trained, used])
+        if buffers is not None and buffers.size:
+            even = buffers if buffers.size % 2 == 0 else np.append(buffers, np.uint8(0))
+            tail[self._flags :] = even.view(np.uint16)
+
+    def read(self, tail: HostArray) -> Outcome:
+        """What the sum says."""
+        n = self._n_workers
+        trained, frozen, used = tail[n + 1 : self._flags].reshape(3, self._n_params) > 0
+        return Outcome(np.flatnonzero(tail[:n]).tolist(), bool(tail[n] > 0), trained, frozen, used)
+
+    def buffers(self, tail: HostArray) -> HostArray:
+        """The bytes of the buffers, maybe with one more."""
+        return tail[self._flags :].astype(np.uint16).view(np.uint8)

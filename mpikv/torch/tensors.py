@@ -1,0 +1,63 @@
+"""Tensors as NumPy arrays and back, without a copy where both are in host memory.
+
+bfloat16, which `Tensor.numpy` does not know, goes through its bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpikv.arrays import BFLOAT16, HostArray, dtype_named
+
+
+def array_of(tensor: torch.Tensor) -> HostArray:
+    """The values of a tensor: a view where they are in host memory, a copy elsewhere. Local."""
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg()
+    if host.dtype == torch.bfloat16:
+        bits: HostArray = host.view(torch.int16).numpy()
+        return bits.view(BFLOAT16)
+    array: HostArray = host.numpy()
+    return array
+
+
+def tensor_of(array: HostArray) -> torch.Tensor:
+    """A tensor in the memory of an array that can be written to. Local."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """'float32' for torch.float32. UnsupportedError for one that a store cannot add."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    dtype_named(name)
+    return name
+
+
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values can be exchanged where they are."""
+    return bool(tensor.device.type == "cpu")
+
+
+def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether such a tensor fills its memory without gaps, in whatever order of dimensions."""
+    expected = 1
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in the arguments or the result of a forward pass: lists, tuples, dicts and objects with fields."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        value = vars(value).values() if hasattr(value, "__dataclass_fields__") else ()
+    return [tensor for one in value for tensor in tensors_in(one)]

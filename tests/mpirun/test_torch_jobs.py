@@ -1,0 +1,26 @@
+"""Training with mpikv.torch equals DistributedDataParallel over Gloo, in one job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import find_mpi, mpirun
+
+PROGRAM = str(Path(__file__).with_name("torch_program.py"))
+LIMIT_S = 150  # each rank imports PyTorch
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment"),
+    [(2, {}), (3, {"MPIKV_FAKE_HOSTS": "2"})],
+    ids=["one host", "two hosts"],
+)
+def test_equals_distributed_data_parallel(ranks: int, environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    job = mpirun(ranks, ["python", PROGRAM, str(tmp_path / "gloo")], env=environment, timeout_s=LIMIT_S, mpi=find_mpi())
+    assert job.status == 0, job.output
+    assert job.stdout.count("DistributedModel: equal") == ranks, job.output
+    assert job.stdout.count("DistributedOptimizer: equal") == ranks, job.output
+    assert job.ranks_left == []

@@ -1,0 +1,133 @@
+"""Workers with unequally many batches: the mean over the examples that were there, and one model at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch_nets as nets  # noqa: E402
+from store_modes import Mode, mode_id  # noqa: E402
+
+import mpikv.torch as mt  # noqa: E402
+
+MODES = pytest.mark.parametrize("mode", [nets.MODES[1], nets.MODES[2], Mode("dist_sync", 3, 1)], ids=mode_id)
+SIZES = ([4, 2], [4, 4, 1, 3], [2, 3, 3])  # of the batches of three workers in two epochs
+
+
+def _adam(model: Any) -> Any:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def _plain(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@MODES
+@pytest.mark.parametrize("make", [_adam, _plain])
+def test_the_update_is_the_mean_over_the_examples_that_were_there(mode: Mode, make: Any) -> None:
+    model = nets.seeded(lambda: torch.nn.Linear(16, 3))
+    optimizer = make(model)
+    for epoch in range(2):
+        for step in range(4):
+            there = [
+                nets.batch(10 * epoch + step, rank, sizes[step]).flatten(1)
+                for rank, sizes in enumerate(SIZES)
+                if step < len(sizes)
+            ]
+            nets.loss_of(model(torch.cat(there))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(store: Any) -> dict[str, Any]:
+        mine = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(16, 3)), store)
+        own = make(mine)
+        sizes = SIZES[store.rank]
+        for epoch in range(2):
+            with mine.join(own):
+                for step, n in enumerate(sizes):
+                    nets.loss_of(mine(nets.batch(10 * epoch + step, store.rank, n).flatten(1))).backward()
+                    own.step()
+                    own.zero_grad()
+        nets.assert_same_state(mine, model)
+        mine(torch.ones(1, 16)).sum().backward()  # outside everything is as before
+        return nets.snapshot(mine)
+
+    nets.same_on_all(mode.run(body))
+
+
+@MODES
+def test_buffers_and_a_worker_without_any_data(mode: Mode) -> None:
+    """Worker 0 has none; then the buffers are those of the first worker that has some."""
+
+    def body(store: Any) -> dict[str, Any]:
+        model = mt.DistributedModel(nets.seeded(nets.Net), store)
+        optimizer = _plain(model)
+        for rounds in ((0, 2, 3), (2, 0, 1), (0, 0, 0), (1, 1, 1)):
+            with model.join():
+                for step in range(9):
+                    if step == rounds[store.rank]:
+                        break
+                    nets.loss_of(model(nets.batch(step, store.rank), odd=store.rank == 1)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return nets.snapshot(model)
+
+    with pytest.warns(UserWarning, match="ran out of data before others"):
+        results = mode.run(body)
+    nets.same_on_all(results)
+    assert int(results[0]["norm.num_batches_tracked"]) == 3 + 2 + 0 + 1
+
+
+@MODES
+def test_accumulated_batches_count_together(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
+        with model.join():
+            n = store.rank + 1
+            with model.no_sync():
+                model(torch.full((n, 1), float(n))).mean().backward()
+            model(torch.full((n, 1), float(n))).mean().backward()
+            assert model.weight.grad.item() == pytest.approx(sum(2 * k * k for k in (1, 2, 3)) / 6)
+
+    mode.run(body)
+
+
+def test_join_twice_and_errors_inside() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
+        with model.join(), pytest.raises(RuntimeError, match="inside join"), model.join():
+            pass
+        with pytest.raises(ArithmeticError), model.join():
+            raise ArithmeticError
+        with model.join():
+            model(torch.ones(1, 1)).sum().backward()
+        with model.join(), pytest.raises(Exception, match="no tensor argument"):
+            model()
+
+    nets.HERE.run(body)
+
+
+def test_inside_a_step_costs_one_small_exchange_more() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)
+
+        def calls() -> int:
+            stats = store.stats()
+            return stats["direct_calls"] + stats["declined_calls"]
+
+        def step() -> int:
+            before = calls()
+            model(torch.ones(1, 1)).sum().backward()
+            return calls() - before
+
+        step()
+        assert step() == 1
+        with model.join():
+            step()
+            assert step() == 2
+        assert step() == 1
+
+    nets.HERE.run(body)

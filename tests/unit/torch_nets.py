@@ -1,0 +1,101 @@
+"""For the tests of mpikv.torch: networks, and the same training on one process with a replica per worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from store_modes import Mode
+
+MODES = (
+    Mode("dist_sync", 2),
+    Mode("dist_sync", 3),
+    Mode("dist_sync", 3, memory="off"),
+    Mode("dist_sync", 2, 2),
+)
+HERE, LINKS, SERVERS = MODES[0], Mode("dist_sync", 2, memory="off"), MODES[3]
+_seeding = threading.Lock()  # the generator is the process's
+
+
+def seeded(make: Callable[[], torch.nn.Module], seed: int = 0) -> torch.nn.Module:
+    """A module with the weights that this seed gives, also on thread ranks."""
+    with _seeding, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+class Net(torch.nn.Module):
+    """A convolution, a batch normalisation, a layer used twice, one that is frozen, one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 4, 3)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.twice = torch.nn.Linear(16, 16)
+        self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
+        self.unused = torch.nn.Linear(3, 3)
+        self.head = torch.nn.Linear(16, 3)
+        self.odd = torch.nn.Linear(16, 3)  # for odd workers
+        self.register_buffer("mask", torch.arange(3, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, odd: bool = False) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        x = torch.tanh(self.frozen(self.twice(torch.tanh(self.twice(x)))))
+        return self.head(x) + self.odd(x) if odd else self.head(x)
+
+
+def batch(step: int, rank: int, n: int = 4) -> torch.Tensor:
+    """The images of one worker in one step."""
+    return torch.randn(n, 1, 4, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return (output - 1).square().mean()
+
+
+def mean_gradients(replicas: Iterable[torch.nn.Module], weights: list[float] | None = None) -> None:
+    """What DistributedModel promises, over replicas in one process: unused ones count 0, unused by all stay None."""
+    models = list(replicas)
+    factors = weights or [1 / len(models)] * len(models)
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        grads = [p.grad for p in parameters]
+        if all(grad is None for grad in grads):
+            continue
+        mean = sum(
+            f * (torch.zeros_like(p) if g is None else g) for f, p, g in zip(factors, parameters, grads, strict=True)
+        )
+        for parameter in parameters:
+            parameter.grad = mean.clone()
+
+
+def equal_buffers(replicas: Iterable[torch.nn.Module]) -> None:
+    """Worker 0's for all."""
+    first, *others = [list(model.buffers()) for model in replicas]
+    for buffers in others:
+        for buffer, source in zip(buffers, first, strict=True):
+            buffer.copy_(source)
+
+
+def assert_same_state(
+    model: torch.nn.Module, expected: torch.nn.Module, rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    found, wanted = model.state_dict(), expected.state_dict()
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def same_on_all(results: list[dict[str, Any]]) -> None:
+    """Bitwise."""
+    for other in results[1:]:
+        assert list(other) == list(results[0])
+        for name, value in results[0].items():
+            assert torch.equal(other[name], value), name
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
