@@ -374,12 +374,13 @@ def _after(before: Call | None, steps: Steps[None]) -> Steps[None]:
 
 
 def _shapes(arrays: Sequence[HostArray]) -> str:
-    """'float32 [10, 20]': dtype and lengths, each dtype once in a row."""
+    """'float32 10, 20, int64 1': dtypes and lengths, each dtype once in a row."""
     parts: list[str] = []
-    last = None
+    last = ""
     for array in arrays:
-        parts.append(str(array.size) if array.dtype == last else f"{array.dtype} {array.size}")
-        last = array.dtype
+        dtype = str(array.dtype)
+        parts.append(str(array.size) if dtype == last else f"{dtype} {array.size}")
+        last = dtype
     return ", ".join(parts)
 
 

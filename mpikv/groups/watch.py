@@ -105,6 +105,6 @@ class Watch:
         ranks = ", ".join(map(str, call.group.group.ranks))
         which = f" (call {call.number})" if call.number >= 0 else ""
         return StallError(
-            f"{self._labels[self._rank]} waited {limit_s:g} s in {call.text}{which} of the process group of ranks "
-            f"{ranks}{'; ' if said else ''}{'; '.join(said)}"
+            f"{self._labels[self._rank]} waited {limit_s:g} s, its timeout in {call.text}{which} of the process group "
+            f"of ranks {ranks}{'; ' if said else ''}{'; '.join(said)}"
         )

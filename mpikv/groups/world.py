@@ -187,8 +187,8 @@ def _open(config: Config) -> World:
         if os.getpid() != pid:
             return  # a child that was forked; the ranks are its parent's
         guard = abort.guard()
-        if guard is not None and guard.exit_status:
-            guard.fail(f"sys.exit({guard.exit_status}) in a job with process groups", guard.exit_status)
+        if guard is not None and guard.exit_status and world.groups:
+            guard.fail(f"sys.exit({guard.exit_status}) while there was a process group", guard.exit_status)
         world.close()
 
     atexit.register(at_exit)

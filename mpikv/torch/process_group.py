@@ -51,6 +51,7 @@ class MpiProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(group.rank, group.size)
         self._world, self._group = world, group
         self._completer = completer()
+        self._names = {"name": "", "description": ""}
         self._together: list[CallWork] | None = None  # the works of a coalescing context
 
     # --- what it is
@@ -72,6 +73,27 @@ class MpiProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._group.size
 
     getRank, getSize = rank, size  # noqa: N815
+
+    # The base class keeps these with its backends in C++, of which this one has none.
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set PyTorch's name of the group."""
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """PyTorch's name of the group."""
+        return self._names["name"]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set what it is for."""
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What it is for."""
+        return self._names["description"]
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:

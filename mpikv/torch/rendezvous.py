@@ -105,7 +105,7 @@ def _or_of_mpi(usual: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
     """The handler of `env://`: PyTorch's own where its variables are set, or where MPI's launcher is not there."""
 
     def handler(url: str, **options: Any) -> Rendezvous:
-        told = all(os.environ.get(name) for name in VARIABLES) or "?" in url
+        told = all(os.environ.get(name) or f"{name.lower()}=" in url for name in VARIABLES)
         return usual(url, **options) if told or launcher.find() is None else of_mpi(url, **options)
 
     handler.of_mpi = True  # type: ignore[attr-defined]
