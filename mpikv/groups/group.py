@@ -29,7 +29,7 @@ from mpikv.transports.progress import Backoff, Engine, Running
 GROUP_BITS = 11  # groups of a job in all: 2047
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32
 LEAST_BITS = GROUP_BITS + WINDOW_BITS + 5
-PATIENCE_S = 2e-3  # how long a call through memory is made on the spot while others are awaited
+PATIENCE_S = 5e-3  # how long a call through memory is made on the spot while others are awaited
 REMEMBERED = 64  # calls, for the question which one it was
 
 

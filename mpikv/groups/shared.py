@@ -16,6 +16,8 @@ copied out; up to TINY_BYTES each rank combines everything by itself, and waits 
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +30,7 @@ from mpikv.collectives.shared_plans import part_of
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
 from mpikv.transports.base import Predicate, Steps
+from mpikv.transports.meeting import CROWDED_POLLS, CROWDED_YIELDS, POLLS, YIELDS
 from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
 CHUNK_BYTES = 512 << 10  # as a store's (collectives/shared_plans.py)
@@ -70,6 +73,10 @@ class SharedCalls:
         self._memory, self._begin = memory, begin_bytes
         self._words = memory.words(begin_bytes, size * WORDS_PER_RANK)
         self._slots_begin = begin_bytes + size * WORDS_PER_RANK * WORD_BYTES
+        crowded = memory.threads or size > len(os.sched_getaffinity(0))
+        self._polls = range(CROWDED_POLLS if crowded else POLLS)
+        self._yields = range(CROWDED_YIELDS if crowded else YIELDS)
+        self._yield = partial(time.sleep, 0) if memory.threads else os.sched_yield
         self._calls = 0
         self._chunks = 0  # of all calls before the one under way
 
@@ -96,7 +103,7 @@ class SharedCalls:
                 self._do(chunks[i].fills, FILLED, first + i + 1)
             if 0 < i <= n:
                 if i == 1 or chunks[i - 1].combines:
-                    yield from self._until(FILLED, first + i)
+                    yield from self._until(FILLED, first + i, here=i > 1)
                 if i == 1:
                     self._compare(digest, place)
                 self._do(chunks[i - 1].combines, COMBINED, first + i)
@@ -114,14 +121,26 @@ class SharedCalls:
             fence()
         self._words[self.rank * WORDS_PER_RANK + word] = count
 
-    def _until(self, word: int, count: int) -> Steps[None]:
-        """Wait until every rank has counted so far."""
+    def _until(self, word: int, count: int, *, here: bool = True) -> Steps[None]:
+        """Wait until every rank has counted so far. here: all are in this call, so it will not take long."""
         words = self._words
         for index in range(word, self.size * WORDS_PER_RANK, WORDS_PER_RANK):
-            if words[index] < count:
+            if words[index] < count and not (here and self._soon(index, count)):
                 yield Predicate(lambda: words[index] >= count)  # noqa: B023 - is done before the loop goes on
         if not ORDERED:
             fence()
+
+    def _soon(self, index: int, count: int) -> bool:
+        """Poll, then give the core away for a while: who naps while others copy comes late to the next chunk."""
+        words = self._words
+        for _ in self._polls:
+            if words[index] >= count:
+                return True
+        for _ in self._yields:
+            self._yield()
+            if words[index] >= count:
+                return True
+        return False
 
     def _compare(self, digest: int, place: int) -> None:
         others = [self._words[rank * WORDS_PER_RANK + place] for rank in range(self.size)]
