@@ -81,6 +81,7 @@ class Call:
         self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
         self.finish = options.finish
         self.running: Running[Any] = Running(_nothing(), text)
+        self.started_s = time.monotonic()
         self.waited_s = 0.0  # as watch.py counts it
         self.asked = False
         self._callbacks: list[Callable[[], None]] = []

@@ -51,7 +51,7 @@ class Watch:
             elapsed_s, last_s = min(now_s - last_s, 2 * TICK_S), now_s
             for group in tuple(self._groups.values()):
                 for call in tuple(group.under_way):
-                    call.waited_s += elapsed_s
+                    call.waited_s += min(elapsed_s, now_s - call.started_s)
                     if not call.asked and call.waited_s >= min(ASK_AFTER_S, call.timeout_s):
                         call.asked = True
                         self._engine.start(self._inquire(call), "status")

@@ -176,9 +176,12 @@ def _open(config: Config) -> World:
     memory = None
     if config.shared_memory == "auto" and config.algorithm == "auto" and len(set(transport.hosts)) < transport.size:
         here = ranks_here(transport)
-        memory, _ = shm.open_host_memory(
-            here.index(transport.rank), len(here), lambda data: [gather_all(data)[rank] for rank in here]
-        )
+
+        def gather(data: bytes) -> list[bytes]:
+            everybodys = gather_all(data)
+            return [everybodys[rank] for rank in here]
+
+        memory, _ = shm.open_host_memory(here.index(transport.rank), len(here), gather)
     threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     world = World(transport, config, threaded=threaded, memory=memory, on_fatal=abort.fatal)
     pid = os.getpid()
