@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.transports import abort, bell, launcher, library, shm, signals, unmet
+from mpikv.transports import abort, bell, library, shm, signals
 from mpikv.transports.base import Transport
 from mpikv.transports.local import LocalTransport, local_transport, ranks_here
 from mpikv.transports.topology import pretended
@@ -73,7 +71,7 @@ def create(
             _check_process(name)
             library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
-        _guard(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
+        abort.install_early(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
     if not spec.distributed:
         store = KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device, stop_file=config.stop_file)
@@ -88,7 +86,7 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
         _check_comm(comm)
         library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
-        _guard(others_wait=True)
+        abort.install_early(others_wait=True)
         raise
     _create_distributed("", None, config, comm)
 
@@ -115,17 +113,6 @@ def _check_process(name: str) -> None:
             f"kv.create({name!r}) in a process that was forked from {guard.label}: MPI serves the process that has "
             "initialised it. Make the store there, or a 'local' one here"
         )
-
-
-def _guard(*, others_wait: bool) -> None:
-    """An error before the ranks have met must still end the job, where MPI runs already or others wait in MPI_Init."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized():
-        if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
-            abort.install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
-    elif others_wait and (started_by := launcher.find()) and started_by.size > 1:
-        abort.install(launcher.said_rank(os.environ), started_by.size)
-        unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same
 
 
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
@@ -186,7 +173,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         _be_server(transport, roles, spec, config, links)
     threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     strategy = worker_strategy(
-        transport, roles, spec, config, threaded=threaded, on_fatal=_fatal, memory=memory, links=links
+        transport, roles, spec, config, threaded=threaded, on_fatal=abort.fatal, memory=memory, links=links
     )
     store = KVStore(name, strategy, on_device=spec.on_device, stop_file=config.stop_file)
     if roles.servers:
@@ -345,13 +332,6 @@ def _be_server(
         links.close()
     transport.close()
     raise SystemExit(0)
-
-
-def _fatal(error: BaseException) -> None:
-    """A service of the progress engine failed. Other ranks need it, so the job ends; alone, the next wait raises it."""
-    guard = abort.guard()
-    if guard is not None:
-        guard.fail("".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
 
 def _stop_signals(config: Config) -> signals.StopSignals:

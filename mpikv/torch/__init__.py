@@ -1,8 +1,9 @@
 """PyTorch on a store: models and optimizers with the gradients of all workers, and Horovod's calls.
 
-Importing this package imports PyTorch, not MPI.
+Importing this package registers the backend "mpikv" of `torch.distributed`, and initialises no MPI.
 """
 
+from mpikv.torch import backend
 from mpikv.torch.calls import (
     Average,
     Max,
@@ -71,3 +72,5 @@ __all__ = [
     "size",
     "synchronize",
 ]
+
+backend.register()

@@ -11,6 +11,7 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -21,14 +22,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mpikv.observe.activity import Activity
-from mpikv.transports import printed, unmet
+from mpikv.transports import launcher, printed, unmet
 from mpikv.transports.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
 
 
 class Guard(TakesSignals):
-    """This process's hooks. Held by `sys.excepthook` itself, so that there is one per process and no module state."""
+    """This process's hooks. Held by `sys.exit` itself, so that there is one per process and no module state."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.label = f"rank {rank} of {size} on {socket.gethostname()}"
@@ -84,8 +85,13 @@ class Guard(TakesSignals):
         """
         sys.stdout.flush()
         lines = [*text.rstrip().splitlines(), f"ends the job with status {status}"]
-        sys.stderr.write("".join(f"[{self.label}] {line}\n" for line in lines))
-        sys.stderr.flush()
+        # torch.distributed collects what the hooks before its own print, and writes it when they return: this one never
+        # does.
+        stream = sys.stderr
+        if isinstance(stream, io.StringIO) and sys.__stderr__ is not None:
+            stream = sys.__stderr__
+        stream.write("".join(f"[{self.label}] {line}\n" for line in lines))
+        stream.flush()
 
     def _remember_exit(self, status: Any = None, /) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -108,7 +114,7 @@ class Guard(TakesSignals):
 
 def guard() -> Guard | None:
     """The guard of this process, if one is installed."""
-    owner = getattr(sys.excepthook, "__self__", None)
+    owner = getattr(sys.exit, "__self__", None)  # not `sys.excepthook`, which torch.distributed wraps into its own
     return owner if isinstance(owner, Guard) else None
 
 
@@ -119,6 +125,24 @@ def install(rank: int, size: int) -> Guard:
         present = Guard(rank, size)
         present.install()
     return present
+
+
+def install_early(*, others_wait: bool) -> None:
+    """An error before the ranks have met must still end the job, where MPI runs already or others wait in MPI_Init."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi and mpi.Is_initialized():
+        if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
+            install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
+    elif others_wait and (started_by := launcher.find()) and started_by.size > 1:
+        install(launcher.said_rank(os.environ), started_by.size)
+        unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same
+
+
+def fatal(error: BaseException) -> None:
+    """A service of a progress engine failed. Other ranks need it, so the job ends; alone, the next wait raises it."""
+    present = guard()
+    if present is not None:
+        present.fail("".join(traceback.format_exception(type(error), error, error.__traceback__)))
 
 
 def abort(status: int) -> None:

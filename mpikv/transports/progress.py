@@ -124,6 +124,12 @@ class Running(Generic[T]):
             raise self.error
         return self.done
 
+    def fail(self, error: BaseException) -> None:
+        """Give up with an error: whoever waits for this raises it. Under the engine's lock."""
+        if not self.done:
+            self._steps.close()
+            self.error, self.done = error, True
+
     def cancel(self) -> None:
         """Give up: the generator's `finally` blocks run, nothing moves any more."""
         if not self.done:
@@ -199,6 +205,11 @@ class Engine:
     def start(self, steps: Steps[T], name: str) -> Running[T]:
         """Start a generator and run it as far as it goes at once."""
         running = Running(steps, name)
+        self.take(running)
+        return running
+
+    def take(self, running: Running[Any]) -> None:
+        """Move on what was under way without an engine, as `start` does."""
         with self._lock:
             self._advance(running)
             if not running.done:
@@ -206,7 +217,6 @@ class Engine:
                 self._wake.set()
                 if self.serves and self.bell is not None:
                     self.bell.wake_self()
-        return running
 
     def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
         """Start a generator that runs beside the others until it ends or the engine stops."""

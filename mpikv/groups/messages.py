@@ -1,0 +1,95 @@
+"""The collectives of a group by messages, as generators: what runs where the ranks share no memory.
+
+`allreduce` and `reduce_scatter` run the algorithms of `mpikv.collectives`, chosen by the same table as a store's;
+everything that only moves data is one `exchange`, in which each rank sends what the others are to have. All arrays are
+flat and contiguous. A generator uses one tag; ranks that run different calls under one tag would mix their messages up,
+so a call's tag is its own (group.py).
+
+Cost per rank: `exchange` one message to and from each rank that has something to tell; the others as their algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.collectives import naive, ring
+from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
+from mpikv.groups.operators import Operator
+from mpikv.transports.base import Group, Steps
+
+DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each part straight to its owner
+TOKEN = np.zeros(1, np.uint8)
+
+
+def allreduce(group: Group, buf: HostArray, operator: Operator, tag: int, algorithm: str = "auto") -> Steps[None]:
+    """Combine `buf` over all ranks, in place. algorithm: as MPIKV_ALGORITHM has it."""
+    if group.size == 1 or buf.size == 0:
+        return
+    name = choose(buf.nbytes, group.size, "auto" if algorithm == "native" else algorithm, group.hosts)
+    module = ALGORITHMS[name]
+    chunks = chunk_bounds(name, buf.size, group.hosts)
+    own = slice(chunks[group.rank], chunks[group.rank + 1])
+    wide = buf.astype(sum_dtype(buf.dtype), copy=False)
+    yield from module.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)
+    operator.finish(wide[own], group.size)
+    if wide is not buf:
+        np.copyto(buf[own], wide[own], casting="unsafe")
+    yield from module.allgather(group, buf, chunks, tag)
+
+
+def reduce(group: Group, buf: HostArray, out: HostArray, operator: Operator, *, root: int, tag: int) -> Steps[None]:
+    """Combine `buf` over all ranks into the root's `out` (which may be `buf`), along a binomial tree."""
+    size, me = group.size, (group.rank - root) % group.size
+    wide = buf.astype(sum_dtype(buf.dtype), copy=out is not buf or me != 0)
+    scratch = np.empty_like(wide)
+    bit = 1
+    while bit < size and buf.size:
+        if me & bit:
+            yield group.isend(wide, (me - bit + root) % size, tag)
+            return
+        if me + bit < size:
+            yield group.irecv(scratch, (me + bit + root) % size, tag)
+            operator.combine(wide, scratch, out=wide)
+        bit *= 2
+    if me == 0:
+        operator.finish(wide, size)
+        np.copyto(out, wide, casting="unsafe")
+
+
+def reduce_scatter(
+    group: Group, parts: Sequence[HostArray], out: HostArray, operator: Operator, tag: int
+) -> Steps[None]:
+    """`out` becomes part number `group.rank` of every rank, combined. parts: one for each rank, left as they are."""
+    chunks = (0, *(int(end) for end in np.cumsum([part.size for part in parts])))
+    buf = np.concatenate(parts).astype(sum_dtype(out.dtype), copy=False)
+    direct = group.size <= DIRECT_RANKS or buf.nbytes <= DIRECT_BYTES
+    yield from (naive if direct else ring).reduce_scatter(group, buf, chunks, tag, combine=operator.combine)
+    own = buf[chunks[group.rank] : chunks[group.rank + 1]]
+    operator.finish(own, group.size)
+    np.copyto(out, own, casting="unsafe")
+
+
+def exchange(
+    group: Group, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int
+) -> Steps[None]:
+    """Send `outgoing[rank]` to each of those ranks, receive `incoming[rank]` from each of those. Both may have `me`."""
+    me = group.rank
+    others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
+    requests = [group.irecv(incoming[rank], rank, tag) for rank in others if rank in incoming and incoming[rank].size]
+    requests += [group.isend(outgoing[rank], rank, tag) for rank in others if rank in outgoing and outgoing[rank].size]
+    if me in incoming and me in outgoing:
+        incoming[me][...] = outgoing[me]
+    yield from requests
+
+
+def barrier(group: Group, tag: int) -> Steps[None]:
+    """Ends when every rank has come: in step k each rank hears from the one 2^k before it."""
+    distance = 1
+    while distance < group.size:
+        send = group.isend(TOKEN, (group.rank + distance) % group.size, tag)
+        yield group.irecv(np.empty(1, np.uint8), (group.rank - distance) % group.size, tag)
+        yield send
+        distance *= 2

@@ -1,0 +1,68 @@
+"""What a reduction does: the operators that a process group knows, each a NumPy function of two arrays.
+
+float16 and bfloat16 are combined in float32 and rounded once. Where an operator means nothing for a dtype (the mean of
+whole numbers, the smaller of two complex ones), that is an error before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
+from mpikv.errors import UnsupportedError
+
+
+class Operator(NamedTuple):
+    """combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
+
+    name: str
+    combine: np.ufunc
+    kinds: str  # of NumPy's dtypes: b bool, i and u whole numbers, f floating point, c complex
+    mean: bool = False
+
+    def check(self, dtype: np.dtype[Any]) -> None:
+        """Raises UnsupportedError where it means nothing for this dtype."""
+        kind = "f" if dtype == BFLOAT16 else dtype.kind
+        if kind not in self.kinds:
+            raise UnsupportedError(f"{self.name} of {dtype}: it is defined for NumPy's kinds {', '.join(self.kinds)}")
+
+    def into(self, out: HostArray, sources: Sequence[HostArray]) -> None:
+        """`out` becomes all sources combined, in their order. One length and dtype; `out` may be the first source."""
+        if len(sources) == 1:
+            if sources[0] is not out:
+                out[...] = sources[0]
+            return
+        wide = sum_dtype(out.dtype)
+        total = out
+        if wide == out.dtype:
+            self.combine(sources[0], sources[1], out=out)
+        else:
+            total = self.combine(sources[0].astype(wide), sources[1].astype(wide))
+        for source in sources[2:]:
+            self.combine(total, source, out=total)
+        self.finish(total, len(sources))
+        if total is not out:
+            np.copyto(out, total, casting="unsafe")
+
+    def finish(self, total: HostArray, size: int) -> None:
+        """What is left when everything has been combined."""
+        if self.mean:
+            np.divide(total, total.dtype.type(size), out=total)
+
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator("sum", np.add, "biufc"),
+        Operator("mean", np.add, "fc", mean=True),
+        Operator("prod", np.multiply, "biufc"),
+        Operator("min", np.minimum, "biuf"),
+        Operator("max", np.maximum, "biuf"),
+        Operator("band", np.bitwise_and, "biu"),
+        Operator("bor", np.bitwise_or, "biu"),
+        Operator("bxor", np.bitwise_xor, "biu"),
+    )
+}

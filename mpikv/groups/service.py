@@ -1,0 +1,121 @@
+"""Requests that any rank may send to any other at any time, answered by the other's progress engine.
+
+Two kinds: to the rank that holds the board (board.py), and `status`, by which a rank that waits for long asks the
+others how far they are. A request is one message: a line of JSON, which says whom to answer under which tag, then the
+values; an answer likewise. Answers that nobody waits for any more are recognised by their number and dropped.
+
+Cost: two messages per request; one probe per step of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.groups.board import Board
+from mpikv.transports.base import Arrival, Predicate, Request, Steps, Transport
+
+SERVICE_TAG = 0
+REPLY_TAGS = range(1, 1024)
+HOLDER = 0  # the rank that holds the board
+LEAVE = "leave"
+
+Status = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def _packed(header: dict[str, Any], values: Sequence[bytes]) -> HostArray:
+    line = json.dumps({**header, "lengths": [len(value) for value in values]}).encode() + b"\n"
+    return np.frombuffer(line + b"".join(values), np.uint8)
+
+
+def _unpacked(message: HostArray) -> tuple[dict[str, Any], list[bytes]]:
+    line, _, rest = message.tobytes().partition(b"\n")
+    header, values, at = json.loads(line), [], 0
+    for length in header["lengths"]:
+        values.append(rest[at : at + length])
+        at += length
+    return header, values
+
+
+class Service:
+    """One rank's side. status: answers `status` requests."""
+
+    def __init__(self, transport: Transport, status: Status) -> None:
+        self._transport, self._status = transport, status
+        self.board = Board()
+        self._number = 0
+        self._sends: list[Request] = []
+        self.left: set[int] = set()  # ranks that ask the board nothing more
+
+    # --- answering
+
+    def serve(self) -> Steps[None]:
+        """Answer requests, for ever. To be run as a service of the engine."""
+        while True:
+            arrival = Arrival(self._transport, SERVICE_TAG)
+            yield arrival
+            message: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
+            yield arrival.incoming.receive(message)
+            self._handle(arrival.incoming.source, *_unpacked(message))
+
+    def _handle(self, source: int, header: dict[str, Any], values: list[bytes]) -> None:
+        verb, number = header["verb"], header["number"]
+
+        def reply(answer: list[bytes]) -> None:
+            tag = REPLY_TAGS[number % len(REPLY_TAGS)]
+            self._sends = [send for send in self._sends if not send.test()]
+            self._sends.append(self._transport.isend(_packed({"number": number}, answer), source, tag))
+
+        if verb == "status":
+            reply([json.dumps(self._status(header["about"])).encode()])
+        elif verb == LEAVE:
+            self.left.add(source)
+        else:
+            self.board.handle(verb, header["keys"], values, reply)
+
+    # --- asking
+
+    def ask(self, verb: str, keys: Sequence[str] = (), values: Sequence[bytes] = ()) -> Steps[list[bytes]]:
+        """Ask the board; returns its answer."""
+        if self._transport.rank != HOLDER:
+            return (yield from self._request(HOLDER, {"verb": verb, "keys": list(keys)}, values))
+        answers: list[list[bytes]] = []
+        self.board.handle(verb, keys, values, answers.append)
+        if not answers:
+            yield Predicate(lambda: bool(answers))
+        return answers[0]
+
+    def ask_status(self, rank: int, about: dict[str, Any], limit_s: float) -> Steps[dict[str, Any] | None]:
+        """What `rank` says of itself; None if it has said nothing within `limit_s`."""
+        answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
+        return json.loads(answer[0]) if answer else None
+
+    def leave(self) -> Steps[None]:
+        """Tell the holder of the board that this rank goes."""
+        if self._transport.rank == HOLDER:
+            self.left.add(HOLDER)
+        else:
+            yield self._transport.isend(_packed({"verb": LEAVE, "number": 0}, ()), HOLDER, SERVICE_TAG)
+
+    def _request(
+        self, rank: int, header: dict[str, Any], values: Sequence[bytes], limit_s: float | None = None
+    ) -> Steps[list[bytes]]:
+        self._number = number = self._number + 1
+        request = self._transport.isend(_packed({**header, "number": number}, values), rank, SERVICE_TAG)
+        deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        while True:
+            arrival = Arrival(self._transport, REPLY_TAGS[number % len(REPLY_TAGS)])
+            yield Predicate(lambda: arrival.test() or (deadline_s is not None and time.monotonic() > deadline_s))  # noqa: B023
+            if arrival.incoming is None:
+                return []
+            message: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)
+            yield arrival.incoming.receive(message)
+            answer, found = _unpacked(message)
+            if answer["number"] == number:
+                yield request
+                return found

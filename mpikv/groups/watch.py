@@ -1,0 +1,110 @@
+"""Who waits too long in a call of a group asks the others how far they are.
+
+After a while it learns whether another rank has made another call at this place, which is an error at once; at the end
+of its time, who has not made the call. The time of a machine that was stopped does not count.
+
+Cost: nothing but a look at the clock, until a call has waited ASK_AFTER_S; then two messages per other rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mpikv.errors import StallError
+from mpikv.groups.group import Call, RankGroup
+from mpikv.groups.service import Service
+from mpikv.groups.shared import MismatchError
+from mpikv.transports.base import Predicate, Steps
+from mpikv.transports.progress import Engine
+
+TICK_S = 0.25
+ASK_AFTER_S = 3.0  # ranks that are late by more are rare, and asking costs little
+ANSWER_S = 2.0  # an answer comes at once from a rank that lives
+
+
+class Watch:
+    """Looks after the calls of all groups of one rank. labels: of the transport's ranks, for messages."""
+
+    def __init__(
+        self, engine: Engine, service: Service, groups: Mapping[int, RankGroup], rank: int, labels: list[str]
+    ) -> None:
+        self._engine, self._service, self._groups = engine, service, groups
+        self._rank, self._labels = rank, labels
+
+    def status(self, about: dict[str, Any]) -> dict[str, Any]:
+        """What this rank says of itself to one that waits in a call."""
+        group = self._groups.get(about["group"])
+        if group is None:
+            return {"calls": -1, "text": None, "now": "it has left this process group"}
+        text = next((text for number, text in group.history if number == about["call"]), None)
+        now = f"it is in {group.under_way[0].text}" if group.under_way else "it is in no call of this group"
+        return {"calls": group.calls, "text": text, "now": now}
+
+    def serve(self) -> Steps[None]:
+        """Look after the calls, for ever. To be run as a service of the engine."""
+        last_s = time.monotonic()
+        while True:
+            yield Predicate(lambda: time.monotonic() >= last_s + TICK_S)  # noqa: B023
+            now_s = time.monotonic()
+            elapsed_s, last_s = min(now_s - last_s, 2 * TICK_S), now_s
+            for group in tuple(self._groups.values()):
+                for call in tuple(group.under_way):
+                    call.waited_s += min(elapsed_s, now_s - call.started_s)
+                    if not call.asked and call.waited_s >= min(ASK_AFTER_S, call.timeout_s):
+                        call.asked = True
+                        self._engine.start(self._inquire(call), "status")
+
+    def _inquire(self, call: Call) -> Steps[None]:
+        """Ask all other ranks of the group; once more when the time is over."""
+        group = call.group
+        while True:
+            over = call.waited_s >= call.timeout_s
+            about = {"group": group.number, "call": call.number}
+            asked = {
+                rank: self._engine.start(self._service.ask_status(rank, about, ANSWER_S), "status")
+                for rank in group.group.ranks
+                if rank != self._rank
+            }
+            yield Predicate(lambda: all(running.done for running in asked.values()))  # noqa: B023
+            answers = {rank: running.result for rank, running in asked.items()}
+            if call.done:
+                return
+            others = {rank: said["text"] for rank, said in answers.items() if said and said["text"]}
+            different = {rank: text for rank, text in others.items() if text != call.text}
+            if different and call.number >= 0:
+                group.fail(call, MismatchError(self._differ(call, different)))
+                return
+            if over:
+                group.fail(call, self.stall(call, call.timeout_s, answers))
+                return
+            yield Predicate(lambda: call.done or call.waited_s >= call.timeout_s)
+            if call.done:
+                return
+
+    def _differ(self, call: Call, different: dict[int, str]) -> str:
+        theirs = "; ".join(f"{self._labels[rank]} made {text}" for rank, text in different.items())
+        return (
+            f"{self._labels[self._rank]} made {call.text} as call {call.number} of its process group, but {theirs}: "
+            "every rank of a group makes the same calls in the same order"
+        )
+
+    def stall(
+        self, call: Call, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
+    ) -> StallError:
+        """The error of a call that has waited too long."""
+        said = []
+        for rank, answer in (answers or {}).items():
+            if answer is None:
+                said.append(f"{self._labels[rank]} does not answer")
+            elif call.number < 0 or answer["calls"] < call.number:
+                said.append(f"{self._labels[rank]} has made {max(0, answer['calls'])} calls, {answer['now']}")
+        if call.number >= 0 and answers:
+            said = [f"missing: {'; '.join(said)}"] if said else ["all ranks have made this call, but it does not end"]
+        ranks = ", ".join(map(str, call.group.group.ranks))
+        which = f" (call {call.number})" if call.number >= 0 else ""
+        return StallError(
+            f"{self._labels[self._rank]} waited {limit_s:g} s, its timeout in {call.text}{which} of the process group "
+            f"of ranks {ranks}{'; ' if said else ''}{'; '.join(said)}"
+        )

@@ -1,0 +1,198 @@
+"""The ranks of a job, brought together once for all their process groups.
+
+`opened` returns the world of this process, made by the first call, in which all ranks of the job take part: a
+duplicated communicator, the memory that the ranks of each host share, a progress engine, and a service by which ranks
+agree on further groups. It lives until the interpreter's end. `World` itself knows no MPI: thread ranks make theirs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpikv.config import Config
+from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.groups.group import RankGroup
+from mpikv.groups.service import HOLDER, Service
+from mpikv.groups.shared import SharedCalls, region_bytes
+from mpikv.groups.watch import Watch
+from mpikv.transports import abort, library, shm
+from mpikv.transports.base import Group, Predicate, Transport
+from mpikv.transports.local import ranks_here
+from mpikv.transports.progress import Engine
+from mpikv.transports.shm import HostMemory, aligned
+from mpikv.transports.topology import pretended
+
+# What the ranks of one job must have alike.
+SETTINGS = ("algorithm", "fake_hosts", "shared_memory")
+
+_opened: list[World] = []  # the world of this process, which a second init_process_group uses again
+_lock = threading.Lock()
+
+
+class World:
+    """One rank of a job. memory: of this rank's host."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        config: Config,
+        *,
+        threaded: bool,
+        memory: HostMemory | None,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self.transport, self.config = transport, config
+        self.rank, self.size = transport.rank, transport.size
+        self.labels = [f"rank {rank} of {self.size} on {host}" for rank, host in enumerate(transport.hosts)]
+        self.groups: dict[int, RankGroup] = {}
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, transport=transport)
+        self._memory = memory
+        self.service = Service(transport, self._status)
+        self._watch = Watch(self.engine, self.service, self.groups, self.rank, self.labels)
+        self.engine.serve(self.service.serve(), "service")
+        self.engine.serve(self._watch.serve(), "watch")
+        self.sessions: list[object] = []  # of init_process_group: what each holds. Keys of one are not the next one's
+
+    def group(self, ranks: Sequence[int], number: int, timeout_s: float) -> RankGroup:
+        """A new group of these ranks, of which this is one. number: from 1 on, the same on all, never used.
+
+        Local: the others may not be there yet.
+        """
+        group = Group(self.transport, ranks)
+        made = RankGroup(
+            group,
+            number,
+            self.engine,
+            timeout_s=timeout_s,
+            shared=self._shared(group, number),
+            algorithm=self.config.algorithm,
+            stalled=self._watch.stall,
+        )
+        self.groups[number] = made
+        return made
+
+    def _status(self, about: dict[str, Any]) -> dict[str, Any]:
+        return self._watch.status(about)
+
+    def _shared(self, group: Group, number: int) -> SharedCalls | None:
+        memory = self._memory
+        if memory is None or group.size == 1 or len(set(group.hosts)) > 1:
+            return None
+        # The same place on all ranks without asking: each number has one, as large as the host's largest group needs.
+        stride = region_bytes(memory.size)
+        begin = aligned(number * stride)
+        if begin + stride > memory.n_bytes:
+            return None
+        return SharedCalls(memory, begin, group.rank, group.size)
+
+    def ask(
+        self, verb: str, keys: Sequence[str], values: Sequence[bytes] = (), timeout_s: float | None = None
+    ) -> list[bytes]:
+        """Ask the board (board.py). Blocks; raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S."""
+        limit_s = self.config.timeout_s if timeout_s is None else timeout_s
+        running = self.engine.start(self.service.ask(verb, keys, values), f"{verb} of {', '.join(keys)}")
+        try:
+            self.engine.wait(running, limit_s, lambda: self._unanswered(verb, keys, limit_s))
+        finally:
+            with self.engine.lock:
+                running.cancel()
+        assert running.result is not None
+        return running.result
+
+    def _unanswered(self, verb: str, keys: Sequence[str], limit_s: float) -> StallError:
+        what = "another rank to set" if verb == "get" else f"{self.labels[HOLDER]} to answer for"
+        return StallError(f"{self.labels[self.rank]} waited {limit_s:g} s for {what} the keys {', '.join(keys)}")
+
+    def close(self) -> None:
+        """Leave. The rank that holds the board waits until the others have left, at most MPIKV_TIMEOUT_S."""
+        service, engine = self.service, self.engine
+        for group in tuple(self.groups.values()):
+            group.close()
+        self.groups.clear()
+        limit_s = self.config.timeout_s
+        late = StallError("the others have not left")
+        with contextlib.suppress(MpikvError):
+            engine.wait(engine.start(service.leave(), "leave"), limit_s, lambda: late)
+            if self.rank == HOLDER:
+                engine.wait(Predicate(lambda: len(service.left) == self.size), limit_s, lambda: late)
+        engine.stop()
+
+
+def opened() -> World:
+    """The world of this process.
+
+    The first call initialises MPI where nobody has, is collective over COMM_WORLD and blocks until all its ranks have
+    called it. Raises ConfigError where there is no MPI or ranks have different settings, StallError where ranks do not
+    come.
+    """
+    with _lock:
+        guard = abort.guard()
+        if guard is not None and guard.is_child():
+            raise MpikvError("a process group in a process that was forked from a rank: MPI serves the one that has it")
+        if not _opened:
+            _opened.append(_open(Config.from_environ()))
+        return _opened[0]
+
+
+def _open(config: Config) -> World:
+    try:
+        library.prepare(config.mpi, config.interface, config.timeout_s)
+    except Exception:
+        abort.install_early(others_wait=True)
+        raise
+    from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
+
+    from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
+
+    comm = MPI.COMM_WORLD
+    if comm.Get_size() > 1:
+        abort.install(comm.Get_rank(), comm.Get_size())
+    library.check_launcher(comm.Get_size())
+
+    def nobody() -> BaseException:
+        return StallError(
+            f"rank {comm.Get_rank()} of {comm.Get_size()} waited {config.timeout_s:g} s in init_process_group for the "
+            "other ranks of the job: every one of them must call it"
+        )
+
+    transport = open_transport(comm, config.timeout_s, nobody)
+
+    def gather_all(data: bytes) -> list[bytes]:
+        return allgather_bytes(transport, data, config.timeout_s, nobody)
+
+    told = [json.loads(text) for text in gather_all(json.dumps([getattr(config, name) for name in SETTINGS]).encode())]
+    for i, name in enumerate(SETTINGS):
+        values = {str(entry[i]) for entry in told}
+        if len(values) > 1:
+            transport.close()
+            raise ConfigError(f"init_process_group: MPIKV_{name.upper()} differs between ranks: {', '.join(values)}")
+    transport.hosts = pretended(transport.hosts, config.fake_hosts)
+    memory = None
+    if config.shared_memory == "auto" and config.algorithm == "auto" and len(set(transport.hosts)) < transport.size:
+        here = ranks_here(transport)
+
+        def gather(data: bytes) -> list[bytes]:
+            everybodys = gather_all(data)
+            return [everybodys[rank] for rank in here]
+
+        memory, _ = shm.open_host_memory(here.index(transport.rank), len(here), gather)
+    threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    world = World(transport, config, threaded=threaded, memory=memory, on_fatal=abort.fatal)
+    pid = os.getpid()
+
+    def at_exit() -> None:
+        if os.getpid() != pid:
+            return  # a child that was forked; the ranks are its parent's
+        guard = abort.guard()
+        if guard is not None and guard.exit_status and world.groups:
+            guard.fail(f"sys.exit({guard.exit_status}) while there was a process group", guard.exit_status)
+        world.close()
+
+    atexit.register(at_exit)
+    return world

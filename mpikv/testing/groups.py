@@ -1,0 +1,52 @@
+"""Process groups over thread ranks: the same calls as under mpirun, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from mpikv.config import Config
+from mpikv.groups.group import RankGroup
+from mpikv.groups.world import World
+from mpikv.testing.ranks import spawn
+from mpikv.testing.stores import TEST_TIMEOUT_S
+from mpikv.transports.shm import HostMemory, private_memory
+from mpikv.transports.threads import ThreadTransport
+
+T = TypeVar("T")
+
+
+def spawn_groups(
+    size: int,
+    body: Callable[[World, RankGroup], T],
+    *,
+    hosts: Sequence[str] | None = None,
+    config: Config | None = None,
+) -> list[T]:
+    """Run `body(world, group of all ranks)` on thread ranks, and return its results in rank order.
+
+    hosts: of each rank; those of one host share memory, unless config says `shared_memory="off"`. Raises RankError.
+    """
+    config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
+    places = hosts or ["localhost"] * size
+    memories: list[HostMemory | None] = [None] * size
+    if config.shared_memory == "auto":
+        of_host: dict[str, Iterator[HostMemory]] = {
+            host: iter(private_memory(list(places).count(host))) for host in dict.fromkeys(places)
+        }
+        memories = [next(of_host[host]) for host in places]
+
+    def rank_body(transport: ThreadTransport) -> T:
+        fatal: list[BaseException] = []
+        memory = memories[transport.rank]
+        world = World(transport, config, threaded=True, memory=memory, on_fatal=fatal.append)
+        try:
+            result = body(world, world.group(range(size), 1, config.timeout_s))
+            world.close()
+        finally:
+            world.engine.stop()
+        if fatal:
+            raise fatal[0]
+        return result
+
+    return spawn(size, rank_body, hosts=hosts, timeout_s=3 * config.timeout_s + 10)

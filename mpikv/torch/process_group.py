@@ -1,0 +1,326 @@
+"""A process group of `torch.distributed` over the ranks of MPI.
+
+Each method checks its tensors, sees them as arrays, and makes one call of a `RankGroup` (groups/group.py); a `CallWork`
+is what it returns. Methods have the names that PyTorch gave them at different times: from 2.13 on `all_gather_single`
+is what was `_allgather_base`, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceOp
+
+from mpikv.arrays import HostArray
+from mpikv.errors import UnsupportedError
+from mpikv.groups.group import Call, Options, RankGroup
+from mpikv.groups.operators import OPERATORS, Operator
+from mpikv.groups.world import World
+from mpikv.torch.views import Views, same_kind
+from mpikv.torch.works import CallWork, completer
+
+Tensors = list[torch.Tensor]
+_OPERATORS = (
+    (ReduceOp.SUM, "sum"),
+    (ReduceOp.AVG, "mean"),
+    (ReduceOp.PRODUCT, "prod"),
+    (ReduceOp.MIN, "min"),
+    (ReduceOp.MAX, "max"),
+    (ReduceOp.BAND, "band"),
+    (ReduceOp.BOR, "bor"),
+    (ReduceOp.BXOR, "bxor"),
+)
+
+
+def operator_of(op: Any) -> Operator:
+    """The operator of a ReduceOp. Raises UnsupportedError."""
+    for known, name in _OPERATORS:
+        if op == known:
+            return OPERATORS[name]
+    raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OPERATORS)}")
+
+
+class MpiProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """One rank's side of a process group."""
+
+    def __init__(self, world: World, group: RankGroup) -> None:
+        super().__init__(group.rank, group.size)
+        self._world, self._group = world, group
+        self._completer = completer()
+        self._names = {"name": "", "description": ""}
+        self._together: list[CallWork] | None = None  # the works of a coalescing context
+
+    # --- what it is
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        """mpikv."""
+        return "mpikv"
+
+    def name(self) -> str:
+        """mpikv."""
+        return "mpikv"
+
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self._group.rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._group.size
+
+    getRank, getSize = rank, size  # noqa: N815
+
+    # The base class keeps these with its backends in C++, of which this one has none.
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set PyTorch's name of the group."""
+        self._names["name"] = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """PyTorch's name of the group."""
+        return self._names["name"]
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set what it is for."""
+        self._names["description"] = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What it is for."""
+        return self._names["description"]
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def __repr__(self) -> str:
+        return f"<MpiProcessGroup rank {self.rank()} of {self.size()}>"
+
+    # --- reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
+        """Combine each tensor over all ranks, in place."""
+        views = Views()
+        arrays = views.write(tensors)
+        return self._made(views, tensors, opts, lambda o: self._group.allreduce(arrays, _operator(opts), o))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
+        """Combine over all ranks into the root's tensor."""
+        views, (tensor,) = Views(), tensors
+        (array,) = (views.write if opts.rootRank == self.rank() else views.read)([tensor])
+        return self._made(
+            views, tensors, opts, lambda o: self._group.reduce(array, array, _operator(opts), opts.rootRank, o)
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
+        """Each rank's output becomes its part of every rank's inputs, combined."""
+        views, pairs = Views(), []
+        for output, parts in zip(outputs, inputs, strict=True):
+            same_kind("reduce_scatter", [output, *parts])
+            pairs.append((views.read(parts), views.write([output])[0]))
+        return self._made(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
+
+    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> CallWork:
+        """The same of one tensor that holds all parts one behind the other."""
+        return self.reduce_scatter_single_coalesced([output], [whole], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> CallWork:
+        """The same of several."""
+        views, pairs = Views(), []
+        for output, whole in zip(outputs, wholes, strict=True):
+            same_kind("reduce_scatter", [output, whole])
+            pairs.append((self._parts(views.read([whole])[0], output.numel()), views.write([output])[0]))
+        return self._made(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
+
+    # --- what only moves
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
+        """Copy the root's tensors to all ranks."""
+        views = Views()
+        arrays = (views.read if opts.rootRank == self.rank() else views.write)(tensors)
+        return self._made(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
+        """Copy every rank's input to every rank, one output for each rank."""
+        views, pairs = Views(), []
+        for outs, tensor in zip(outputs, inputs, strict=True):
+            same_kind("all_gather", [tensor, *outs])
+            pairs.append((views.read([tensor])[0], views.write(outs)))
+        flat = [out for outs in outputs for out in outs]
+        return self._made(views, flat, opts, lambda o: self._group.allgather(pairs, o))
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
+        """The same, where `outputs` has one list for each rank, with an output for each input."""
+        return self.allgather([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CallWork:
+        """The same into one tensor that holds all outputs one behind the other."""
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
+        """The same of several."""
+        views, pairs = Views(), []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            same_kind("all_gather", [output, tensor])
+            pairs.append((views.read([tensor])[0], self._parts(views.write([output])[0], tensor.numel())))
+        return self._made(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
+        """Copy every rank's input to the root, one output for each rank."""
+        views, (tensor,), root = Views(), inputs, opts.rootRank
+        incoming: dict[int, HostArray] = {}
+        if self.rank() == root:
+            self._one_each("gather", tensor, outputs[0])
+            incoming = dict(enumerate(views.write(outputs[0])))
+        outgoing = {root: views.read([tensor])[0]}
+        same = f"to {root} of {tensor.dtype} {tensor.numel()}"
+        flat = [out for outs in outputs for out in outs]
+        return self._made(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
+        """Give each rank one of the root's inputs."""
+        views, (tensor,), root = Views(), outputs, opts.rootRank
+        outgoing: dict[int, HostArray] = {}
+        if self.rank() == root:
+            self._one_each("scatter", tensor, inputs[0])
+            outgoing = dict(enumerate(views.read(inputs[0])))
+        incoming = {root: views.write([tensor])[0]}
+        same = f"from {root} of {tensor.dtype} {tensor.numel()}"
+        return self._made(views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
+        """Input i goes to rank i, output i comes from rank i; their lengths may differ."""
+        for what in (outputs, inputs):
+            same_kind("all_to_all", what)
+            if len(what) != self.size():
+                raise ValueError(f"all_to_all: {len(what)} tensors for {self.size()} ranks")
+        views = Views()
+        outgoing, incoming = dict(enumerate(views.read(inputs))), dict(enumerate(views.write(outputs)))
+        same = f"of {inputs[0].dtype}"
+        return self._made(
+            views, outputs, opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
+        )
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> CallWork:
+        """The same of one tensor each, cut along its first dimension; no splits: into equal parts."""
+        same_kind("all_to_all", [output, tensor])
+        views = Views()
+        outgoing = dict(enumerate(self._split(views.read([tensor])[0], tensor, input_splits)))
+        incoming = dict(enumerate(self._split(views.write([output])[0], output, output_splits)))
+        same = f"of {tensor.dtype}"
+        return self._made(
+            views, [output], opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
+        )
+
+    def barrier(self, opts: Any = None) -> CallWork:
+        """Done when all ranks have come."""
+        return self._made(Views(), [], opts, self._group.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names who is missing; always all of them, whatever `wait_all_ranks` says."""
+        limit_s = None if timeout is None else timeout.total_seconds()
+        self._group.barrier(Options(limit_s)).wait()
+
+    # --- point to point
+
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> CallWork:
+        """Send a tensor to a rank of the group."""
+        views, (tensor,) = Views(), tensors
+        (array,) = views.read([tensor])
+        return self._made(views, tensors, None, lambda o: self._group.send(array, dest, tag, o))
+
+    def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> CallWork:
+        """Receive a tensor of exactly this size from a rank of the group."""
+        views, (tensor,) = Views(), tensors
+        (array,) = views.write([tensor])
+        return self._made(views, tensors, None, lambda o: self._group.receive(array, source, tag, o))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> CallWork:
+        """Receive a tensor from whoever sends one; the work's `_source_rank` says who did."""
+        return self.recv(tensors, None, tag)
+
+    # --- names of other versions of PyTorch
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # --- several calls that are waited for together
+
+    def _start_coalescing(self, _device: Any = None) -> None:
+        self._together = []
+
+    def _end_coalescing(self, _device: Any = None) -> CallWork:
+        works, self._together = self._together or [], None
+        calls = [call for work in works for call in work._calls]
+        return CallWork(calls, [tensor for work in works for tensor in work.result()], self._completer.submit)
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    # --- the end
+
+    def shutdown(self) -> None:
+        """Give back what the group holds; calls under way fail."""
+        self._group.close()
+        self._world.groups.pop(self._group.number, None)
+        self._completer.shutdown(wait=False)
+
+    abort = shutdown
+
+    # --- helpers
+
+    def _made(self, views: Views, result: Tensors, opts: Any, make: Callable[[Options], Call]) -> CallWork:
+        timeout = getattr(opts, "timeout", None)
+        timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else None
+        finish = views.write_back if views.copies and not views.late else None
+        call = make(Options(timeout_s, finish))
+        if views.late:
+            call.wait()
+            views.write_back()
+        work = CallWork([call], result, self._completer.submit)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _parts(self, array: HostArray, n_elems: int) -> list[HostArray]:
+        if array.size != n_elems * self.size():
+            raise ValueError(
+                f"a tensor of {n_elems} elements for each of {self.size()} ranks is not one of {array.size}"
+            )
+        return [array[i * n_elems : (i + 1) * n_elems] for i in range(self.size())]
+
+    def _one_each(self, name: str, tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        same_kind(name, [tensor, *tensors])
+        if len(tensors) != self.size() or any(one.numel() != tensor.numel() for one in tensors):
+            raise ValueError(f"{name}: {self.size()} tensors of {tensor.numel()} elements are expected at the root")
+
+    def _split(self, array: HostArray, tensor: torch.Tensor, splits: Sequence[int] | None) -> list[HostArray]:
+        rows = tensor.size(0) if tensor.dim() else 1
+        if not splits:
+            if rows % self.size():
+                raise ValueError(f"all_to_all: {rows} rows cannot be split evenly over {self.size()} ranks")
+            splits = [rows // self.size()] * self.size()
+        if len(splits) != self.size() or sum(splits) != rows or min(splits) < 0:
+            raise ValueError(f"all_to_all: the splits {list(splits)} do not make {rows} rows for {self.size()} ranks")
+        row_elems = array.size // rows if rows else 0
+        parts, begin = [], 0
+        for split in splits:
+            parts.append(array[begin : begin + split * row_elems])
+            begin += split * row_elems
+        return parts
+
+
+def _operator(opts: Any) -> Operator:
+    return OPERATORS["sum"] if opts is None else operator_of(opts.reduceOp)

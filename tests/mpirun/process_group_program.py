@@ -1,0 +1,143 @@
+"""A rank of jobs that use the backend mpikv of torch.distributed: `process_group_program.py CASE`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpikv.torch  # noqa: F401 - registers the backend
+from mpikv import kv
+
+STEPS = 20
+
+
+def net() -> nn.Module:
+    """With a buffer, and parameters of several sizes; the same everywhere."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Linear(33, 7), nn.Linear(7, 1))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(8, 6, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters after some steps on this rank's batches."""
+    for step in range(STEPS):
+        x, y = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def same(mine: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    for one, two in zip(mine, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def trains() -> None:
+    """DDP over mpikv and over Gloo, ZeRO and fully_shard give the same; a store in the same program, too."""
+    gloo = dist.new_group(backend="gloo")
+    model = DistributedDataParallel(net())
+    result = train(model, sgd(model))
+    model = DistributedDataParallel(net(), process_group=gloo)
+    same(result, train(model, sgd(model)))
+    model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+    model.register_comm_hook(dist.new_group(), allreduce_then_divide)
+    same(result, train(model, sgd(model)))
+
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(net())
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    same(result, train(model, zero))
+    sharded(result)
+
+    store = kv.create("dist_sync")
+    store.init("w", np.zeros(5, np.float32))
+    store.pushpull("w", value := np.ones(5, np.float32))
+    assert value.tolist() == [dist.get_world_size()] * 5
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 3
+    print(f"trained {dist.get_rank()}")
+
+
+def allreduce_then_divide(group, bucket):  # PyTorch looks at annotations, which must not be strings
+    """A communication hook: what it chains to the future makes a call of another group, and waits for it."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+
+    def divide(future: torch.futures.Future) -> torch.Tensor:
+        number = torch.ones(1)
+        dist.all_reduce(number, group=group, async_op=True).get_future().wait()
+        return future.value()[0] / number
+
+    return work.get_future().then(divide)
+
+
+def sharded(expected: list[torch.Tensor]) -> None:
+    """FSDP: the same as DDP, without the batch norm, whose statistics DDP takes from rank 0."""
+    from torch.distributed.fsdp import fully_shard
+
+    def plain() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 1))
+
+    model = DistributedDataParallel(plain())
+    expected = train(model, sgd(model))
+    model = plain()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    train(model, sgd(model))
+    same([parameter.full_tensor().detach() for parameter in model.parameters()], expected)
+
+
+def raises() -> None:
+    """Rank 1 raises while the others wait for it."""
+    if dist.get_rank() == 1:
+        raise RuntimeError("not my day")
+    dist.all_reduce(torch.ones(1))
+
+
+def leaves() -> None:
+    """Rank 1 exits with a status while the others wait for it."""
+    if dist.get_rank() == 1:
+        sys.exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def mismatched() -> None:
+    """Rank 1 brings another shape."""
+    dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 4))
+
+
+def stalls() -> None:
+    """Rank 1 does not come, and lives."""
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+
+
+def main(case: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("mpikv", timeout=timedelta(seconds=2 if case == "stalls" else 60))
+    {"trains": trains, "raises": raises, "leaves": leaves, "mismatched": mismatched, "stalls": stalls}[case]()
+    # No destroy_process_group: a program may just end.
+
+
+main(sys.argv[1])

@@ -1,0 +1,61 @@
+"""Jobs whose ranks use the backend mpikv of torch.distributed, under `mpirun` and with nothing else set."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import Job, mpirun
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+
+HERE = Path(__file__).parent
+PROGRAM = str(HERE / "process_group_program.py")
+SUITE = str(HERE.parents[1] / "scripts" / "pytorch_tests.py")
+LIMIT_S = 200  # PyTorch takes long to import on a busy machine
+HOST = r"on [^\s:;,)]+"
+
+
+def run(n: int, *argv: str, **env: str) -> Job:
+    job = mpirun(n, [sys.executable, *argv], env={"OMP_NUM_THREADS": "1", **env}, timeout_s=LIMIT_S)
+    assert not job.timed_out, job.output
+    assert job.ranks_left == [], job.output
+    return job
+
+
+@pytest.mark.parametrize(("n", "hosts"), [(2, 0), (3, 2)])
+def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
+    job = run(n, PROGRAM, "trains", MPIKV_FAKE_HOSTS=str(hosts))
+    assert job.status == 0, job.output
+    assert sorted(re.findall(r"trained (\d)", job.stdout)) == [str(rank) for rank in range(n)], job.output
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("raises", rf"\[rank 1 of 3 {HOST}\] RuntimeError: not my day"),
+        ("leaves", rf"\[rank 1 of 3 {HOST}\] sys.exit\(3\) while there was a process group"),
+        ("mismatched", r"MismatchError: rank .* made another call than rank"),
+        (
+            "stalls",
+            rf"StallError: rank [02] of 3 {HOST} waited 2 s, its timeout in all_reduce \(sum\) of float32 1 .*"
+            rf"missing: rank 1 of 3 {HOST} has made 0 calls",
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_and_says_why(case: str, said: str) -> None:
+    job = run(3, PROGRAM, case)
+    assert job.status != 0, job.output
+    assert re.search(said, job.stderr), job.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="PyTorch's tests need expecttest")
+def test_pytorchs_own_tests() -> None:
+    names = HERE / "pytorch_tests.txt"
+    job = run(3, SUITE, "--list", str(names))
+    assert job.status == 0, job.output
+    wanted = [line for line in names.read_text().splitlines() if line and not line.startswith("#")]
+    assert sorted(re.findall(r"passed (test_\w+)", job.stdout)) == sorted(wanted), job.output
