@@ -102,13 +102,13 @@ class Shares:
 
     def _begin(self, call: str) -> HostArray:
         if self._array is None:
+            if self._store is not None and "async" in self._store.type:
+                raise UnsupportedError(
+                    f"{call}: workers of a {self._store.type} store do not wait for each other; call step() or "
+                    "step(batch_size) on each as often as it has data"
+                )
             self._array = np.zeros((3, self._workers))
             if self._store is not None:
-                if "async" in self._store.type:
-                    raise UnsupportedError(
-                        f"{call}: workers of a {self._store.type} store do not wait for each other; call step() or "
-                        "step(batch_size) on each as often as it has data"
-                    )
                 self._store.init(self._key, self._array)
                 # Else an optimizer that the program gave the store would serve the key.
                 self._store._set_optimizer_for([self._key], Function(_keep))
