@@ -17,7 +17,7 @@ Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from mpikv import arrays, optimizers
@@ -27,7 +27,7 @@ from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import list_data, list_grad, named
 from mpikv.torch_parameter import TorchBuffer, TorchParameter
-from mpikv.trainer_clip import clipped, norm_of
+from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_shares import Share, Shares, positive
@@ -108,11 +108,11 @@ class Trainer(TrainerFiles):
         self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
         self._bucketed: list[str] = []
         self._frozen: list[str] = []  # of these, in the last step
+        self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
         self._start()
         devices = len(list_data(self._params[self._trained[0]]))
         self._shares = Shares(self._store, f"examples of trainer{number}", devices, self._optimizer)
-        tensors = {name: p for name, p in self._params.items() if overlap and isinstance(p, TorchParameter)}
-        self._overlap = Overlap(tensors, self._gradient_ready)
+        self._overlap = Overlap(self._tensors if overlap else {}, self._gradient_ready)
 
     def _start(self) -> None:
         """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
@@ -337,8 +337,9 @@ class Trainer(TrainerFiles):
             self._data_written([name])
 
     def _data_written(self, names: Iterable[str]) -> None:
-        for name in names:
-            parameters.data_written(self._params[name])
+        if self._tensors:
+            for name in names:
+                parameters.data_written(self._params[name])
 
     def _all_sent(self) -> None:
         self._handed.clear()
@@ -387,7 +388,7 @@ class Trainer(TrainerFiles):
             for handed in self._handed.values():
                 if handed.request is not None:
                     handed.request.wait()
-            for name in grads:
+            for name in grads if self._tensors else ():
                 parameters.grad_written(self._params[name])
             self._all_sent()
             return
@@ -399,13 +400,15 @@ class Trainer(TrainerFiles):
                     arrays.write(replica, total, what)
 
     def _update(self, grads: dict[str, list[Any]]) -> None:
-        scaled: AbstractContextManager[None] = nullcontext()
-        if self._clip is not None:
-            self.last_global_norm = norm_of(self._optimizer, grads)
-            scaled = clipped(self._optimizer, self.last_global_norm, self._clip)
-        with scaled:
+        own = self._optimizer.rescale_grad
+        try:
+            if self._clip is not None:
+                self.last_global_norm = norm_of(self._optimizer, grads)
+                self._optimizer.rescale_grad *= factor_for(self.last_global_norm, self._clip)
             for name, replicas in grads.items():
                 self._local.apply(self._keys[name], list_data(self._params[name]), replicas[0])
+        finally:
+            self._optimizer.rescale_grad = own
         self._data_written(grads)
 
     def _grads(self, ignore_stale_grad: bool) -> dict[str, list[Any]]:
@@ -413,7 +416,7 @@ class Trainer(TrainerFiles):
         result: dict[str, list[Any]] = {}
         missing = []
         for name, parameter in self._params.items():
-            if self._is_frozen(name):
+            if parameters.is_frozen(parameter):
                 continue
             if name in self._handed:
                 result[name] = self._handed[name].replicas

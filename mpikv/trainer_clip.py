@@ -11,8 +11,7 @@ Source of the formula: torch.nn.utils.clip_grad_norm_.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpikv.arrays import host_view
@@ -32,12 +31,6 @@ def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]]) -> float:
     return norm
 
 
-@contextmanager
-def clipped(optimizer: Optimizer, norm: float, limit: float) -> Iterator[None]:
-    """Updates made inside apply gradients that are scaled so that their norm is at most `limit`."""
-    scale = optimizer.rescale_grad
-    try:
-        optimizer.rescale_grad = scale * min(1.0, limit / (norm + 1e-6))
-        yield
-    finally:
-        optimizer.rescale_grad = scale
+def factor_for(norm: float, limit: float) -> float:
+    """What to multiply gradients of this norm by, so that it is at most `limit`."""
+    return min(1.0, limit / (norm + 1e-6))
