@@ -1,12 +1,13 @@
 """A parameter of a model: a weight and its gradient, one replica of each per device.
 
 For models written with NumPy or CuPy. The backward pass writes the gradient into `grad` (or one of `list_grad()`
-per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` needs none of this: it has
-`data` and `grad`.
+per device), and a `Trainer` writes the new weight into `data`. A `torch.nn.Parameter` needs none of this: a trainer
+takes it as it is (torch_parameter.py).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import numpy as np
 from mpikv import arrays, checks, shapes
 from mpikv.checks import shown
 from mpikv.devices import Device, put, several, use
+from mpikv.torch_parameter import TorchBuffer, TorchParameter, is_module, is_tensor, of_module
 
 GradReq = Literal["write", "add", "null"]
 _GRAD_REQ: tuple[GradReq, ...] = ("write", "add", "null")
@@ -175,38 +177,63 @@ def _copy_into(replica: Any, value: Any, what: str) -> None:
         arrays.write(replica, arrays.host_view(value, what), what)
 
 
-def named(params: Mapping[str, Any] | Iterable[Any]) -> dict[str, Any]:
-    """name -> parameter, in the order in which they go through the store."""
-    if isinstance(params, Mapping):
+def named(params: Any) -> dict[str, Any]:
+    """name -> parameter, in the order in which they go through the store; tensors as `TorchParameter`.
+
+    params: as a Trainer takes them. Raises TypeError or ValueError for what is none.
+    """
+    if is_module(params):
+        pairs: list[tuple[Any, Any]] = list(of_module(params))
+    elif isinstance(params, Mapping):
         for name in params:
             if not isinstance(name, str):
                 raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
         pairs = [(name, params[name]) for name in sorted(params)]
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes)) and not arrays.is_array(params):
-        listed = list(params)
-        pairs = [(getattr(parameter, "name", None) or str(i), parameter) for i, parameter in enumerate(listed)]
+        pairs = [_pair(i, element) for i, element in enumerate(params)]
     else:
-        raise TypeError(f"params is a dict or a list of parameters, not {type(params).__name__}")
+        raise TypeError(f"params is a torch.nn.Module, a dict or a list of parameters, not {type(params).__name__}")
     result: dict[str, Any] = {}
+    seen: set[int] = set()
     for name, parameter in pairs:
         if not isinstance(name, str):
             raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
+        if is_tensor(parameter):
+            if id(parameter) in seen:
+                continue  # tied weights: one parameter with two names
+            seen.add(id(parameter))
+            parameter = TorchParameter(parameter, name)  # noqa: PLW2901 - what it is from here on
         # A Parameter is not asked for its gradient, which it would then make before there is a place for it.
-        if not (isinstance(parameter, Parameter) or (hasattr(parameter, "data") and hasattr(parameter, "grad"))):
+        if not isinstance(parameter, (Parameter, TorchParameter, TorchBuffer)) and not (
+            hasattr(parameter, "data") and hasattr(parameter, "grad")
+        ):
             raise TypeError(
                 f"parameter {shown(name)} is {type(parameter).__name__}, which has no data and grad; wrap an array in "
-                "mpikv.Parameter(array)"
+                "mpikv.Parameter(array), and pass a torch.nn.Module itself"
             )
         if name in result:
             raise ValueError(f"two parameters are called {shown(name)}; pass a dict with a name for each")
-        if any(parameter is other for other in result.values()):
+        if id(parameter) in seen:
             raise ValueError(f"parameter {shown(name)} comes twice; pass each parameter once")
         if isinstance(parameter, Parameter) and parameter.name is None:
             parameter.name = name
+        seen.add(id(parameter))
         result[name] = parameter
     if not result:
-        raise ValueError("there are no parameters to train")
+        raise ValueError("there are no parameters to train (an iterator gives its elements only once)")
+    if all(is_frozen(parameter) for parameter in result.values()):
+        raise ValueError(
+            f"there is nothing to train: all {len(result)} parameters are frozen (requires_grad=False, or "
+            "grad_req='null'). A state_dict() holds copies without gradients: give the torch.nn.Module itself, its "
+            "named_parameters() or its parameters()"
+        )
     return result
+
+
+def _pair(place: int, element: Any) -> tuple[Any, Any]:
+    if isinstance(element, tuple) and len(element) == 2:  # as named_parameters() gives them
+        return element
+    return getattr(element, "name", None) or str(place), element
 
 
 def list_data(parameter: Any) -> list[Any]:
@@ -217,3 +244,48 @@ def list_data(parameter: Any) -> list[Any]:
 def list_grad(parameter: Any) -> list[Any]:
     """The gradient on every device, of a parameter of any kind."""
     return list(parameter.list_grad()) if hasattr(parameter, "list_grad") else [parameter.grad]
+
+
+def is_frozen(parameter: Any) -> bool:
+    """Whether a parameter of any kind is not trained now."""
+    return getattr(parameter, "grad_req", "write") == "null" or not getattr(parameter, "requires_grad", True)
+
+
+def zero_grad(parameter: Any) -> None:
+    """Make the gradient of a parameter of any kind 0, also where there is none yet."""
+    if hasattr(parameter, "zero_grad"):
+        parameter.zero_grad()
+    else:
+        if parameter.grad is None:
+            parameter.grad = copy.deepcopy(parameter.data)
+        parameter.grad[...] = 0
+
+
+def clear_grad(parameter: Any, *, set_to_none: bool) -> None:
+    """Forget the gradient of a parameter of any kind: None where it may be that, else 0."""
+    if isinstance(parameter, TorchParameter):
+        parameter.zero_grad(set_to_none=set_to_none)
+    elif isinstance(parameter, Parameter) or not set_to_none:
+        zero_grad(parameter)
+    else:
+        parameter.grad = None
+
+
+def place_grad(parameter: Any, memory: np.ndarray[Any, Any]) -> None:
+    """Let the gradient lie in `memory`, zeros of its shape and dtype, where the kind of parameter allows it."""
+    if isinstance(parameter, Parameter):
+        parameter._place_grad(memory)
+    elif isinstance(parameter, TorchParameter):
+        parameter.place_grad(memory)
+
+
+def data_written(parameter: Any) -> None:
+    """The arrays of `list_data` hold a new weight: to be called after each write."""
+    if isinstance(parameter, (TorchParameter, TorchBuffer)):
+        parameter.data_written()
+
+
+def grad_written(parameter: Any) -> None:
+    """The arrays of `list_grad` hold another value: to be called after each write."""
+    if isinstance(parameter, TorchParameter):
+        parameter.grad_written()

@@ -21,7 +21,8 @@ from mpikv.files import check_regular
 from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
-from mpikv.parameter import list_data
+from mpikv.parameter import data_written, list_data
+from mpikv.torch_parameter import TorchBuffer
 
 STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
 
@@ -212,6 +213,22 @@ class TrainerFiles:
                         [list_data(self._params[name]) for name in names],
                         self._optimizer if updated else None,
                     )
+        for parameter in self._params.values():
+            data_written(parameter)
+
+    def sync_buffers(self) -> None:
+        """Give every worker worker 0's buffers of the module, before an evaluation that they share, say.
+
+        Collective, blocks. Nothing happens where the trainer was not given a module, or there is no store.
+        """
+        names = [name for name, parameter in self._params.items() if isinstance(parameter, TorchBuffer)]
+        if self._store is not None and names:
+            values = [list_data(self._params[name]) for name in names]
+            optimizer = self._optimizer if self._asynchronous else None
+            keys = [self._keys[name] for name in names]
+            checkpoint.spread(self._store, keys, [replicas[0] for replicas in values], values, optimizer)
+            for name in names:
+                data_written(self._params[name])
 
     # --- stopping
 

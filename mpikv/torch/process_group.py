@@ -44,7 +44,7 @@ def operator_of(op: Any) -> Operator:
     raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OPERATORS)}")
 
 
-class MpiProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class MpiProcessGroup(dist.ProcessGroup):
     """One rank's side of a process group."""
 
     def __init__(self, world: World, group: RankGroup) -> None:

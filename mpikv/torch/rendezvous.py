@@ -24,7 +24,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
-class BoardStore(dist.Store):  # type: ignore[misc]
+class BoardStore(dist.Store):
     """The world's board as PyTorch's store. prefix: of all keys. Methods also have the names that C++ looks for."""
 
     def __init__(self, world: World, prefix: str) -> None:

@@ -25,7 +25,7 @@ def completer() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(COMPLETERS, "mpikv-futures")
 
 
-class CallWork(Work):  # type: ignore[misc]
+class CallWork(Work):
     """Some calls that were made together. result: the output tensors. submit: has a function run by another thread."""
 
     def __init__(self, calls: Sequence[Call], result: list[torch.Tensor], submit: Submit) -> None:

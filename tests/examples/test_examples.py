@@ -95,6 +95,15 @@ def test_linear_regression(n: int | None) -> None:
     assert len((EXAMPLES / "linear_regression.py").read_text().splitlines()) < 60
 
 
+def test_torch_mnist(digits: Path) -> None:
+    pytest.importorskip("torch")
+    output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=3).splitlines()
+    assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
+    assert float(output[-1].rpartition(" ")[2]) > 0.7  # 0.835 where it was written
+    assert "--data-dir" in run("torch_mnist.py", "--help")
+    assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
+
+
 # ---- training
 
 

@@ -1,0 +1,56 @@
+"""A small convolutional network on Fashion-MNIST with PyTorch, on any number of workers.
+
+    mpirun -n 4 python examples/torch_mnist.py
+
+A program for one process becomes this one by the lines that end in `# mpikv`. The images are those of train_mnist.py.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpikv.torch as mt  # mpikv
+from mpikv import SplitSampler, kv  # mpikv
+from mpikv.data import load_images
+
+
+def tensors(x, y):
+    """Images between -1 and 1, with their labels."""
+    return TensorDataset(torch.from_numpy(x).float() / 127.5 - 1, torch.from_numpy(y))
+
+
+def main():
+    """Train, and print after each epoch how many of the test images get their label."""
+    parser = argparse.ArgumentParser(description="Train a small network on Fashion-MNIST with any number of workers.")
+    parser.add_argument("--data-dir", help="directory with the four IDX files; else as train_mnist.py")
+    parser.add_argument("--epochs", type=int, default=3, help="(3)")
+    options = parser.parse_args()
+    images = load_images(options.data_dir)
+    train, test = tensors(images.train_x, images.train_y), tensors(images.test_x, images.test_y)
+
+    store = kv.create("dist_sync")  # mpikv
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    net = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10))
+    net = mt.DistributedModel(net, store)  # mpikv
+    optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
+    sampler = SplitSampler.for_store(len(train), store, last="drop")  # mpikv: parts of equal length
+    part = SplitSampler.for_store(len(test), store, shuffle=False)  # mpikv
+
+    for epoch in range(options.epochs):
+        sampler.set_epoch(epoch)  # mpikv: another order
+        for x, y in DataLoader(train, batch_size=64, sampler=sampler):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            right = sum((net(x).argmax(1) == y).sum() for x, y in DataLoader(test, batch_size=500, sampler=part))
+        right = mt.allreduce(right, op=mt.Sum, store=store)  # mpikv: of all parts
+        if store.rank == 0:  # mpikv
+            print(f"epoch {epoch + 1}: accuracy {right / len(test):.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

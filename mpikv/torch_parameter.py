@@ -1,0 +1,202 @@
+"""A PyTorch parameter, and a buffer of a module, as a `Trainer` sees them: NumPy arrays of weight and gradient.
+
+PyTorch is not imported here. What is a tensor is known from what the program has imported.
+
+Weight: the array is the tensor's own memory, and stays the same object as long as the tensor stays where it is, so that
+a store knows it again. Memory that NumPy cannot see, a GPU's, is copied to the host and back. The tensor's version is
+counted on at every update: a backward pass through weights that have changed is then PyTorch's usual error.
+
+Gradient: where the host's workers share memory, the trainer gives each parameter a place there. The backward pass
+puts a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon as it is complete: one copy, of
+values that are still in the cache. From then on `.grad` is that place, and later passes add to it there.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, HostArray, host_view
+from mpikv.errors import UnsupportedError
+
+Tensor = Any  # torch.Tensor
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a tensor of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_module(value: object) -> bool:
+    """Whether `value` is a torch.nn.Module."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def of_module(module: Any) -> Iterator[tuple[str, TorchParameter | TorchBuffer]]:
+    """Parameters, those with two names once, and then buffers, under the module's names and in its order."""
+    for name, tensor in module.named_parameters():
+        yield name, TorchParameter(tensor, name)
+    for name, _ in module.named_buffers():
+        yield name, TorchBuffer(module, name)
+
+
+class TorchParameter:
+    """A tensor that is trained, or not (`requires_grad`). Raises ValueError for the result of a computation."""
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        if not tensor.is_leaf:
+            raise ValueError(f"parameter {name!r} is the result of a computation, and gets no gradient of its own")
+        self.tensor = tensor
+        self.name = name
+        self._address = -1
+        self._weight: HostArray | None = None
+        self._copy: Tensor = None  # of a weight that the host cannot see
+        self._placed: Tensor = None  # where the gradient is to lie
+        self._memory: HostArray | None = None  # the same as an array
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained now."""
+        return bool(self.tensor.requires_grad)
+
+    @property
+    def lr_mult(self) -> float:
+        """What the tensor was given as an attribute of this name."""
+        return float(getattr(self.tensor, "lr_mult", 1.0))
+
+    @property
+    def wd_mult(self) -> float:
+        """What the tensor was given as an attribute of this name."""
+        return float(getattr(self.tensor, "wd_mult", 1.0))
+
+    # --- the weight
+
+    def list_data(self) -> list[HostArray]:
+        """The weight's array."""
+        tensor = self.tensor
+        if not _on_host(tensor):
+            self._copy, self._weight = _host_copy(tensor, self._copy, f"parameter {self.name!r}")
+        elif self._weight is None or tensor.data_ptr() != self._address:
+            self._copy, self._weight = None, host_view(tensor.detach(), f"parameter {self.name!r}")
+            self._address = tensor.data_ptr()
+        assert self._weight is not None
+        return [self._weight]
+
+    def data_written(self) -> None:
+        """A new weight has been written into the array."""
+        if self._copy is not None:
+            self.tensor.detach().copy_(self._copy)
+        else:
+            sys.modules["torch"].autograd.graph.increment_version(self.tensor)
+
+    # --- the gradient
+
+    def place_grad(self, memory: HostArray) -> None:
+        """Keep the gradient in `memory`, of its shape and dtype, from now on."""
+        torch = sys.modules["torch"]
+        self._memory = memory
+        bits = memory.view(np.int16) if memory.dtype == BFLOAT16 else memory
+        self._placed = torch.from_numpy(bits)
+        if memory.dtype == BFLOAT16:
+            self._placed = self._placed.view(torch.bfloat16)
+        if self.tensor.requires_grad:
+            myself = weakref.ref(self)
+
+            def accumulated(_: Tensor) -> None:
+                parameter = myself()
+                if parameter is not None and _on_host(parameter.tensor):
+                    parameter.list_grad()
+
+            self.tensor.register_post_accumulate_grad_hook(accumulated)
+
+    def list_grad(self) -> list[HostArray | None]:
+        """The gradient's array, in its place where it has one; None where there is no gradient."""
+        grad = self.tensor.grad
+        if grad is None:
+            return [None]
+        if grad.layout != sys.modules["torch"].strided:
+            raise UnsupportedError(f"the gradient of parameter {self.name!r} is sparse; the layer takes sparse=False")
+        if self._placed is None:
+            if _on_host(grad):
+                return [host_view(grad.detach(), f"the gradient of parameter {self.name!r}")]
+            self._placed, self._memory = _host_copy(grad, None, f"the gradient of parameter {self.name!r}")
+        elif grad is not self._placed:
+            self._placed.copy_(grad.detach())
+            if _on_host(grad) and not grad.requires_grad:  # else it is of a pass that is itself differentiated
+                self.tensor.grad = self._placed
+        return [self._memory]
+
+    def grad_written(self) -> None:
+        """Another value has been written into the gradient's array."""
+        grad = self.tensor.grad
+        if grad is not None and self._placed is not None and grad is not self._placed:
+            grad.detach().copy_(self._placed)
+
+    def zero_grad(self, *, set_to_none: bool = False) -> None:
+        """Set the gradient to None, or make it 0, also where there is none yet."""
+        if set_to_none:
+            self.tensor.grad = None
+            return
+        if self.tensor.grad is None:
+            in_place = self._placed is not None and _on_host(self.tensor)
+            self.tensor.grad = self._placed if in_place else sys.modules["torch"].empty_like(self.tensor)
+        self.tensor.grad.detach().zero_()
+
+    def __repr__(self) -> str:
+        return f"TorchParameter({self.name}, shape={tuple(self.tensor.shape)}, dtype={self.tensor.dtype})"
+
+
+class TorchBuffer:
+    """A buffer of a module, such as the statistics of a batch normalisation: not trained, but worker 0's at the start.
+
+    The module may put another tensor in its place at any time, so it is looked up at each use. It is copied, since some
+    have dtypes that no store holds: of those the bytes are taken.
+    """
+
+    requires_grad = False
+    grad = None
+
+    def __init__(self, module: Any, name: str) -> None:
+        owner, _, self._attribute = name.rpartition(".")
+        self._owner = module.get_submodule(owner)
+        self.name = name
+        self._copy: Tensor = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """What the module has now."""
+        return getattr(self._owner, self._attribute)
+
+    def list_data(self) -> list[HostArray]:
+        """An array of the values."""
+        self._copy, array = _host_copy(self.tensor, None, f"buffer {self.name!r}")
+        return [array]
+
+    def data_written(self) -> None:
+        """Other values have been written into the array."""
+        self.tensor.detach().copy_(self._copy)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return bool(tensor.device.type == "cpu")
+
+
+def _host_copy(tensor: Tensor, copy: Tensor, what: str) -> tuple[Tensor, HostArray]:
+    """A tensor in host memory with the same values, `copy` where there is one, and its array."""
+    torch = sys.modules["torch"]
+    if tensor.device.type == "meta":
+        raise UnsupportedError(
+            f"{what} is on the device 'meta' and has no values: bring the module to a real one first"
+        )
+    if copy is None:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy.copy_(tensor.detach())
+    name = str(tensor.dtype).removeprefix("torch.")
+    held = name in {str(dtype) for dtype in SUPPORTED_DTYPES}
+    return copy, host_view(copy if held else copy.reshape(-1).view(torch.uint8), what)

@@ -1,0 +1,56 @@
+"""Which store a Trainer uses, who makes the updates, and where the gradients lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpikv import arrays, checks, kv, spec
+from mpikv.checks import shown
+from mpikv.kvstore import KVStore
+from mpikv.parameter import list_data, place_grad
+
+
+def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
+    """The store that a Trainer's argument means."""
+    if kvstore is None or isinstance(kvstore, KVStore):
+        return kvstore
+    if isinstance(kvstore, str):
+        wanted = spec.parse(kvstore)  # an unknown name must not pass, even where no store is made
+        return kv.create(kvstore) if several_devices or wanted.distributed else None
+    raise checks.wrong("kvstore", "a type such as 'dist_sync', a store or None", kvstore)
+
+
+def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:
+    """Whether the store makes the updates. wanted: what the user says; None: whatever is better."""
+    if wanted is not None and not isinstance(wanted, bool):
+        raise checks.wrong("update_on_kvstore", "True, False or None", wanted)
+    if clips and store is not None and "async" in store.type:
+        raise ValueError(f"clip_global_norm: a {store.type} store applies each gradient alone; there is no sum to clip")
+    if clips and wanted:
+        raise ValueError("clip_global_norm needs the sums before the update: leave update_on_kvstore=True out")
+    if store is None:
+        if wanted:
+            raise ValueError("update_on_kvstore=True needs a store; with this kvstore there is none")
+        return False
+    if "async" in store.type and wanted is False:
+        raise ValueError(
+            f"a {store.type} store makes the updates itself; leave update_on_kvstore out, or use dist_sync"
+        )
+    return not clips and store.is_capable("optimizer") if wanted is None else wanted
+
+
+def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str]) -> None:
+    """Gradients of NumPy and PyTorch parameters go to memory that the host's workers share, side by side.
+
+    There is a place for each parameter, also where this worker's is on a device: all workers must allocate alike,
+    and memory that nobody writes to takes no room.
+    """
+    by_dtype: dict[str, list[str]] = {}
+    for name in trained:
+        _, dtype = arrays.shape_and_dtype(list_data(params[name])[0], f"parameter {shown(name)}")
+        by_dtype.setdefault(str(dtype), []).append(name)
+    for dtype_name, names in sorted(by_dtype.items()):
+        shapes = [tuple(list_data(params[name])[0].shape) for name in names]
+        for name, memory in zip(names, store.zeros(shapes, dtype_name), strict=True):
+            place_grad(params[name], memory)

@@ -1,0 +1,110 @@
+"""Training a small PyTorch network with a Trainer on thread ranks, and alone with torch.optim, for comparison."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mpikv import Config, KVStore, Trainer
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+STEPS = 20
+BATCH = 4  # of each worker
+
+
+class Mode(NamedTuple):
+    workers: int
+    servers: int = 0
+    hosts: tuple[str, ...] | None = None
+    shared: str = "auto"
+    name: str = "dist_sync"
+
+
+MODES = {
+    "one host": Mode(2),
+    "one host, three": Mode(3),
+    "messages": Mode(3, shared="off"),
+    "two hosts": Mode(3, hosts=("a", "a", "b")),
+    "servers": Mode(2, servers=1),
+    "alone": Mode(1),
+}
+SENDING = {name: mode for name, mode in MODES.items() if name in {"messages", "two hosts", "servers"}}
+
+
+def run(mode: Mode, body: Any, timeout_s: float = TEST_TIMEOUT_S) -> list[Any]:
+    config = Config(timeout_s=timeout_s, shared_memory=mode.shared)
+    return spawn_stores(mode.name, mode.workers, body, num_servers=mode.servers, config=config, hosts=mode.hosts)
+
+
+def perceptron() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+NET = perceptron()  # copied by each worker: the generator of random numbers is common to all threads
+
+
+def network(rank: int) -> Any:
+    """The same layers on every worker, with other weights: worker 0's must arrive."""
+    net = copy.deepcopy(NET)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(rank)
+    return net
+
+
+def batch(step: int, worker: int, n: int = BATCH) -> tuple[Any, Any]:
+    random = np.random.default_rng([step, worker])
+    x, y = random.standard_normal((n, 6)), random.integers(0, 3, n)
+    return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
+
+
+def joined(step: int, sizes: dict[int, int]) -> tuple[Any, Any]:
+    parts = [batch(step, worker, n) for worker, n in sizes.items()]
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+def loss(net: Any, data: tuple[Any, Any], reduction: str = "mean") -> Any:
+    return nn.functional.cross_entropy(net(data[0]), data[1], reduction=reduction)
+
+
+def weights(net: Any) -> list[np.ndarray]:
+    return [parameter.detach().numpy().copy() for parameter in net.parameters()]
+
+
+def reference(sizes: Any, *, optimizer: Any = None, clip: float | None = None, rates: Any = None) -> list[np.ndarray]:
+    """torch.optim alone. sizes: of each step, worker -> number of examples."""
+    net = copy.deepcopy(NET)
+    made = optimizer(net.parameters()) if optimizer else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step, parts in enumerate(sizes):
+        made.zero_grad()
+        loss(net, joined(step, parts)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        if rates is not None:
+            made.param_groups[0]["lr"] = rates(step)
+        made.step()
+    return weights(net)
+
+
+def even(workers: int, steps: int = STEPS) -> list[dict[int, int]]:
+    return [dict.fromkeys(range(workers), BATCH) for _ in range(steps)]
+
+
+def assert_close(found: list[list[np.ndarray]], right: list[np.ndarray]) -> None:
+    """All workers have the same bits, which are right but for rounding."""
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for a, b in zip(found[0], right, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def sgd(net: Any, store: KVStore | None, **options: Any) -> Trainer:
+    return Trainer(net, "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=store, **options)
