@@ -38,8 +38,10 @@ def _check(group: Group, chunks: Sequence[int]) -> int:
     return core
 
 
-def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+def reduce_scatter(
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
+) -> Steps[None]:
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for. Raises ValueError when a folded rank owns a chunk.
@@ -53,7 +55,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
     if me + core < group.size:
         folded = np.empty_like(buf)
         yield group.irecv(folded, me + core, tag)
-        np.add(buf, folded, out=buf)
+        combine(buf, folded, out=buf)
         del folded
     low, high = 0, core  # the chunks that this rank still adds
     while high - low > 1:
@@ -66,7 +68,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
             scratch = np.empty_like(kept)
             yield group.irecv(scratch, partner, tag)
             # The lower rank's part stands first on both sides of every exchange, for bits that depend on ranks alone.
-            np.add(*((kept, scratch) if me < partner else (scratch, kept)), out=kept)
+            combine(*((kept, scratch) if me < partner else (scratch, kept)), out=kept)
         if send is not None:
             yield send
         low, high = keep

@@ -109,8 +109,8 @@ class Lanes:
         """From ranks of this host, by place, into the buffer."""
         return Receiver(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW)
 
-    def collector(self, segments: Sequence[Span]) -> Receiver:
-        """From all other ranks of this host, each segment in turn, added to the buffer."""
+    def collector(self, segments: Sequence[Span], combine: np.ufunc) -> Receiver:
+        """From all other ranks of this host, each segment in turn, combined with the buffer."""
         sources = [(self.place + i) % self.n_here for i in range(1, self.n_here)]
         views = [self.view(span) for span in segments for _ in sources]
         scratch = np.empty(
@@ -119,7 +119,7 @@ class Lanes:
         targets = [scratch[i % LINK_WINDOW, : view.size] for i, view in enumerate(views)]
 
         def add(i: int) -> None:
-            np.add(targets[i], views[i], out=views[i])
+            combine(targets[i], views[i], out=views[i])
 
         return Receiver(
             self.local, list(zip(sources * len(segments), targets, strict=True)), self.tag, LINK_WINDOW, take=add
@@ -161,14 +161,16 @@ def _all() -> int:
     return sys.maxsize
 
 
-def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+def reduce_scatter(
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
+) -> Steps[None]:
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for.
     """
     if len(set(group.hosts)) == 1:
-        yield from naive.reduce_scatter(group, buf, chunks, tag)
+        yield from naive.reduce_scatter(group, buf, chunks, tag, combine)
         return
     lane = Lanes(group, buf, chunks, tag)
     stages: list[Stage] = [lane.sender(lane.by_lane(reducing=True), _all)]
@@ -178,19 +180,19 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
         return
     steps = lane.steps(lane.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collector = lane.collector(segments)
+    collector = lane.collector(segments, combine)
     stages.append(collector)
     hosted = lane.hosted()
     if lane.short:
         yield from drive(*stages)
         packed, ends = lane.packed()
-        yield from lane.direct().reduce_scatter(lane.across, packed, ends, tag)
+        yield from lane.direct().reduce_scatter(lane.across, packed, ends, tag, combine)
         lane.unpack(packed, [lane.host])
         yield from drive(lane.sender(hosted, _all))
         return
     n_others = lane.n_here - 1
     ready = (lambda: collector.count // n_others) if n_others else None
-    circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=True, ready=ready)
+    circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=True, ready=ready, combine=combine)
     # The chunks of this host come last, and the guests' after the carrier's own.
     unhosted = len(segments) - len(hosted)
     stages += [circle.receiver, circle.sender, lane.sender(hosted, lambda: circle.count() - unhosted)]

@@ -28,8 +28,10 @@ def owners(size: int) -> int:
     return size
 
 
-def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+def reduce_scatter(
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
+) -> Steps[None]:
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank, its other chunks left as they are. Collective. Yields each
     request it must wait for.
@@ -57,7 +59,7 @@ def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int
             if source == 0:
                 total = part
             else:
-                np.add(total, part, out=total)
+                combine(total, part, out=total)
         if total is not own:
             own[...] = total
     yield from sends

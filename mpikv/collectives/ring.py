@@ -61,7 +61,7 @@ def passing(
 class Circle:
     """One rank's stages, which pass segments on around the ring.
 
-    steps: what `passing` says. reducing: add what comes to `buf`; else it replaces what is there. ready: how many
+    steps: what `passing` says. reducing: combine what comes with `buf`; else it replaces what is there. ready: how many
     segments, from the first on, hold this rank's contribution by now (None: all).
     """
 
@@ -75,6 +75,7 @@ class Circle:
         *,
         reducing: bool,
         ready: Callable[[], int] | None = None,
+        combine: np.ufunc = np.add,
     ) -> None:
         views = [buf[a:b] for step in steps for a, b in step]
         self._n_first = len(steps[0])
@@ -87,7 +88,7 @@ class Circle:
             targets = [scratch[i % window, : view.size] for i, view in enumerate(incoming)]
 
             def add(i: int) -> None:
-                np.add(targets[i], incoming[i], out=incoming[i])
+                combine(targets[i], incoming[i], out=incoming[i])
 
             def contributed() -> int:
                 return self._ready() - self._n_first
@@ -104,21 +105,25 @@ class Circle:
         return ready if ready < self._n_first else self._n_first + self.receiver.count
 
 
-def _circle(group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, reducing: bool) -> Circle:
+def _circle(
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, reducing: bool, combine: np.ufunc = np.add
+) -> Circle:
     across = len(set(group.hosts)) > 1
     segment_bytes, window = (LINK_SEGMENT_BYTES, LINK_WINDOW) if across else (HOST_SEGMENT_BYTES, HOST_WINDOW)
     spans = [[(chunks[i], chunks[i + 1])] for i in range(group.size)]
     steps = passing(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing)
-    return Circle(group, buf, steps, tag, window, reducing=reducing)
+    return Circle(group, buf, steps, tag, window, reducing=reducing, combine=combine)
 
 
-def reduce_scatter(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
+def reduce_scatter(
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
+) -> Steps[None]:
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for.
     """
-    circle = _circle(group, buf, chunks, tag, reducing=True)
+    circle = _circle(group, buf, chunks, tag, reducing=True, combine=combine)
     yield from drive(circle.receiver, circle.sender)
 
 

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.errors import MpikvError
+from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, join_states, slice_state
+from mpikv.reductions import BY_CODE
 from mpikv.server.events import Answer, Event, Fetch, Reply
 from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Policy, Update
@@ -34,7 +35,7 @@ class Push:
     many of them were asked for, and are here. whole: where they come together for a unit of several partitions.
     """
 
-    __slots__ = ("arrived", "attributes", "fetched", "inline", "priority", "round", "tag", "whole", "worker")
+    __slots__ = ("arrived", "attributes", "fetched", "inline", "op", "priority", "round", "tag", "whole", "worker")
 
     def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None) -> None:
         self.worker = worker
@@ -42,6 +43,7 @@ class Push:
         self.attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
         self.tag = header.payload_tag
         self.priority = header.priority
+        self.op = BY_CODE[header.op]
         self.inline = inline
         self.fetched = self.arrived = 0
         self.whole: HostArray | None = None
@@ -254,7 +256,12 @@ class Shard:
             np.copyto(wide, gradient)
             self._pool.give(gradient)
             gradient = wide
-        update = unit.policy.push(push.worker, gradient, push.attributes, self._pool)
+        try:
+            update = unit.policy.push(push.worker, gradient, push.attributes, self._pool, push.op)
+        except ConfigError as error:
+            raise ConfigError(
+                f"key {self.info.key!r}, round {push.round}: workers pushed it to become different things, {error}"
+            ) from None
         if update is None:
             return []
         self._apply(unit, update)
@@ -269,7 +276,8 @@ class Shard:
     def _apply(self, unit: Unit, update: Update) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
         if optimizer is None or not optimizer.sums:
-            terms = (functools.reduce(self._pool.add, terms),)
+            terms = (functools.reduce(lambda one, other: self._pool.combine(one, other, update.op.combine), terms),)
+            update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
             unit.block = Block(self._pool.own(terms[0]), self._pool)

@@ -18,7 +18,7 @@ from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.lanes import Lane, Numbers, Round
+from mpikv.strategies.lanes import Lane, Round
 from mpikv.transports.base import Group, Predicate, Steps
 from mpikv.transports.progress import Running
 
@@ -56,19 +56,19 @@ class LaneRounds:
             if self._hosts is not None and lane.shared is not None:
                 yield from self._hosts.watched(lane.shared, self._shared_round(lane, lane.shared, round_))
             else:
-                yield from self._round(lane, round_.values, round_.numbers)
+                yield from self._round(lane, round_)
             lane.queue.popleft()
             lane.finish(round_.values)
             lane.deliver()
 
-    def _round(self, lane: Lane, buf: HostArray, numbers: Numbers) -> Steps[None]:
-        info, bounds = lane.info, lane.bounds
+    def _round(self, lane: Lane, round_: Round) -> Steps[None]:
+        info, bounds, buf, combine = lane.info, lane.bounds, round_.values, round_.op.combine
         if self._native is not None:
-            yield from self._native.reduce_scatter(lane.comm, buf, bounds)
+            yield from self._native.reduce_scatter(lane.comm, buf, bounds, combine)
         else:
             reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
-            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
-        self._apply(lane, buf, numbers)
+            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1), combine)
+        self._apply(lane, buf, round_)
         if self._native is not None:
             yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
@@ -78,12 +78,19 @@ class LaneRounds:
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = lane.info.id, lane.bounds
         totals = yield from hosted.reduce_scatter(
-            self._group, round_.values, bounds, wire.key_tag(key_id, 1), shared, changeable=round_.changeable
+            self._group,
+            round_.values,
+            bounds,
+            wire.key_tag(key_id, 1),
+            shared,
+            changeable=round_.changeable,
+            combine=round_.op.combine,
         )
-        self._apply(lane, totals, round_.numbers)
+        self._apply(lane, totals, round_)
         yield from hosted.allgather(self._group, bounds, wire.key_tag(key_id, 2), shared, round_.outs)
 
-    def _apply(self, lane: Lane, totals: HostArray, numbers: Numbers) -> None:
+    def _apply(self, lane: Lane, totals: HostArray, round_: Round) -> None:
         begin, end = lane.bounds[self._group.rank], lane.bounds[self._group.rank + 1]
         if begin < end:
-            lane.apply(self._owner, totals, numbers, begin, end)
+            round_.op.finish(totals[begin:end], self._group.size)
+            lane.apply(self._owner, totals, round_.numbers, begin, end)

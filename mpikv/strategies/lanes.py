@@ -18,8 +18,10 @@ import numpy as np
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey
+from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
+from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.strategies.direct import Direct
 from mpikv.transports.progress import Running
@@ -32,6 +34,7 @@ class Round(NamedTuple):
 
     values: flat, in the dtype they are added in. lent: they are an array of a caller who waits for the end, and may be
     changed until then only where they are `changeable`. outs: arrays of the caller's that the result is written to.
+    op: what the values of all workers become.
     """
 
     values: HostArray
@@ -39,6 +42,7 @@ class Round(NamedTuple):
     lent: bool = False
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
+    op: Reduction = SUM
 
 
 class Lane:
@@ -165,7 +169,7 @@ class Bucket(Lane):
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
-        self._open: deque[tuple[HostArray, dict[int, int | None]]] = deque()
+        self._open: deque[Round] = deque()  # those that lack keys
         self._spare: HostArray | None = None
 
     @property
@@ -184,15 +188,22 @@ class Bucket(Lane):
     def add(self, info: KeyInfo, round_: Round | None) -> bool:
         """One more push of a key; None: it takes no part in this round, on no worker."""
         place = self._counts[info.id] - self.pushed
-        self._counts[info.id] += 1
         while len(self._open) <= place:
-            self._open.append((self._buffer(), {}))
-        buf, numbers = self._open[place]
-        buf[self._spans[info.id]] = 0 if round_ is None else round_.values
-        numbers[info.id] = None if round_ is None else round_.numbers
+            self._open.append(Round(self._buffer(), {}))
+        whole = self._open[place]
+        if round_ is not None and round_.op is not whole.op:
+            if any(number is not None for number in whole.numbers.values()):
+                raise MpikvError(
+                    f"pushpull of key {info.key!r} with op={round_.op.name!r}: keys that travel with it were pushed "
+                    f"with {whole.op.name!r}, and all keys of a bucket need the same"
+                )
+            whole = self._open[place] = whole._replace(op=round_.op)
+        self._counts[info.id] += 1
+        whole.values[self._spans[info.id]] = 0 if round_ is None else round_.values
+        whole.numbers[info.id] = None if round_ is None else round_.numbers
         completed = False
-        while self._open and len(self._open[0][1]) == len(self._infos):
-            self.queue.append(Round(*self._open.popleft()))
+        while self._open and len(self._open[0].numbers) == len(self._infos):
+            self.queue.append(self._open.popleft())
             self.pushed += 1
             completed = True
         return completed
@@ -201,7 +212,7 @@ class Bucket(Lane):
     def held_bytes(self) -> int:
         """With the rounds that are being filled, and the buffer kept for the next one."""
         spare = 0 if self._spare is None else self._spare.nbytes
-        return super().held_bytes + spare + sum(buf.nbytes for buf, _ in self._open)
+        return super().held_bytes + spare + sum(round_.values.nbytes for round_ in self._open)
 
     def _buffer(self) -> HostArray:
         spare, self._spare = self._spare, None
