@@ -53,6 +53,9 @@ class New(NamedTuple):
         return new_like(self.host, self.like, self.what)
 
 
+_NUMPY: np.ndarray[Any, Any] = np.empty(0)
+
+
 def finished(form: Any) -> Any:
     """What a call returns, from the form of it: lists as they are, each `New` as its array. None: nothing."""
     if isinstance(form, New):
@@ -208,11 +211,13 @@ class CallForms:
         return targets, None
 
     def _new_outs(self, call: str, keys: Keys, like: Values) -> tuple[Targets, Any]:
+        several = isinstance(keys, (list, tuple))
         if like is None:
-            like = np.empty(0)
-        if is_array(like) and isinstance(keys, (list, tuple)):
-            like = [like] * len(keys)
-        self.items(call, keys, like)
+            like = [_NUMPY] * len(keys) if several else _NUMPY  # type: ignore[arg-type]
+        else:
+            if is_array(like) and several:
+                like = [like] * len(keys)  # type: ignore[arg-type]
+            self.items(call, keys, like)
 
         def place(info: KeyInfo, array: Array) -> New:
             if not isinstance(array, np.ndarray):  # whether there can be such an array, before anything is sent

@@ -19,6 +19,8 @@ from mpikv.prepared import PreparedCalls
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Pending, Sink, Strategy, Updater
 
+SUM_NAME = SUM.name
+
 
 class Request:
     """An `_async` call under way. The arrays of the call are not to be touched until it is done."""
@@ -266,7 +268,7 @@ class KVStore:
         pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
         return Request(self._strategy, pending, form)
 
-    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = "sum") -> Any:
+    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
         """Push, then pull, in one exchange. Without an optimizer this is allreduce.
 
         out=None writes back into `value`, and returns None. Where an array of it cannot be written to (JAX's, and
@@ -281,9 +283,10 @@ class KVStore:
         """
         self._check_open("pushpull")
         reduction, prepared = SUM, self._prepared
-        if op != "sum":
+        if op is not SUM_NAME:  # an equal string goes the longer way
             reduction = self._forms.reduction("pushpull", key, op)
-            prepared = self._prepared_by.setdefault(op, PreparedCalls())
+            if reduction is not SUM:
+                prepared = self._prepared_by.setdefault(op, PreparedCalls())
         call = prepared.find(key, value, out)
         if call is not None:
             if not call.run(priority):
@@ -321,7 +324,7 @@ class KVStore:
         return self._remember(self._pull(key, out, priority, like))
 
     def pushpull_async(
-        self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = "sum"
+        self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME
     ) -> Request:
         """`pushpull` that returns a `Request` at once; its `wait` returns what `pushpull` returns."""
         self._check_open("pushpull")
