@@ -146,20 +146,20 @@ def flat_copy(array: Any, what: str) -> HostArray:
     return np.array(host, copy=True, order="C").reshape(-1)
 
 
-def sum_devices(arrays: Sequence[Any], what: str, *, on_device: bool) -> HostArray:
+def sum_devices(arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> HostArray:
     """The sum of one worker's device arrays, flat, contiguous, in their dtype; always new memory.
 
     Added in the order given, float16 and bfloat16 in float32 and rounded once. `on_device` adds on the first array's
-    device, so that one array crosses to the host instead of one per device.
+    device, so that one array crosses to the host instead of one per device. combine: what is done in place of adding.
     """
     if len(arrays) == 1:
         return flat_copy(arrays[0], what)
-    if on_device and all(is_device(array) for array in arrays):
+    if on_device and combine is np.add and all(is_device(array) for array in arrays):
         return flat_copy(_sum_on_device(arrays), what)
     first = host_view(arrays[0], what)
     total = np.array(first, dtype=sum_dtype(first.dtype), copy=True, order="C")
     for array in arrays[1:]:
-        np.add(total, host_view(array, what), out=total, casting="unsafe")
+        combine(total, host_view(array, what), out=total, casting="unsafe")
     return total.astype(first.dtype, copy=False).reshape(-1)
 
 

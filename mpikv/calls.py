@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import (
+    BFLOAT16,
     check_writable,
     host_view,
     is_array,
@@ -22,8 +23,9 @@ from mpikv.arrays import (
     sum_devices,
 )
 from mpikv.checks import shown
-from mpikv.errors import KeyNotInitialized, ShapeMismatch
+from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
+from mpikv.reductions import SUM, Reduction, named
 from mpikv.strategies.base import PreparedCall, Strategy
 from mpikv.tensors import new_like
 
@@ -50,6 +52,9 @@ class New(NamedTuple):
     def made(self) -> Array:
         """The array, once the result is there."""
         return new_like(self.host, self.like, self.what)
+
+
+_NUMPY: np.ndarray[Any, Any] = np.empty(0)
 
 
 def finished(form: Any) -> Any:
@@ -134,14 +139,40 @@ class CallForms:
                 f"({self.where()}); nothing was sent"
             )
 
-    def totals(self, call: str, items: list[Item]) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
+    def reduction(self, call: str, keys: Keys, op: Any) -> Reduction:
+        """The reduction that is called `op`. UnsupportedError for keys that it cannot be had of."""
+        found = named(op)
+        for key in keys if isinstance(keys, (list, tuple)) else [keys]:
+            if found is SUM:
+                break
+            info = self.info(call, self.key(key))
+            why = ""
+            if not self._strategy.synchronous:
+                why = "an asynchronous store applies every push by itself"
+            elif self._strategy.updates(info):
+                why = "it is updated by an optimizer or an updater, which take sums"
+            elif found.is_mean and info.dtype.kind != "f" and info.dtype != BFLOAT16:
+                why = f"{info.dtype} holds whole numbers, a mean is none: divide the sum as you want it rounded"
+            if why:
+                raise UnsupportedError(f"{call}: op={op!r} of key {info.key!r}: {why}")
+        return found
+
+    def totals(self, call: str, items: list[Item], op: Reduction = SUM) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
         """Check everything, then sum over devices; so an error leaves nothing half sent."""
         infos = [self.info(call, item.key) for item in items]
         for info, item in zip(infos, items, strict=True):
             for array in item.arrays:
                 self.check_value(call, info, array, dtype=True)
         return [
-            (info, sum_devices(item.arrays, f"{call}: the value of key {shown(info.key)}", on_device=self._on_device))
+            (
+                info,
+                sum_devices(
+                    item.arrays,
+                    f"{call}: the value of key {shown(info.key)}",
+                    on_device=self._on_device,
+                    combine=op.combine,
+                ),
+            )
             for info, item in zip(infos, items, strict=True)
         ]
 
@@ -181,11 +212,13 @@ class CallForms:
         return targets, None
 
     def _new_outs(self, call: str, keys: Keys, like: Values) -> tuple[Targets, Any]:
+        several = isinstance(keys, (list, tuple))
         if like is None:
-            like = np.empty(0)
-        if is_array(like) and isinstance(keys, (list, tuple)):
-            like = [like] * len(keys)
-        self.items(call, keys, like)
+            like = [_NUMPY] * len(keys) if several else _NUMPY  # type: ignore[arg-type]
+        else:
+            if is_array(like) and several:
+                like = [like] * len(keys)  # type: ignore[arg-type]
+            self.items(call, keys, like)
 
         def place(info: KeyInfo, array: Array) -> New:
             if not isinstance(array, np.ndarray):  # whether there can be such an array, before anything is sent
@@ -212,7 +245,7 @@ class CallForms:
             raise ValueError("pushpull: `out` is for other keys than `value`")
         return items, targets, form
 
-    def prepare(self, items: list[Item], targets: Targets) -> PreparedCall | None:
+    def prepare(self, items: list[Item], targets: Targets, op: Reduction) -> PreparedCall | None:
         """A shorter way for these arguments. Raises what is wrong with them."""
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
@@ -225,4 +258,5 @@ class CallForms:
             infos,
             [host_view(item.arrays[0], "pushpull") for item in items],
             [[host_view(array, "pushpull") for array in outs[item.key]] for item in items],
+            op,
         )

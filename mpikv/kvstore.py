@@ -17,7 +17,10 @@ from mpikv.checks import shown
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
 from mpikv.keys import Key
 from mpikv.prepared import PreparedCalls
+from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import OwnUpdates, Pending, Sink, Strategy, Updater
+
+SUM_NAME = SUM.name
 
 
 class Request:
@@ -97,6 +100,7 @@ class KVStore:
         self._optimizer: optimizers.Optimizer | None = None
         self._has_optimizer = False
         self._prepared = PreparedCalls()
+        self._prepared_by: dict[str, PreparedCalls] = {}  # with another reduction than the sum
 
     # --- what it is
 
@@ -290,43 +294,54 @@ class KVStore:
         pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
         return Request(self._strategy, pending, form)
 
-    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> Any:
-        """Push, then pull, in one exchange. Without an optimizer this is allreduce(sum).
+    def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
+        """Push, then pull, in one exchange. Without an optimizer this is allreduce.
 
         out=None writes back into `value`, and returns None. Where an array of it cannot be written to (JAX's, and
         NumPy's that are read-only), its result is a new array of the same library, and all results are returned, in the
-        form of `value`; arrays that can be written to are, and stand there themselves. Blocks until filled. Raises
-        what `push` and `pull` raise.
+        form of `value`; arrays that can be written to are, and stand there themselves. Blocks until filled.
+
+        op: what the workers' arrays become, for keys without an optimizer: 'sum', 'mean', 'min', 'max' or 'prod'; the
+        same on all workers. The arrays of one worker's devices are reduced likewise, but for a mean they are added, and
+        the sum of all is divided by the number of workers. float16 and bfloat16 are reduced in float32, whole numbers
+        wrap around and have no mean. Raises what `push` and `pull` raise, UnsupportedError, and ValueError for an
+        unknown op.
         """
         self._check_open("pushpull")
         if type(priority) is not int:
             _check_priority(priority)
-        call = self._prepared.find(key, value, out)
+        reduction, prepared = SUM, self._prepared
+        if op is not SUM_NAME:  # an equal string goes the longer way
+            reduction = self._forms.reduction("pushpull", key, op)
+            if reduction is not SUM:
+                prepared = self._prepared_by.setdefault(op, PreparedCalls())
+        call = prepared.find(key, value, out)
         if call is not None:
             if not call.run(priority):
-                self._pushpull(key, value, out, priority).wait()
+                self._pushpull(key, value, out, priority, reduction).wait()
             return None
         items, targets, form = self._forms.pushpull_arguments(key, value, out)
-        call = self._forms.prepare(items, targets)
+        call = self._forms.prepare(items, targets, reduction)
         if call is None or not call.run(priority):
-            self._start_pushpull(items, targets, priority=priority).wait()
+            self._start_pushpull(items, targets, None, priority, reduction).wait()
         if call is not None:
             arrays = (array for entries in (items, targets) for _, arrays in entries for array in arrays)
             if form is None and all(isinstance(array, np.ndarray) for array in arrays):
-                self._prepared.add(key, value, out, call)
+                prepared.add(key, value, out, call)
             else:
                 call.release()  # a tensor may come with other memory next time
         return finished(form)
 
-    def _pushpull(self, key: Keys, value: Values, out: Values, priority: int) -> Request:
+    def _pushpull(self, key: Keys, value: Values, out: Values, priority: int, op: Reduction) -> Request:
         self._check_open("pushpull")
         _check_priority(priority)
-        return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority=priority)
+        return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority, op)
 
-    def _start_pushpull(self, items: list[Item], targets: Targets, form: Any = None, *, priority: int) -> Request:
+    def _start_pushpull(self, items: list[Item], targets: Targets, form: Any, priority: int, op: Reduction) -> Request:
         sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
-        totals = self._forms.totals("pushpull", items)
-        pending = self._strategy.pushpull_many([(info, total, sinks[info.id]) for info, total in totals], priority)
+        totals = self._forms.totals("pushpull", items, op)
+        entries = [(info, total, sinks[info.id]) for info, total in totals]
+        pending = self._strategy.pushpull_many(entries, priority, op)
         return Request(self._strategy, pending, form)
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:
@@ -337,9 +352,12 @@ class KVStore:
         """`pull` that returns a `Request` at once; its `wait` returns what `pull` returns."""
         return self._remember(self._pull(key, out, priority, like))
 
-    def pushpull_async(self, key: Keys, value: Values, out: Values = None, priority: int = 0) -> Request:
+    def pushpull_async(
+        self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME
+    ) -> Request:
         """`pushpull` that returns a `Request` at once; its `wait` returns what `pushpull` returns."""
-        return self._remember(self._pushpull(key, value, out, priority))
+        self._check_open("pushpull")
+        return self._remember(self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op)))
 
     def _remember(self, request: Request) -> Request:
         self._outstanding = [other for other in self._outstanding if other._pending and not other.test()]
@@ -460,7 +478,8 @@ class KVStore:
         if self._closed or (self._pid and self._pid != os.getpid()):
             return
         self._closed = True
-        self._prepared.clear()
+        for prepared in (self._prepared, *self._prepared_by.values()):
+            prepared.clear()
         try:
             self._strategy.close()
         except BaseException:

@@ -25,7 +25,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 2
+VERSION = 3
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
@@ -61,9 +61,9 @@ LOAD = 9  # payload: JSON, the keys whose states are replaced, then states as by
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
 
-# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, and 8 bytes more: 48
-# bytes, so that the payload behind it is aligned for every dtype.
-_HEADER = struct.Struct("<BBHIIIQQq8x")
+# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, and 7 bytes
+# more: 48 bytes, so that the payload behind it is aligned for every dtype.
+_HEADER = struct.Struct("<BBHIIIQQqB7x")
 HEADER_BYTES = _HEADER.size
 ALIGN_BYTES = 16  # of each request in a message of several
 
@@ -73,7 +73,8 @@ PRIORITY_LIMIT = 2**63 - 1
 class Header(NamedTuple):
     """The fixed part of a request. `round` is the push's round or the version that a pull needs.
 
-    payload_tag: where the client holds the payload; 0: it stands behind the header.
+    payload_tag: where the client holds the payload; 0: it stands behind the header. op: the code of the reduction of a
+    push (reductions.py).
     """
 
     kind: int
@@ -83,6 +84,7 @@ class Header(NamedTuple):
     round: int = 0
     payload_tag: int = 0
     priority: int = 0
+    op: int = 0
 
 
 Payload = HostArray | bytes | None
@@ -112,9 +114,9 @@ def requests(items: Sequence[tuple[Header, Payload]]) -> HostArray:
 
 
 def _put(message: HostArray, at: int, header: Header, data: HostArray | None, length: int) -> None:
-    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority = header
+    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op = header
     _HEADER.pack_into(
-        message.data, at, VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority
+        message.data, at, VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op
     )
     if data is not None and length:
         begin = at + HEADER_BYTES
@@ -143,9 +145,8 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
     while True:
         if size - at < HEADER_BYTES:
             raise MpikvError(f"a request of {size - at} bytes is shorter than its header of {HEADER_BYTES}")
-        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority = _HEADER.unpack_from(
-            message.data, at
-        )
+        fields = _HEADER.unpack_from(message.data, at)
+        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op = fields
         if version != VERSION:
             raise MpikvError(
                 f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv"
@@ -155,7 +156,7 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
         if payload.size != length or (end > size and at + HEADER_BYTES + length != size):
             brought = size - at - HEADER_BYTES
             raise MpikvError(f"a request of kind {kind} announces {length} bytes and brought {brought}")
-        found.append((Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority), payload))
+        found.append((Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op), payload))
         if end >= size:
             return found
         at = end

@@ -39,11 +39,9 @@ def _check(group: Group, chunks: Sequence[int]) -> int:
 
 
 def reduce_scatter(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, combine: np.ufunc = np.add
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
-
-    combine: what is done instead of adding, such as np.maximum.
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for. Raises ValueError when a folded rank owns a chunk.

@@ -110,7 +110,7 @@ class Lanes:
         return Receiver(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW)
 
     def collector(self, segments: Sequence[Span], combine: np.ufunc) -> Receiver:
-        """From all other ranks of this host, each segment in turn, added to the buffer."""
+        """From all other ranks of this host, each segment in turn, combined with the buffer."""
         sources = [(self.place + i) % self.n_here for i in range(1, self.n_here)]
         views = [self.view(span) for span in segments for _ in sources]
         scratch = np.empty(
@@ -162,17 +162,15 @@ def _all() -> int:
 
 
 def reduce_scatter(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, combine: np.ufunc = np.add
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
-
-    combine: what is done instead of adding, such as np.maximum.
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for.
     """
     if len(set(group.hosts)) == 1:
-        yield from naive.reduce_scatter(group, buf, chunks, tag, combine=combine)
+        yield from naive.reduce_scatter(group, buf, chunks, tag, combine)
         return
     lane = Lanes(group, buf, chunks, tag)
     stages: list[Stage] = [lane.sender(lane.by_lane(reducing=True), _all)]
@@ -188,7 +186,7 @@ def reduce_scatter(
     if lane.short:
         yield from drive(*stages)
         packed, ends = lane.packed()
-        yield from lane.direct().reduce_scatter(lane.across, packed, ends, tag, combine=combine)
+        yield from lane.direct().reduce_scatter(lane.across, packed, ends, tag, combine)
         lane.unpack(packed, [lane.host])
         yield from drive(lane.sender(hosted, _all))
         return

@@ -51,9 +51,16 @@ class _Collect:
     """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on."""
 
     def __init__(
-        self, key: HostKey, lanes: Lanes, values: HostArray, totals: HostArray, segments: Sequence[Span]
+        self,
+        key: HostKey,
+        lanes: Lanes,
+        values: HostArray,
+        totals: HostArray,
+        segments: Sequence[Span],
+        *,
+        combine: np.ufunc,
     ) -> None:
-        self._key, self._segments = key, segments
+        self._key, self._segments, self._combine = key, segments, combine
         self._values, self._totals = values, totals
         self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
         self._word = FILLED + lanes.place
@@ -71,7 +78,7 @@ class _Collect:
         own, total = self._values[begin:end], self._totals[begin:end]
         for place in self._others:
             # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
-            np.add(self._key.array_of(place, VALUES)[begin:end], own, out=total)
+            self._combine(self._key.array_of(place, VALUES)[begin:end], own, out=total)
             own = total
         if own is not total and self._values is not self._totals:
             total[...] = own
@@ -153,9 +160,16 @@ class _Guests:
 
 
 def reduce_scatter(
-    group: Group, values: HostArray, chunks: Sequence[int], tag: int, key: HostKey, *, changeable: bool
+    group: Group,
+    values: HostArray,
+    chunks: Sequence[int],
+    tag: int,
+    key: HostKey,
+    *,
+    changeable: bool,
+    combine: np.ufunc = np.add,
 ) -> Steps[HostArray]:
-    """Add `values` over all ranks; returns an array, (n,), that holds the sum in this rank's own chunk.
+    """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own chunk.
 
     values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
     ended, but by us where it is `changeable`. Collective. Yields each request it must wait for.
@@ -181,17 +195,19 @@ def reduce_scatter(
         return key.array_of(carrier, TOTALS) if owned else values
     steps = lanes.steps(lanes.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collect = _Collect(key, lanes, values, totals, segments)
+    collect = _Collect(key, lanes, values, totals, segments, combine=combine)
     stages.append(collect)
     hosted = [span for _, span in lanes.hosted()]
     if lanes.short:
         yield from drive(*stages)
         packed, ends = lanes.packed()
-        yield from lanes.direct().reduce_scatter(lanes.across, packed, ends, tag)
+        yield from lanes.direct().reduce_scatter(lanes.across, packed, ends, tag, combine)
         lanes.unpack(packed, [lanes.host])
         key.count(REDUCED, len(hosted))
         return totals
-    circle = Circle(lanes.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count)
+    circle = Circle(
+        lanes.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count, combine=combine
+    )
     unhosted = len(segments) - len(hosted)
     stages += [circle.receiver, circle.sender, _Tell(key, REDUCED, hosted, lambda: circle.count() - unhosted)]
     yield from drive(*stages)

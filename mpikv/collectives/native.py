@@ -29,6 +29,8 @@ REDUCIBLE = {
     np.dtype(np.int64): MPI.INT64_T,
 }
 
+MPI_OPS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX, np.multiply: MPI.PROD}
+
 
 def bounds(n_elems: int, size: int) -> tuple[int, ...]:
     """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`."""
@@ -52,12 +54,14 @@ def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
     return own
 
 
-def reduce_scatter(comm: MPI.Intracomm, buf: HostArray, chunks: Sequence[int]) -> Steps[None]:
-    """MPI_Ireduce_scatter of `buf` (n,) with sum; afterwards each rank's own chunk holds the sum. Collective."""
+def reduce_scatter(
+    comm: MPI.Intracomm, buf: HostArray, chunks: Sequence[int], combine: np.ufunc = np.add
+) -> Steps[None]:
+    """MPI_Ireduce_scatter of `buf` (n,); afterwards each rank's own chunk holds the result. Collective."""
     me, datatype = comm.Get_rank(), REDUCIBLE[buf.dtype]
     counts = [chunks[i + 1] - chunks[i] for i in range(comm.Get_size())]
     own = np.empty(counts[me], buf.dtype)
-    request: Any = comm.Ireduce_scatter([buf, datatype], [own, datatype], counts, MPI.SUM)
+    request: Any = comm.Ireduce_scatter([buf, datatype], [own, datatype], counts, MPI_OPS[combine])
     yield MpiRequest(request, (buf, own))
     buf[chunks[me] : chunks[me + 1]] = own
 

@@ -61,9 +61,8 @@ def passing(
 class Circle:
     """One rank's stages, which pass segments on around the ring.
 
-    steps: what `passing` says. reducing: add what comes to `buf`; else it replaces what is there. ready: how many
-    segments, from the first on, hold this rank's contribution by now (None: all). combine: what is done instead of
-    adding.
+    steps: what `passing` says. reducing: combine what comes with `buf`; else it replaces what is there. ready: how many
+    segments, from the first on, hold this rank's contribution by now (None: all).
     """
 
     def __init__(
@@ -117,11 +116,9 @@ def _circle(
 
 
 def reduce_scatter(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, combine: np.ufunc = np.add
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
 ) -> Steps[None]:
-    """Add `buf` over all ranks; afterwards each rank's own chunk of its `buf` holds the sum.
-
-    combine: what is done instead of adding, such as np.maximum.
+    """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
     buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
     Yields each request it must wait for.

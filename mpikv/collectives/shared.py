@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.reductions import SUM, Reduction
 from mpikv.transports.meeting import FILLED, SUMMED, Meeting
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
@@ -39,13 +40,18 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 class Sum(NamedTuple):
-    """`out` becomes the sum of `sources`, in this order; then it is copied to `copies`, then `after` is called."""
+    """`out` becomes the sum of `sources`, in this order; then it is copied to `copies`, then `after` is called.
+
+    combine: what makes one array of two, in place of adding. divisor: what the sum is divided by, 0: nothing.
+    """
 
     out: HostArray
     sources: tuple[HostArray, ...]
     copies: tuple[HostArray, ...]
     after: Callable[[], None] | None
     wide: bool  # float16 and bfloat16: added in float32
+    combine: np.ufunc
+    divisor: int
 
 
 def summed(
@@ -53,9 +59,11 @@ def summed(
     sources: Sequence[HostArray],
     copies: Sequence[HostArray] = (),
     after: Callable[[], None] | None = None,
+    op: Reduction = SUM,
 ) -> Sum:
-    """A `Sum`."""
-    return Sum(out, tuple(sources), tuple(copies), after, sum_dtype(sources[0].dtype) != sources[0].dtype)
+    """A `Sum`, or what another reduction makes of one array of each rank."""
+    wide = sum_dtype(sources[0].dtype) != sources[0].dtype
+    return Sum(out, tuple(sources), tuple(copies), after, wide, op.combine, len(sources) if op.is_mean else 0)
 
 
 class Copies:
@@ -119,24 +127,28 @@ def copy_all(copies: Copies) -> None:
 
 def add_all(sums: Sequence[Sum]) -> None:
     """Do sums one after another."""
-    for out, sources, copies, after, wide in sums:
+    for out, sources, copies, after, wide, combine, divisor in sums:
         if wide:
-            _add_widened(out, sources)
+            _add_widened(out, sources, combine, divisor)
         else:
-            np.add(sources[0], sources[1], out)
+            combine(sources[0], sources[1], out=out)
             for source in sources[2:]:
-                np.add(out, source, out)
+                combine(out, source, out=out)
+            if divisor:
+                np.divide(out, divisor, out)
         for copy in copies:
             copy[...] = out
         if after is not None:
             after()
 
 
-def _add_widened(out: HostArray, sources: Sequence[HostArray]) -> None:
+def _add_widened(out: HostArray, sources: Sequence[HostArray], combine: np.ufunc, divisor: int) -> None:
     """float16 and bfloat16 are added in float32; rounded once, if `out` is one of them."""
-    total = np.add(sources[0], sources[1], dtype=np.float32)
+    total = combine(sources[0], sources[1], dtype=np.float32)
     for source in sources[2:]:
-        np.add(total, source, out=total)
+        combine(total, source, out=total)
+    if divisor:
+        np.divide(total, divisor, out=total)
     np.copyto(out, total, casting="unsafe")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
+from mpikv.reductions import SUM, Reduction
 from mpikv.transports.meeting import WORDS_PER_RANK
 from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
 
@@ -109,7 +110,7 @@ def always(plan: Plan) -> Callable[[int], Plan]:
     return lambda turn: plan
 
 
-def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan]:
+def staged_plan(slots: Slots, regions: Sequence[Region], op: Reduction = SUM) -> Callable[[int], Plan]:
     """Arrays of any kind: values go through the slots, sums into each region's result, and out from there.
 
     Returns a function of the tiny slot to use, 0 or 1; all plans of one call are the same otherwise.
@@ -119,13 +120,13 @@ def staged_plan(slots: Slots, regions: Sequence[Region]) -> Callable[[int], Plan
         return always(Plan([Chunk()], alone=True))
     sizes = [sum(aligned(region.result.nbytes) for region in group) for group in groups]
     if len(groups) == 1 and sizes[0] <= TINY_BYTES:
-        plans = [_tiny(slots, groups[0], turn) for turn in range(2)]
+        plans = [_tiny(slots, groups[0], turn, op) for turn in range(2)]
         return lambda turn: plans[turn]
-    chunks = [_staged(slots, group, i % SLOTS) for i, group in enumerate(groups)]
+    chunks = [_staged(slots, group, i % SLOTS, op) for i, group in enumerate(groups)]
     return always(_priced(Plan(chunks)))
 
 
-def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:
+def _tiny(slots: Slots, group: Sequence[Region], turn: int, op: Reduction) -> Plan:
     chunk, offset = Chunk(), 0
     ranks, me = range(slots.memory.size), slots.memory.rank
     for region in group:
@@ -135,16 +136,16 @@ def _tiny(slots: Slots, group: Sequence[Region], turn: int) -> Plan:
         # All ranks write the same bits into the result, which must not hold anything in between.
         if len(region.pieces) == 1 and region.pieces[0].outs:
             first, *others = region.pieces[0].outs
-            chunk.sums.append(summed(first, views, [region.result, *others]))
+            chunk.sums.append(summed(first, views, [region.result, *others], op=op))
         else:
             total = np.empty(n, dtype)
-            chunk.sums.append(summed(total, views, [region.result]))
+            chunk.sums.append(summed(total, views, [region.result], op=op))
             chunk.drains.add(_drains(Region(total, region.pieces)))
         offset += aligned(region.result.nbytes)
     return _priced(Plan([chunk], alone=True))
 
 
-def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
+def _staged(slots: Slots, group: Sequence[Region], slot: int, op: Reduction) -> Chunk:
     chunk, offset = Chunk(), 0
     size, me = slots.memory.size, slots.memory.rank
     for region in group:
@@ -161,7 +162,7 @@ def _staged(slots: Slots, group: Sequence[Region], slot: int) -> Chunk:
             chunk.fills.add(_fills(views[me], region.pieces))
         if begin < end:
             sources = tuple(own if rank == me else views[rank][begin:end] for rank in range(size))
-            chunk.sums.append(summed(region.result[begin:end], sources))
+            chunk.sums.append(summed(region.result[begin:end], sources, op=op))
         chunk.drains.add(_drains(region))
         offset += aligned(region.result.nbytes)
     return chunk
@@ -186,7 +187,7 @@ def _drains(region: Region) -> list[Copy]:
     return copies
 
 
-def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]]) -> Plan:
+def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]], op: Reduction = SUM) -> Plan:
     """Arrays in shared memory: for each value those of all ranks, in rank order. Each becomes the sum."""
     chunk = Chunk()
     for replicas in arrays:
@@ -195,7 +196,7 @@ def in_place_plan(rank: int, arrays: Sequence[Sequence[HostArray]]) -> Plan:
         step = CHUNK_BYTES // first.itemsize
         for a in range(begin, end, step):
             parts = tuple(replica[a : min(a + step, end)] for replica in replicas)
-            chunk.sums.append(summed(parts[0], parts, parts[1:]))
+            chunk.sums.append(summed(parts[0], parts, parts[1:], op=op))
     return _priced(Plan([chunk]))
 
 

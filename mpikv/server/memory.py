@@ -84,10 +84,10 @@ class Pool:
         self.give(array)
         return copy
 
-    def add(self, total: HostArray, other: HostArray) -> HostArray:
-        """`total + other`, in the memory of `total` unless that was lent; both are given up."""
+    def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
+        """`how(total, other)`, in the memory of `total` unless that was lent; both are given up."""
         out = total if id(total) not in self._lent else self.take(total.size, total.dtype)
-        np.add(total, other, out=out)
+        how(total, other, out=out)
         if out is not total:
             self.give(total)
         self.give(other)

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from mpikv.arrays import HostArray
 from mpikv.labels import Label
 from mpikv.optimizers.owner import AS_SET, AttributesId
+from mpikv.reductions import SUM, Reduction
 
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
 
@@ -21,27 +24,32 @@ class Update(NamedTuple):
 
     terms: in the dtype that the key is added in. The last addition is left to whoever applies the sum: an optimizer
     adds block by block, and uses the sum while it is in the cache. labels: those of all workers, where they differ; the
-    terms are then in the units of worker 0's factor, if they can be scaled.
+    terms are then in the units of worker 0's factor, if they can be scaled. op: what they become in place of the sum.
     """
 
     terms: Sequence[HostArray]
     attributes: AttributesId
     labels: Sequence[Label] = ()
+    op: Reduction = SUM
 
 
 class Contribution(NamedTuple):
-    """One worker's gradient (1-D, in the dtype of the sum), the attributes it is pushed under, and their label."""
+    """One worker's gradient (1-D, in the dtype of the sum), the attributes it is pushed under, and their label.
+
+    op: what the gradients of a round become; the label names it, too.
+    """
 
     gradient: HostArray
     attributes: AttributesId
     label: Label
+    op: Reduction = SUM
 
 
 class Memory(Protocol):
     """Whose memory gradients are in (memory.Pool)."""
 
-    def add(self, total: HostArray, other: HostArray) -> HostArray:
-        """Their sum; both are given up."""
+    def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
+        """What `how` makes of them; both are given up."""
         ...
 
     def scaled(self, array: HostArray, ratio: float) -> HostArray:
@@ -57,7 +65,7 @@ class Policy(Protocol):
     def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
         """One worker's contribution, which becomes the policy's own.
 
-        memory: adds, and takes back what is not needed any more.
+        memory: combines, and takes back what is not needed any more.
         """
         ...
 
@@ -85,6 +93,7 @@ class Synchronous:
         self._early: dict[int, Contribution] = {}
         self._labels: list[Label] = []  # of those that are added
         self._attributes: AttributesId = AS_SET  # worker 0's
+        self._op = SUM  # worker 0's
 
     def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
         """Add to the round; the last worker's gradient completes it."""
@@ -98,16 +107,16 @@ class Synchronous:
             if self._next_worker == self._num_workers:
                 terms = (gradient,) if self._total is None else (self._total, gradient)
                 alike = self._labels.count(self._labels[0]) == len(self._labels)
-                update = Update(terms, self._attributes, () if alike else tuple(self._labels))
+                update = Update(terms, self._attributes, () if alike else tuple(self._labels), self._op)
                 self._next_worker, self._total, self._labels = 0, None, []
                 return update
-            self._total = gradient if self._total is None else memory.add(self._total, gradient)
+            self._total = gradient if self._total is None else memory.combine(self._total, gradient, self._op.combine)
             found = self._early.pop(self._next_worker, None)
         return None
 
     def _in_units(self, part: Contribution, memory: Memory) -> HostArray:
         if not self._labels:
-            self._attributes = part.attributes
+            self._attributes, self._op = part.attributes, part.op
         self._labels.append(part.label)
         units, factor = self._labels[0].factor, part.label.factor
         if units in (factor, 0.0) or part.gradient.dtype.kind != "f":
@@ -128,7 +137,7 @@ class Synchronous:
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
             unit._next_worker, unit._attributes, unit._total = self._next_worker, self._attributes, new_totals[i]
-            unit._labels = list(self._labels)
+            unit._labels, unit._op = list(self._labels), self._op
             unit._early = {worker: parts[i] for worker, parts in early.items()}
         return result
 

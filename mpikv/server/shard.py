@@ -23,6 +23,7 @@ from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, join_states, slice_state
+from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
@@ -36,7 +37,7 @@ class Push:
     many of them were asked for, and are here. whole: where they come together for a unit of several partitions.
     """
 
-    __slots__ = ("arrived", "attributes", "fetched", "inline", "priority", "round", "tag", "whole", "worker")
+    __slots__ = ("arrived", "attributes", "fetched", "inline", "op", "priority", "round", "tag", "whole", "worker")
 
     def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None) -> None:
         self.worker = worker
@@ -44,6 +45,7 @@ class Push:
         self.attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
         self.tag = header.payload_tag
         self.priority = header.priority
+        self.op = BY_CODE[header.op]
         self.inline = inline
         self.fetched = self.arrived = 0
         self.whole: HostArray | None = None
@@ -257,7 +259,10 @@ class Shard:
             self._pool.give(gradient)
             gradient = wide
         label = self._owner.label(self.info.id, push.attributes)
-        update = unit.policy.push(push.worker, Contribution(gradient, push.attributes, label), self._pool)
+        if push.op is not SUM:
+            label = label._replace(op=push.op.name)
+        part = Contribution(gradient, push.attributes, label, push.op)
+        update = unit.policy.push(push.worker, part, self._pool)
         if update is None:
             return []
         if update.labels and (why := self._refused(update)):
@@ -286,7 +291,8 @@ class Shard:
     def _apply(self, unit: Unit, update: Update) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
         if optimizer is None or not optimizer.sums:
-            terms = (functools.reduce(self._pool.add, terms),)
+            terms = (functools.reduce(lambda one, other: self._pool.combine(one, other, update.op.combine), terms),)
+            update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
             unit.block = Block(self._pool.own(terms[0]), self._pool)

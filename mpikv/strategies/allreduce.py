@@ -31,6 +31,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending, PreparedCall, Sink
 from mpikv.strategies.direct import Direct
@@ -201,7 +202,10 @@ class AllreduceStrategy(DistributedStrategy):
             lane.reached(0)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
-            complete = lane.add(info, round_._replace(under=Under(number, self._workers.attributes.label(slot))))
+            label = self._workers.attributes.label(slot)
+            if round_.op is not SUM:
+                label = label._replace(op=round_.op.name)
+            complete = lane.add(info, round_._replace(under=Under(number, label)))
             if self._direct is not None:
                 self._direct.pushed(info.id)
             self._workers.control.activity.note(f"push of key {shown(info.key)}")
@@ -216,23 +220,23 @@ class AllreduceStrategy(DistributedStrategy):
         """Copy the value out as soon as the lane has done this worker's last push."""
         return self._deliver(info, sink, Waiting("pull", info.key, info.id, self._pushed(info)))
 
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
         """Both."""
-        self.push(info, total, priority)
+        self._push(info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op))
         return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
 
     def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
         """The direct way, where all workers are on this host; else rounds in the caller's arrays."""
         if self._direct is not None:
-            return self._direct.prepare(infos, values, outs)
+            return self._direct.prepare(infos, values, outs, op)
         flat = flattened(infos, values, outs)
-        return None if flat is None else Rounds(self._lend, self.wait, infos, flat)
+        return None if flat is None else Rounds(self._lend, self.wait, infos, flat, op)
 
-    def _lend(self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...]) -> Pending:
+    def _lend(self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction) -> Pending:
         round_, sink = lent(self._lanes[info.id], info, value, outs)
-        self._push(info, round_)
+        self._push(info, round_._replace(op=op))
         return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:

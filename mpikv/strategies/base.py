@@ -16,6 +16,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
+from mpikv.reductions import Reduction
 from mpikv.transports.base import Request
 
 Updater = Callable[[Key, Any, Any], None]
@@ -66,7 +67,7 @@ class OneByOne:
         """See `Strategy`."""
         raise NotImplementedError
 
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
         """See `Strategy`."""
         raise NotImplementedError
 
@@ -78,9 +79,11 @@ class OneByOne:
         """Each key for itself."""
         return [self.pull(info, sink, priority) for info, sink in entries]
 
-    def pushpull_many(self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int) -> list[Pending]:
+    def pushpull_many(
+        self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int, op: Reduction
+    ) -> list[Pending]:
         """Each key for itself."""
-        return [self.pushpull(info, total, sink, priority) for info, total, sink in entries]
+        return [self.pushpull(info, total, sink, priority, op) for info, total, sink in entries]
 
 
 class PreparedCall(Protocol):
@@ -149,8 +152,8 @@ class Strategy(Protocol):
         """Start pulling the value after this worker's last push."""
         ...
 
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
-        """Both, in one exchange."""
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
+        """Both, in one exchange. op: what all workers' arrays become; not SUM only where nothing `updates` the key."""
         ...
 
     def push_many(self, entries: Sequence[tuple[KeyInfo, HostArray]], priority: int) -> list[Pending]:
@@ -161,12 +164,18 @@ class Strategy(Protocol):
         """`pull` of all keys of one call."""
         ...
 
-    def pushpull_many(self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int) -> list[Pending]:
+    def pushpull_many(
+        self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int, op: Reduction
+    ) -> list[Pending]:
         """`pushpull` of all keys of one call."""
         ...
 
+    def updates(self, info: KeyInfo) -> bool:
+        """Whether a push changes the key's value by an optimizer or an updater. Local."""
+        ...
+
     def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
         """A shorter way for a blocking `pushpull` of one array per key; None where there is none. Local."""
         ...

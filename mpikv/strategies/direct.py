@@ -30,6 +30,7 @@ from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
+from mpikv.reductions import Reduction
 from mpikv.strategies.arena import Arena
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending
@@ -185,7 +186,7 @@ class Direct:
     # --- calls
 
     def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> DirectCall | None:
         """A call with one array per key; None where it cannot go the direct way."""
         lanes = [self._lanes[info.id] for info in infos]
@@ -204,13 +205,13 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = always(in_place(self.arena, replicas))
+            plan = always(in_place(self.arena, replicas, op))
         elif kind == "staged":
-            plan = staged_plan(self.arena.slots, regions(self.arena, lanes, flat))
+            plan = staged_plan(self.arena.slots, regions(self.arena, lanes, flat), op)
         else:
             plan = self._update(lanes, flat, replicas)
         places = [None if one is None or kind == "staged" else self.arena.memory.offset_of(one[0]) for one in replicas]
-        call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places))
+        call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places, op.name))
         call.slots = sorted({self._workers.slot_of(info) for info in infos})
         call.hash = history_hash(self._keys[info.id].digest for info in infos)
         if kind == "in place":

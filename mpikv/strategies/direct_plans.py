@@ -10,12 +10,13 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared import Plan
 from mpikv.collectives.shared_plans import Piece, Region, in_place_plan
+from mpikv.reductions import Reduction
 from mpikv.strategies.arena import Arena
 from mpikv.strategies.arguments import Flat
 from mpikv.transports.shm import ALIGN_BYTES
 
 
-def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None]) -> Plan:
+def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
     """Arrays in shared memory, each as its replicas in rank order; None is left out."""
     found = [one for one in replicas if one is not None and one[0].size]
     joined: list[list[HostArray]] = []
@@ -25,7 +26,7 @@ def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None]) -> Plan:
             joined.append(one)
         else:
             joined[-1] = both
-    return in_place_plan(arena.rank, joined)
+    return in_place_plan(arena.rank, joined, op)
 
 
 def regions(arena: Arena, lanes: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:

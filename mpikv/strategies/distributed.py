@@ -11,6 +11,7 @@ from mpikv.errors import UnsupportedError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
 from mpikv.optimizers.base import Optimizer
+from mpikv.reductions import Reduction
 from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Updater
 from mpikv.strategies.own_updates import OwnUpdates
 from mpikv.strategies.workers import Workers
@@ -29,12 +30,16 @@ class DistributedStrategy(OneByOne):
         """What was agreed on `key`."""
         return self._workers.lookup(key)
 
+    def updates(self, info: KeyInfo) -> bool:
+        """Whether an optimizer serves the key."""
+        return self._workers.attributes.optimizer(self._workers.slot_of(info)) is not None
+
     def infos(self) -> Sequence[KeyInfo]:
         """All keys, by number."""
         return sorted(self._workers.infos.values(), key=lambda info: info.id)
 
     def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
         """No shorter way."""
         return None

@@ -25,6 +25,7 @@ from mpikv.arrays import HostArray
 from mpikv.errors import StallError
 from mpikv.keys import KeyInfo, ShardPlan, partitions
 from mpikv.observe.stall import Waiting
+from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.transports.base import Arrival, Request, Steps, Transport
 from mpikv.transports.local import LocalTransport
@@ -85,12 +86,16 @@ class ClientKey:
 
 
 class Item(NamedTuple):
-    """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number."""
+    """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number.
+
+    op: what the totals of all workers become.
+    """
 
     key: ClientKey
     total: HostArray | None
     sink: Sink | None
     attributes: int = 0
+    op: Reduction = SUM
 
 
 class Tags:
@@ -211,7 +216,7 @@ class Client:
         tag = self.reply_tags.take()
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
-        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed)
+        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code)
         self.send(route.owner, [(header, item.total)])
         return answer, tag
 
@@ -261,7 +266,16 @@ class _Transfer:
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
         key = item.key
-        return wire.Header(self._kind, key.info.id, reply_tag, item.attributes, key.pushed, payload_tag, self._priority)
+        return wire.Header(
+            self._kind,
+            key.info.id,
+            reply_tag,
+            item.attributes,
+            key.pushed,
+            payload_tag,
+            self._priority,
+            item.op.code,
+        )
 
     def send_small(self, items: Sequence[Item], values: Sequence[HostArray | None]) -> None:
         """The shards that travel behind their headers, in as few messages as there are servers."""

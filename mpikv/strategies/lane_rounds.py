@@ -20,7 +20,7 @@ from mpikv.collectives.select import ALGORITHMS
 from mpikv.errors import ConfigError
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.lanes import Lane, Round, Unders
+from mpikv.strategies.lanes import Lane, Round
 from mpikv.transports.base import Group, Predicate, Steps
 from mpikv.transports.progress import Running
 
@@ -80,14 +80,14 @@ class LaneRounds:
         return lane.scaled(round_.values, lane.series.ratios)
 
     def _round(self, lane: Lane, round_: Round) -> Steps[None]:
-        info, bounds = lane.info, lane.bounds
+        info, bounds, combine = lane.info, lane.bounds, round_.op.combine
         buf = yield from self._begin(lane, round_)
         if self._native is not None:
-            yield from self._native.reduce_scatter(lane.comm, buf, bounds)
+            yield from self._native.reduce_scatter(lane.comm, buf, bounds, combine)
         else:
             reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
-            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1))
-        yield from self._apply(lane, buf, round_.under)
+            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1), combine)
+        yield from self._apply(lane, buf, round_)
         if self._native is not None:
             yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
@@ -99,12 +99,18 @@ class LaneRounds:
         values = yield from self._begin(lane, round_)
         changeable = round_.changeable or values is not round_.values
         totals = yield from hosted.reduce_scatter(
-            self._group, values, bounds, wire.key_tag(key_id, 1), shared, changeable=changeable
+            self._group,
+            values,
+            bounds,
+            wire.key_tag(key_id, 1),
+            shared,
+            changeable=changeable,
+            combine=round_.op.combine,
         )
-        yield from self._apply(lane, totals, round_.under)
+        yield from self._apply(lane, totals, round_)
         yield from hosted.allgather(self._group, bounds, wire.key_tag(key_id, 2), shared, round_.outs)
 
-    def _apply(self, lane: Lane, totals: HostArray, under: Unders) -> Steps[None]:
+    def _apply(self, lane: Lane, totals: HostArray, round_: Round) -> Steps[None]:
         begin, end = lane.bounds[self._group.rank], lane.bounds[self._group.rank + 1]
         if begin == end:
             return
@@ -115,4 +121,5 @@ class LaneRounds:
             if series.wrong:
                 return  # what is handed round then is the old value
             units = series.units
-        lane.apply(self._owner, totals, under, (begin, end), units)
+        round_.op.finish(totals[begin:end], self._group.size)
+        lane.apply(self._owner, totals, round_.under, (begin, end), units)

@@ -17,13 +17,15 @@ import numpy as np
 
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.checks import shown
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.stages import Span
 from mpikv.control.contests import Labels, Series
-from mpikv.errors import ConfigError
+from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
+from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.strategies.direct import Direct
 from mpikv.transports.progress import Running
@@ -44,6 +46,7 @@ class Round(NamedTuple):
 
     values: flat, in the dtype they are added in. lent: they are an array of a caller who waits for the end, and may be
     changed until then only where they are `changeable`. outs: arrays of the caller's that the result is written to.
+    op: what the values of all workers become.
     """
 
     values: HostArray
@@ -51,6 +54,7 @@ class Round(NamedTuple):
     lent: bool = False
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
+    op: Reduction = SUM
 
 
 class Lane:
@@ -207,7 +211,7 @@ class Bucket(Lane):
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
-        self._open: deque[tuple[HostArray, dict[int, Under | None]]] = deque()
+        self._open: deque[Round] = deque()  # those that lack keys
         self._spare: HostArray | None = None
 
     @property
@@ -226,15 +230,22 @@ class Bucket(Lane):
     def add(self, info: KeyInfo, round_: Round | None) -> bool:
         """One more push of a key; None: it takes no part in this round, on no worker."""
         place = self._counts[info.id] - self.pushed
-        self._counts[info.id] += 1
         while len(self._open) <= place:
-            self._open.append((self._buffer(), {}))
-        buf, under = self._open[place]
-        buf[self._spans[info.id]] = 0 if round_ is None else round_.values
-        under[info.id] = None if round_ is None else round_.under
+            self._open.append(Round(self._buffer(), {}))
+        whole = self._open[place]
+        if round_ is not None and round_.op is not whole.op:
+            if any(under is not None for under in whole.under.values()):
+                raise MpikvError(
+                    f"pushpull of key {shown(info.key)} with op={round_.op.name!r}: keys that travel with it were "
+                    f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
+                )
+            whole = self._open[place] = whole._replace(op=round_.op)
+        self._counts[info.id] += 1
+        whole.values[self._spans[info.id]] = 0 if round_ is None else round_.values
+        whole.under[info.id] = None if round_ is None else round_.under
         completed = False
-        while self._open and len(self._open[0][1]) == len(self._infos):
-            self.queue.append(Round(*self._open.popleft()))
+        while self._open and len(self._open[0].under) == len(self._infos):
+            self.queue.append(self._open.popleft())
             self.pushed += 1
             completed = True
         return completed
@@ -243,7 +254,7 @@ class Bucket(Lane):
     def held_bytes(self) -> int:
         """With the rounds that are being filled, and the buffer kept for the next one."""
         spare = 0 if self._spare is None else self._spare.nbytes
-        return super().held_bytes + spare + sum(buf.nbytes for buf, _ in self._open)
+        return super().held_bytes + spare + sum(round_.values.nbytes for round_ in self._open)
 
     def _buffer(self) -> HostArray:
         spare, self._spare = self._spare, None

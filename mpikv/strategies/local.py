@@ -13,6 +13,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, DEFAULT_SLOT, Owner
+from mpikv.reductions import Reduction
 from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Sink, Updater
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.transports.base import Done
@@ -48,12 +49,16 @@ class LocalStrategy(OneByOne):
         """What is known of `key`."""
         return self._infos.get(key)
 
+    def updates(self, info: KeyInfo) -> bool:
+        """Whether an optimizer or an updater serves the key."""
+        return self._updater is not None or self._owner.optimizer_of(info.id) is not None
+
     def infos(self) -> Sequence[KeyInfo]:
         """All keys."""
         return tuple(self._infos.values())
 
     def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
         """No shorter way: nothing is sent in any case."""
         return None
@@ -89,8 +94,8 @@ class LocalStrategy(OneByOne):
         sink.deliver(self._stored[info.id])
         return Pending(Done(), Waiting("pull", info.key))
 
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
-        """Both."""
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
+        """Both. Over one worker every reduction is what it has made of its devices."""
         self.push(info, total, priority)
         return self.pull(info, sink, priority)
 

@@ -27,6 +27,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Pending, Sink
 from mpikv.strategies.distributed import DistributedStrategy
@@ -50,16 +51,21 @@ class PreparedExchange:
     valid = True
 
     def __init__(
-        self, strategy: PsStrategy, infos: Sequence[KeyInfo], flat: Sequence[Flat], outs: Sequence[Sequence[Any]]
+        self,
+        strategy: PsStrategy,
+        infos: Sequence[KeyInfo],
+        flat: Sequence[Flat],
+        outs: Sequence[Sequence[Any]],
+        op: Reduction,
     ) -> None:
-        self._strategy = strategy
+        self._strategy, self._op = strategy, op
         self._entries = [
             (info, value, Sink(info, out)) for info, (value, _), out in zip(infos, flat, outs, strict=True)
         ]
 
     def run(self, priority: int = 0) -> bool:
         """Push and pull."""
-        self._strategy.blocking(self._entries, priority)
+        self._strategy.blocking(self._entries, priority, self._op)
         return True
 
     def release(self) -> None:
@@ -205,12 +211,12 @@ class PsStrategy(DistributedStrategy):
         self._workers.control.activity.note(f"push of key {shown(info.key)}")
         return number
 
-    def _items(self, entries: Sequence[Entry]) -> list[Item]:
+    def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
         """The keys of a call, each push counted; room for all of it is waited for."""
         items = []
         for info, total, sink in entries:
             number = 0 if total is None else self._count_push(info)
-            items.append(Item(self._keys[info.id], total, sink, number))
+            items.append(Item(self._keys[info.id], total, sink, number, op))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
@@ -237,45 +243,47 @@ class PsStrategy(DistributedStrategy):
         """All keys of one call."""
         return self._start("pull", wire.PULL, [(info, None, sink) for info, sink in entries], priority)
 
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int) -> Pending:
+    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
         """One message out and one back per shard; as many as it has partitions for a large one."""
-        return self.pushpull_many([(info, total, sink)], priority)[0]
+        return self.pushpull_many([(info, total, sink)], priority, op)[0]
 
-    def pushpull_many(self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int) -> list[Pending]:
+    def pushpull_many(
+        self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int, op: Reduction
+    ) -> list[Pending]:
         """All keys of one call."""
-        return self._start("pushpull", wire.PUSHPULL, list(entries), priority)
+        return self._start("pushpull", wire.PUSHPULL, list(entries), priority, op)
 
     def prepare(
-        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedExchange | None:
         """Straight from the caller's own arrays, where no answer can overwrite what has not been sent."""
         flat = flattened(infos, values, outs)
-        return None if flat is None else PreparedExchange(self, infos, flat, outs)
+        return None if flat is None else PreparedExchange(self, infos, flat, outs, op)
 
-    def blocking(self, entries: Sequence[Entry], priority: int) -> None:
+    def blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
         """A `pushpull` by whoever waits for it, without the engine's thread."""
         try:
-            self._blocking(entries, priority)
+            self._blocking(entries, priority, op)
         except KeyboardInterrupt as error:  # answers may still come, into the caller's arrays
             self._engine.interrupted("pushpull", error)
             raise
 
-    def _blocking(self, entries: Sequence[Entry], priority: int) -> None:
+    def _blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
         if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
             info, total, sink = entries[0]
             if total is not None and sink is not None:
-                self._blocking_small(info, total, sink)
+                self._blocking_small(info, total, sink, op)
                 return
-        items = self._items(entries)
+        items = self._items(entries, op)
         waitings = [self._waiting("pushpull", item.key) for item in items]
         steps = self._client.exchange(wire.PUSHPULL, items, wire.clamped(priority))
         self._wait_or_leave(Exchange(steps), waitings)
 
-    def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink) -> None:
+    def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink, op: Reduction) -> None:
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
-        item = Item(self._keys[info.id], total, sink, self._count_push(info))
+        item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -292,8 +300,10 @@ class PsStrategy(DistributedStrategy):
             self._engine.start(exchange.steps(), "pushpull")  # it goes on, though its caller has given up
             raise
 
-    def _start(self, call: str, kind: int, entries: Sequence[Entry], priority: int) -> list[Pending]:
-        items = self._items(entries)
+    def _start(
+        self, call: str, kind: int, entries: Sequence[Entry], priority: int, op: Reduction = SUM
+    ) -> list[Pending]:
+        items = self._items(entries, op)
         running = self._engine.start(self._client.exchange(kind, items, wire.clamped(priority)), call)
         return self._pending(running, [self._waiting(call, item.key) for item in items])
 

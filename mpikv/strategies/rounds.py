@@ -16,11 +16,12 @@ from typing import Any
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
+from mpikv.reductions import Reduction
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Pending, Sink
 from mpikv.strategies.lanes import Bucket, Delivery, Lane, Round
 
-Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...]], Pending]
+Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]
 
 
 class Rounds:
@@ -29,10 +30,15 @@ class Rounds:
     valid = True
 
     def __init__(
-        self, start: Start, wait: Callable[[Pending], None], infos: Sequence[KeyInfo], flat: Sequence[Flat]
+        self,
+        start: Start,
+        wait: Callable[[Pending], None],
+        infos: Sequence[KeyInfo],
+        flat: Sequence[Flat],
+        op: Reduction,
     ) -> None:
         self._start, self._wait = start, wait
-        self._entries: list[Any] = [(info, *one) for info, one in zip(infos, flat, strict=True)]
+        self._entries: list[Any] = [(info, *one, op) for info, one in zip(infos, flat, strict=True)]
 
     def run(self, priority: int = 0) -> bool:
         """Push all keys, then wait for all. Blocks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -49,6 +51,31 @@ def test_dtypes(comm, algorithm):
             expected = sum((np.arange(37) + worker) % 5 for worker in range(store.num_workers))
             assert value.dtype == dtype
             np.testing.assert_array_equal(value.astype(np.float64), expected)
+        return True
+
+    assert on_workers(comm, "dist_sync", body, algorithm=algorithm) == [True] * comm.Get_size()
+
+
+@pytest.mark.mpi
+@FORCED
+def test_reductions(comm, algorithm):
+    functions = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
+    dtypes = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
+
+    def values(worker):
+        return (np.arange(37) + worker) % 2 + 1
+
+    def body(store):
+        W = store.num_workers
+        store.init([str(np.dtype(d)) for d in dtypes], [np.zeros(37, d) for d in dtypes])
+        for dtype in dtypes:
+            for op in ("sum", "min", "max", "prod") if np.dtype(dtype).kind in "iu" else functions:
+                value = values(store.rank).astype(dtype)
+                store.pushpull(str(np.dtype(dtype)), value, op=op)
+                expected = functools.reduce(functions[op], [values(worker) for worker in range(W)])
+                if op == "mean":
+                    expected = expected.astype(np.float32 if value.itemsize < 8 else np.float64) / W
+                np.testing.assert_array_equal(value, expected.astype(dtype))
         return True
 
     assert on_workers(comm, "dist_sync", body, algorithm=algorithm) == [True] * comm.Get_size()

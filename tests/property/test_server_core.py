@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikv import optimizers, wire
-from mpikv.errors import MpikvError
+from mpikv.errors import ConfigError, MpikvError
+from mpikv.reductions import REDUCTIONS
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Refusal, Reply
 from mpikv.server.policy import Asynchronous, Synchronous
@@ -415,6 +417,32 @@ def test_a_key_that_moves_goes_on_with_its_rounds():
     assert np.frombuffer(session.replies[0, 8], np.float32).tolist() == [7] * 3
     session.send(0, wire.Header(wire.PUSH, 0, 0, 0, 4), np.ones(3, np.float32))
     assert np.frombuffer(session.replies[1, 9], np.float32).tolist() == [2] * 3
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_reductions(op, workers):
+    session, found = Session(workers, Synchronous), REDUCTIONS[op]
+    session.send(0, *init_request(0, np.float32))
+    arrays = [np.float32([worker + 1, 6 - 2 * worker, 3]) for worker in range(workers)]
+    expected = functools.reduce(found.combine, arrays) / (workers if op == "mean" else 1)
+    for round_ in (1, 2):
+        for worker in reversed(range(workers)):
+            session.send(worker, wire.Header(wire.PUSHPULL, 0, 8, 0, round_, op=found.code), arrays[worker])
+        for worker in range(workers):
+            assert np.frombuffer(session.replies[worker, 8], np.float32).tolist() == expected.tolist()
+        session.replies.clear()
+
+
+def test_different_reductions_in_a_round_are_refused():
+    for first, second in ((0, 1), (1, 0), (1, 2)):
+        session = Session(3, Synchronous)
+        session.send(0, *init_request(0, np.float32))
+        one = np.ones(3, np.float32)
+        session.send(first, wire.Header(wire.PUSHPULL, 0, 8, 0, 1, op=REDUCTIONS["max"].code), one)
+        words = f"round 1: .*worker {second} with op='sum', worker {first} with 'max'"
+        with pytest.raises(ConfigError, match=words):
+            session.send(second, wire.Header(wire.PUSH, 0, 0, 0, 1), one)
 
 
 def test_what_a_server_refuses():

@@ -1,0 +1,50 @@
+"""What `op=` of a `pushpull` names: how the arrays of all workers become one.
+
+A reduction combines two arrays, element by element, in the dtype that a key is added in, so that float16 and bfloat16
+are rounded once. In which order the workers' arrays are combined is fixed by the ranks alone, as it is for sums; the
+arrays of one worker's devices are combined in the order given, before them. A mean is the sum over workers and devices,
+which the owner of an element divides by the number of workers when it is complete.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Reduction(NamedTuple):
+    """One of them. code: its number in requests to servers. combine(a, b, out=c): two arrays become one."""
+
+    name: str
+    code: int
+    combine: np.ufunc
+    is_mean: bool = False
+
+    def finish(self, total: npt.NDArray[Any], num_workers: int) -> None:
+        """Make the result, in place, of what all workers' arrays have been combined to."""
+        if self.is_mean and num_workers > 1:
+            np.divide(total, num_workers, out=total)
+
+
+SUM = Reduction("sum", 0, np.add)
+REDUCTIONS = {
+    one.name: one
+    for one in (
+        SUM,
+        Reduction("mean", 1, np.add, is_mean=True),
+        Reduction("min", 2, np.minimum),
+        Reduction("max", 3, np.maximum),
+        Reduction("prod", 4, np.multiply),
+    )
+}
+BY_CODE = {one.code: one for one in REDUCTIONS.values()}
+
+
+def named(op: Any) -> Reduction:
+    """The reduction of that name. ValueError where there is none."""
+    found = REDUCTIONS.get(op) if isinstance(op, str) else None
+    if found is None:
+        raise ValueError(f"op={op!r} is no reduction; there are {', '.join(map(repr, REDUCTIONS))}")
+    return found
