@@ -86,7 +86,6 @@ def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
         ctx.avals_in,
         ctx.avals_out,
         has_side_effect=True,
-        returns_token=True,
     )
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDERED: token})))
     return results

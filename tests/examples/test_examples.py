@@ -95,6 +95,18 @@ def test_linear_regression(n: int | None) -> None:
     assert len((EXAMPLES / "linear_regression.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.parametrize("n", [None, 2])
+def test_jax(n: int | None, digits: Path) -> None:
+    pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    output = run("jax_mnist.py", "--data-dir", digits, "--batch-size", 16, "--epochs", 2, n=n).splitlines()
+    found = [re.fullmatch(r"epoch (\d): accuracy (0\.\d{4}), \d+\.\d s", line) for line in output]
+    assert [one[1] for one in found if one] == ["1", "2"]
+    assert found[-1]
+    assert float(found[-1][2]) > 0.7  # guessing gives 0.1
+    assert len((EXAMPLES / "jax_mnist.py").read_text().splitlines()) < 60
+
+
 # ---- training
 
 

@@ -207,7 +207,8 @@ def test_vmap_pmap_and_shard_map_are_refused() -> None:
         for call in (lambda x: mj.allreduce(x, store), lambda x: mj.broadcast(x, store)):
             refused(UnsupportedError, "inside of vmap", lambda call=call: jax.vmap(call)(x))
             refused(UnsupportedError, "inside of vmap", lambda call=call: jax.jit(jax.vmap(call))(x))
-            refused(UnsupportedError, "inside of pmap", lambda call=call: jax.pmap(call)(x))
+            with pytest.raises((UnsupportedError, ValueError), match="pmap"):  # before 0.8 the error is JAX's own
+                jax.pmap(call)(x)
             split = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=parts, out_specs=parts))
             refused(UnsupportedError, "inside of pmap or shard_map", lambda split=split: split(x))
             assert call(x).tolist() == x.tolist()  # nothing was sent
@@ -312,7 +313,7 @@ def test_an_error_inside_of_a_compiled_program_is_the_users() -> None:
         program = jax.jit(lambda x: mj.allreduce(x, store))
         program(jnp.ones(2))
         store.close()
-        with pytest.raises(jax.errors.JaxRuntimeError, match="MpikvError: .* on a closed store"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
             program(jnp.ones(2)).block_until_ready()
 
     TWO.run(body)
