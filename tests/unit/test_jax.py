@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import frameworks
 import numpy as np
 import pytest
 from store_modes import Mode, mode_id
 
-jax = pytest.importorskip("jax")
+jax = frameworks.need("jax")
 
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding  # noqa: E402

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import frameworks
 import numpy as np
 import pytest
 from store_modes import Mode
 
-jax = pytest.importorskip("jax")
-optax = pytest.importorskip("optax")
+jax = frameworks.need("jax")
+optax = frameworks.need("optax")
 
 import jax.numpy as jnp  # noqa: E402
 
