@@ -26,6 +26,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import frameworks
 import jobs
 import pytest
 
@@ -197,7 +198,7 @@ def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path:
     found = blocks(document, (ROOT / document).read_text())
     for name in {name for block in found for name in re.findall(r"\w+", block.says.get("needs", ""))}:
         if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{document} needs {name}, which is not installed")
+            frameworks.need(name)  # skips, or fails where it ought to be
     for block in found:
         if block.only_checked:
             check_without_running(block, checkout)
