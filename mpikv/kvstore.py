@@ -94,6 +94,7 @@ class KVStore:
         self._stopped = False
         self._restore_signals: Callable[[], None] = lambda: None
         self._closed = False
+        self._before_close: list[Callable[[], None]] = []  # each waits for calls that another library still has to make
         self._namespaces = 0
         self._stop_told = False  # whether one of several trainers has said that none of them saves
         self._outstanding: list[Request] = []
@@ -477,6 +478,8 @@ class KVStore:
         """
         if self._closed or (self._pid and self._pid != os.getpid()):
             return
+        for wait in self._before_close:
+            wait()
         self._closed = True
         for prepared in (self._prepared, *self._prepared_by.values()):
             prepared.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from mpikv.bench import allreduce, gloo, link, model, output, ps, pushpull
 from mpikv.bench.job import Job, describe, header, open_job
-from mpikv.bench.options import FLOATS
+from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Progress, can_draw
 from mpikv.bench.report import Row
 from mpikv.bench.session import Session
@@ -22,10 +23,17 @@ from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.transports import launcher
 
+
+def train(session: Session) -> None:
+    """`train.run`, which imports PyTorch."""
+    importlib.import_module("mpikv.bench.train").run(session)
+
+
 BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "allreduce": allreduce.run,
     "pushpull": pushpull.run,
     "model": model.run,
+    "train": train,
     "ps": ps.run,
     "link": link.run,
 }
@@ -61,8 +69,17 @@ def _check(options: argparse.Namespace) -> None:
             output.check_writable(f"--{option}", getattr(options, option))
     if options.plot:
         output.check_matplotlib()
-    if "gloo" in getattr(options, "vs", ()):
-        gloo.check_torch()
+    if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
+        gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
+    if options.kind == "train":
+        _check_training(options)
+
+
+def _check_training(options: argparse.Namespace) -> None:
+    if options.dtype != "float32":
+        raise ConfigError(f"--dtype {options.dtype}: train measures float32 alone")
+    if options.model == "lenet" and options.image_size not in (None, TRAINED["lenet"]):
+        raise ConfigError(f"--image-size {options.image_size}: lenet takes images of 28 x 28")
 
 
 def _check_job(options: argparse.Namespace, job: Job) -> None:
@@ -85,17 +102,18 @@ def _measure(options: argparse.Namespace, job: Job) -> int:
     if options.kind != "link" and len(job.host_names) > 1:
         session.link_bytes_per_s = between_hosts(job)
         session.note(f"raw TCP between hosts: {session.link_bytes_per_s * 8 / 1e6:.0f} Mbit/s")
-    with gloo.process_group(job, wanted="gloo" in getattr(options, "vs", ())):
+    with gloo.process_group(job, wanted="gloo" in getattr(options, "vs", ()) or options.kind == "train"):
         BENCHMARKS[options.kind](session)
-    progress.say(*ledger_lines(ledger(session.rows)))
+    if options.kind != "train":
+        progress.say(*ledger_lines(ledger(session.rows)))
     progress.close()
     wrong = sum(row.wrong for row in session.rows)
     if job.rank == 0:
         if options.json:
-            more = {"ledger": ledger(session.rows), **session.more}
+            more = {**({} if options.kind == "train" else {"ledger": ledger(session.rows)}), **session.more}
             output.write_json(options.json, output.document(command, found, session.rows, session.notes, **more))
         if options.plot:
-            output.write_plot(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
+            session.write_plot(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
         if wrong:
             print(f"mpikv bench: {wrong} results were wrong", file=sys.stderr, flush=True)
     job.comm.Barrier()
@@ -104,6 +122,8 @@ def _measure(options: argparse.Namespace, job: Job) -> int:
 
 def _steps(options: argparse.Namespace) -> int:
     """How often something is measured."""
+    if options.kind == "train":
+        return len(options.batch)
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
         return 1
     itemsize_bytes = np.dtype(options.dtype).itemsize

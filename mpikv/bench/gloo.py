@@ -24,14 +24,14 @@ from mpikv.errors import ConfigError
 GLOO = "Gloo"
 
 
-def check_torch() -> None:
+def check_torch(wanted_by: str) -> None:
     """Raise ConfigError that says how to get it."""
     try:
         found = importlib.util.find_spec("torch")
     except ValueError:  # it was taken away from this process
         found = None
     if found is None:
-        raise ConfigError("--vs gloo needs PyTorch: pip install 'mpikv[torch]'")
+        raise ConfigError(f"{wanted_by} needs PyTorch: pip install 'mpikv[torch]'")
 
 
 @contextlib.contextmanager

@@ -45,6 +45,11 @@ class Job:
         """On the host with most."""
         return max(self.hosts.count(host) for host in self.host_names)
 
+    @property
+    def cores(self) -> int:
+        """That this process may use."""
+        return len(os.sched_getaffinity(0))
+
     def leaders(self) -> list[int]:
         """The first rank of each host."""
         return [self.hosts.index(host) for host in self.host_names]
@@ -74,7 +79,7 @@ def describe(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, An
     return {
         "machine": {
             "cpu": cpu_model(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": job.cores,
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "system": f"{platform.system()} {platform.release()}",
             "ranks": job.size,

@@ -13,6 +13,9 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 FLOATS = DTYPES[:4]  # what an optimizer takes
 MODELS = ("lenet", "resnet18", "resnet50", "transformer12")
 PS_VARIANTS = ("sync", "sync-sgd", "async-sgd")
+TRAINED = {"resnet18": 224, "lenet": 28, "mlp": 28}  # and a side of their images, in pixels
+TRAIN_WAYS = ("model", "optimizer", "trainer", "ddp")
+TRAIN_VERSUS = ("gloo", "raw", "raw-each")
 
 EXAMPLES = """examples:
   mpikv bench allreduce -n 2                         2 ranks here, 4 bytes to 256 MiB
@@ -20,6 +23,7 @@ EXAMPLES = """examples:
   mpirun -n 4 mpikv bench allreduce -e 1M --json run.json
   mpikv bench pushpull -n 2 --keys 1000 --key-bytes 1K
   mpikv bench model -n 2 --model resnet50
+  mpikv bench train -n 2 --model resnet18 --batch 4,32
   mpikv bench ps -n 3 --servers 1 -e 64M
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
 
@@ -40,6 +44,7 @@ def add_parser(commands: Any) -> None:
     _allreduce(kinds)
     _pushpull(kinds)
     _model(kinds)
+    _train(kinds)
     _ps(kinds)
     _link(kinds)
     bench.set_defaults(run=_run)
@@ -72,8 +77,12 @@ def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.Argum
     )
     parser.add_argument("-n", type=at_least(1), metavar="RANKS", help="start mpirun with this many ranks")
     parser.add_argument("--iterations", type=at_least(1), metavar="N", help="default: as many as fit into --seconds")
-    parser.add_argument("--seconds", type=seconds, default=0.5, help="time for each size, checks too (default 0.5)")
-    parser.add_argument("--warmup", type=at_least(1), default=3, metavar="N", help="untimed iterations (default 3)")
+    parser.add_argument(
+        "--seconds", type=seconds, default=0.5, help="time for each size, checks too (default %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=at_least(1), default=3, metavar="N", help="untimed iterations (default %(default)s)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default float32")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="check every result (default)"
@@ -140,6 +149,42 @@ def _model(kinds: Any) -> None:
     )
     parser.add_argument("--model", choices=MODELS, default="resnet18", help="default resnet18")
     _versus(parser)
+
+
+def _train(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "train",
+        "training steps of a PyTorch network, each way of exchanging gradients against the step alone",
+        "Train a network with PyTorch on the CPU: DistributedModel, DistributedOptimizer, Trainer, and DDP over the "
+        "backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all against the step without any "
+        "exchange. --iterations are rounds, in which each way makes --steps steps; --seconds is time for each --batch.",
+    )
+    parser.set_defaults(seconds=60.0, warmup=1)
+    parser.add_argument("--model", choices=tuple(TRAINED), default="resnet18", help="default resnet18")
+    parser.add_argument(
+        "--batch", type=_counts, default=(4, 32), metavar="A,B", help="examples of one rank in a step (default 4,32)"
+    )
+    parser.add_argument(
+        "--image-size", type=at_least(8), metavar="PIXELS", help="a side (default resnet18 224, else 28)"
+    )
+    parser.add_argument(
+        "--steps", type=at_least(1), default=2, metavar="N", help="steps of a way in a turn (default 2)"
+    )
+    parser.add_argument(
+        "--threads", type=at_least(1), metavar="N", help="of PyTorch in each rank (default: cores / ranks of the host)"
+    )
+    parser.add_argument(
+        "--ways", type=_words(TRAIN_WAYS), default=TRAIN_WAYS, metavar="A,B", help=f"default {','.join(TRAIN_WAYS)}"
+    )
+    parser.add_argument(
+        "--vs", type=_words(TRAIN_VERSUS), default=TRAIN_VERSUS, metavar="A,B", help=f"default {','.join(TRAIN_VERSUS)}"
+    )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Whole numbers, as in 4,32."""
+    return tuple(map(at_least(1), text.split(",")))
 
 
 def _ps(kinds: Any) -> None:

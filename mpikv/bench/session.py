@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import mpikv.arrays  # noqa: F401 - gives NumPy the dtype bfloat16
+from mpikv.bench import output
 from mpikv.bench.counts import Counts
 from mpikv.bench.job import Job
 from mpikv.bench.limits import Limit, Rates, allreduce_limit
@@ -29,9 +30,10 @@ class Session:
     job: Job
     progress: Progress
     link_bytes_per_s: float | None = None  # the slowest link between hosts; None on one host
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)  # Row, or a kind's own with `what`, `wrong` and `as_dict`
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # what a command adds to the JSON file
+    write_plot: Callable[[str, str, Sequence[Any]], None] = output.write_plot
 
     def probes(self, n_bytes: int, over: Job | None = None) -> Probes:
         """For values of `n_bytes`; `over` as in `Probes`. Collective."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import digits as written_digits
+import frameworks
 import jobs
 import numpy as np
 import pytest
@@ -96,12 +97,24 @@ def test_linear_regression(n: int | None) -> None:
 
 
 def test_torch_mnist(digits: Path) -> None:
-    pytest.importorskip("torch")
+    frameworks.need("torch")
     output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=3).splitlines()
     assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
     assert float(output[-1].rpartition(" ")[2]) > 0.7  # 0.835 where it was written
     assert "--data-dir" in run("torch_mnist.py", "--help")
     assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("n", [None, 2])
+def test_jax(n: int | None, digits: Path) -> None:
+    frameworks.need("jax")
+    frameworks.need("optax")
+    output = run("jax_mnist.py", "--data-dir", digits, "--batch-size", 16, "--epochs", 2, n=n).splitlines()
+    found = [re.fullmatch(r"epoch (\d): accuracy (0\.\d{4}), \d+\.\d s", line) for line in output]
+    assert [one[1] for one in found if one] == ["1", "2"]
+    assert found[-1]
+    assert float(found[-1][2]) > 0.7  # guessing gives 0.1
+    assert len((EXAMPLES / "jax_mnist.py").read_text().splitlines()) < 60
 
 
 # ---- training

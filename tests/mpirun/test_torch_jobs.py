@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import frameworks
 import pytest
 from jobs import find_mpi, mpirun
 
@@ -17,7 +18,7 @@ LIMIT_S = 150  # each rank imports PyTorch
     ids=["one host", "two hosts"],
 )
 def test_equals_distributed_data_parallel(ranks: int, environment: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    frameworks.need("torch")
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     job = mpirun(ranks, ["python", PROGRAM, str(tmp_path / "gloo")], env=environment, timeout_s=LIMIT_S, mpi=find_mpi())
     assert job.status == 0, job.output

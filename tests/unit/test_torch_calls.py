@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import frameworks
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
 from store_modes import Mode, mode_id  # noqa: E402

@@ -8,10 +8,11 @@ import sys
 import threading
 from typing import Any
 
+import frameworks
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = frameworks.need("torch")
 
 import torch_nets as nets  # noqa: E402
 from store_modes import Mode, mode_id  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import frameworks
 import numpy as np
 import pytest
 
@@ -11,7 +12,7 @@ from mpikv import KVStore, Parameter, Trainer
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.testing.ranks import RankError
 
-torch = pytest.importorskip("torch")
+torch = frameworks.need("torch")
 from torch_training import MODES, Mode, assert_close, batch, loss, network, reference, run, sgd, weights  # noqa: E402
 
 LENGTHS = (5, 9, 2)  # steps of worker 0, 1, 2

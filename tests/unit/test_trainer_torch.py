@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import frameworks
 import numpy as np
 import pytest
 
 from mpikv import KVStore, Trainer, torch_parameter
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
 
-torch = pytest.importorskip("torch")
+torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
 from torch_training import (  # noqa: E402
     BATCH,

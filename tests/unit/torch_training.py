@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+import frameworks
 import numpy as np
-import pytest
 
 from mpikv import Config, KVStore, Trainer
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
-torch = pytest.importorskip("torch")
+torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
 
 STEPS = 20

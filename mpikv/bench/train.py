@@ -1,0 +1,139 @@
+"""`mpikv bench train`: training steps of a network, with each way of exchanging the gradients beside the step alone.
+
+In every round each way makes some steps in turn, in an order that rotates. All ways begin with the same weights and see
+the same batches, which differ between ranks. The time of a turn is that of the slowest rank. What is compared is the
+ratio to the step alone in the same round, of which the median is shown: so a noisy neighbour hits both.
+
+Checked after every round: how far the weights have moved from the first ones must agree, on all ranks, with a reference
+that is trained beside the others and not timed: MPI_Allreduce of each gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpikv import kv
+from mpikv.bench import torch_models, train_report
+from mpikv.bench.measure import iterations_for
+from mpikv.bench.options import TRAINED
+from mpikv.bench.session import Session
+from mpikv.bench.statistics import summarise
+from mpikv.bench.train_report import TrainRow
+from mpikv.bench.train_ways import WAYS, Alone, RawEach, Work
+
+TOLERANCE = 1e-4  # of what the weights have moved
+
+
+def run(session: Session) -> None:
+    """Collective."""
+    options, job = session.options, session.job
+    pixels = options.image_size or TRAINED[options.model]
+    threads = options.threads or max(1, session.job.cores // job.ranks_per_host)
+    torch.set_num_threads(threads)
+    net = torch_models.make(options.model, pixels, seed=0)
+    values = sum(parameter.numel() for parameter in net.parameters())
+    session.note(
+        f"{options.model}: {len(list(net.parameters()))} arrays, {values} values; images of {pixels} x {pixels}; SGD "
+        f"with momentum; torch {torch.__version__}, {threads} thread{'s' * (threads > 1)} per rank; "
+        f"{options.steps} steps a turn"
+    )
+    chosen: list[type[Alone]] = [Alone]
+    for name in (*options.ways, *options.vs):
+        reason = WAYS[name].missing()
+        if reason:
+            session.note(f"left out: {WAYS[name].title} ({reason})")
+        else:
+            chosen.append(WAYS[name])
+    session.progress.say(train_report.header())
+    session.write_plot = train_report.write_plot
+    with kv.create("dist_sync", comm=job.comm, config=job.config.with_(num_servers=0)) as store:
+        for examples in options.batch:
+            session.progress.now(f"batch {examples}")
+            batches = [
+                torch_models.batch(options.model, pixels, examples, seed=1 + step * job.size + job.rank)
+                for step in range(options.steps)
+            ]
+            rows = _compare(session, Work(job, store, net), chosen, batches, values * 4)
+            session.rows += rows
+            session.progress.say(*map(train_report.line, rows))
+            session.progress.step()
+
+
+def _compare(
+    session: Session, work: Work, chosen: Sequence[type[Alone]], batches: Sequence[Any], n_bytes: int
+) -> list[TrainRow]:
+    """Measure all ways with these batches. Collective."""
+    plan, comm = session.plan, session.job.comm
+    ways = [way(work) for way in chosen]
+    reference = RawEach(work)
+    wrong, farthest = np.zeros(len(ways), np.int64), np.zeros(len(ways))
+    times: list[list[float]] = []
+    turn, rounds, round_s = 0, 1, 0.0
+    while turn < plan.warmup + rounds:
+        start_s = time.perf_counter()
+        found = [0.0] * len(ways)
+        for i in sorted(range(len(ways)), key=lambda i, turn=turn: (i - turn) % len(ways)):  # type: ignore[misc]
+            found[i] = _turn(comm, ways[i], batches)
+        if plan.check:
+            _turn(comm, reference, batches)
+            for i, way in enumerate(ways[1:], start=1):
+                away = _distance(work, way, reference)
+                farthest[i] = max(farthest[i], away)
+                wrong[i] += not away <= TOLERANCE
+        round_s = time.perf_counter() - start_s
+        turn += 1
+        if turn > plan.warmup:
+            times.append(found)
+        elif turn == plan.warmup:
+            rounds = plan.iterations or comm.bcast(iterations_for(plan.seconds, round_s))
+    slowest, most, away_of_all = (np.max(comm.allgather(one), axis=0) for one in (times, wrong, farthest))
+    for way in ways:
+        way.close()
+    steps = len(batches)
+    return [
+        TrainRow(
+            model=session.options.model,
+            batch=len(batches[0][1]),
+            what=way.title,
+            n_bytes=n_bytes,
+            iterations=len(slowest),
+            steps=steps,
+            **{f"{name}_s": value / steps for name, value in _named(slowest[:, i])},
+            ratio_to_alone=float(np.median(slowest[:, i] / slowest[:, 0])),
+            ratio_p95=float(np.percentile(slowest[:, i] / slowest[:, 0], 95)),
+            difference=float(away_of_all[i]) if np.isfinite(away_of_all[i]) else None,
+            wrong=int(most[i]),
+        )
+        for i, way in enumerate(ways)
+    ]
+
+
+def _named(times_s: Any) -> list[tuple[str, float]]:
+    found = summarise(times_s.tolist())
+    return [("median", found.median_s), ("p95", found.p95_s), ("min", found.min_s), ("max", found.max_s)]
+
+
+def _turn(comm: Any, way: Alone, batches: Sequence[Any]) -> float:
+    """Some steps; the seconds that they took here."""
+    comm.Barrier()
+    start_s = time.perf_counter()
+    for images, labels in batches:
+        way.step(images, labels)
+    return time.perf_counter() - start_s
+
+
+def _distance(work: Work, way: Alone, reference: Alone) -> float:
+    """How far the weights are from the reference's, relative to how far these have moved."""
+    away = moved = 0.0
+    with torch.no_grad():
+        for mine, expected, first in zip(
+            *(net.parameters() for net in (way.net, reference.net, work.net)), strict=True
+        ):
+            away += float((mine - expected).double().square().sum())
+            moved += float((expected - first).double().square().sum())
+    return float((away / moved) ** 0.5) if moved else float("inf")

@@ -1,0 +1,132 @@
+"""JAX: collective calls on pytrees, and gradients that optax averages over the workers.
+
+    import mpikv.jax as mj
+    params = mj.broadcast(params, store)                                    # all begin with worker 0's
+    optimizer = optax.chain(mj.allreduce_gradients(store), optax.adam(1e-3))
+
+The calls work outside of `jax.jit` and inside of it, also in `lax.scan` and `lax.cond`: a compiled program calls back
+into Python, in the order of the program. Every worker makes the same calls with pytrees of the same structure, shapes
+and dtypes; that is compared at every call, and a difference is a ShapeMismatch on every worker. The store is a
+`dist_sync` or a `local` one without an optimizer, which would give weights and not sums; other keys in it are strings.
+
+Refused, with an UnsupportedError while JAX traces: `vmap` (one exchange for all elements, or one for each?), `pmap`,
+`shard_map` and `jit` over several devices, where each device has a part and XLA ends the process when one of its
+threads is late. Outside of `jit`, arrays may lie on several devices of this process.
+
+Derivatives: those of the sum over the workers of what each computes. So a cotangent is allreduced as the value was, and
+that of a broadcast is summed at `root` and zero elsewhere; the workers must differentiate alike. To average gradients,
+average what `jax.grad` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpikv.errors import UnsupportedError
+from mpikv.jax.calls import Call, Calls
+from mpikv.jax.primitive import exchange
+from mpikv.kvstore import KVStore
+
+__all__ = ["GradientTransformation", "allreduce", "allreduce_gradients", "broadcast"]
+
+OPS = ("mean", "sum")
+
+
+class GradientTransformation(NamedTuple):
+    """optax's pair of functions, of which `optax.chain` and everything else in optax takes any that has them."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., Any]
+
+
+def allreduce(tree: Any, store: KVStore, op: str = "mean") -> Any:
+    """The mean or the sum over the workers of each leaf, as new JAX arrays of the same shapes and dtypes.
+
+    tree: a pytree of JAX or NumPy arrays or numbers, float16, bfloat16, float32 or float64; with op="sum" also int8,
+    uint8, int32 and int64. float16 and bfloat16 are added in float32. Results have the same bits on every worker, and
+    lie on the devices on which the leaves are. Collective; blocks (inside `jit`: the compiled program). Raises
+    ShapeMismatch where workers bring different trees, UnsupportedError for what cannot be exchanged.
+    """
+    _check_store("allreduce", store)
+    if op not in OPS:
+        raise ValueError(f"allreduce: op is one of {', '.join(OPS)}; got {op!r}")
+    return _exchange(tree, store, f"allreduce({op})", op, 0)
+
+
+def broadcast(tree: Any, store: KVStore, root: int = 0) -> Any:
+    """Worker `root`'s value of each leaf, as new JAX arrays. Collective; blocks (inside `jit`: the compiled program).
+
+    tree: a pytree of arrays or numbers of any dtype; on other workers only structure, shapes and dtypes count. Raises
+    ShapeMismatch where these differ.
+    """
+    _check_store("broadcast", store)
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+        raise TypeError(f"broadcast: root is a worker's number, not {root!r}")
+    if not 0 <= root < store.num_workers:
+        raise ValueError(f"broadcast: root is a worker, 0 to {store.num_workers - 1}; got {root}")
+    return _exchange(tree, store, f"broadcast(root {root})", "broadcast", int(root))
+
+
+def allreduce_gradients(store: KVStore, op: str = "mean") -> GradientTransformation:
+    """A link for `optax.chain`: its `update` replaces gradients by their mean (or sum) over the workers.
+
+    To stand before whatever uses gradients, clipping by the global norm among it. Keeps no state. Its `update` is
+    collective and raises what `allreduce` raises. optax itself is not needed.
+    """
+    _check_store("allreduce_gradients", store)
+    if op not in OPS:
+        raise ValueError(f"allreduce_gradients: op is one of {', '.join(OPS)}; got {op!r}")
+
+    def init(_params: Any) -> tuple[()]:
+        return ()
+
+    def update(updates: Any, state: Any, _params: Any = None) -> tuple[Any, Any]:
+        return allreduce(updates, store, op), state
+
+    return GradientTransformation(init, update)
+
+
+def _check_store(call: str, store: Any) -> None:
+    if not isinstance(store, KVStore):
+        raise TypeError(f"{call}: store is a KVStore, such as kv.create('dist_sync') gives, not {type(store).__name__}")
+
+
+def _calls_of(store: KVStore) -> Calls:
+    """The calls of a store, which keeps them, so that they end with it."""
+    kept: dict[str, Any] = vars(store)
+    if "_jax_calls" not in kept:
+        kept["_jax_calls"] = Calls(store)
+        store._before_close.append(jax.effects_barrier)  # a compiled program may still be running
+    found: Calls = kept["_jax_calls"]
+    return found
+
+
+def _exchange(tree: Any, store: KVStore, title: str, op: str, root: int) -> Any:
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, lines = [], [title]
+    for path, leaf in found:
+        name = jax.tree_util.keystr(path) or "the array"
+        array = _array(leaf, f"{title}: {name}")
+        if op == "mean" and not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise UnsupportedError(f"{title}: {name} is {array.dtype}, whose mean is no whole number; use op='sum'")
+        leaves.append(array)
+        lines.append(f"{title} of {name}: {array.dtype}{list(array.shape)}")
+    call = Call(_calls_of(store), op, root, tuple(lines))
+    call.check_dtypes([leaf.dtype for leaf in leaves])
+    return jax.tree_util.tree_unflatten(structure, exchange(leaves, call))
+
+
+def _array(leaf: Any, what: str) -> Any:
+    """A leaf as JAX sees it: an array of its own or one under tracing; numbers keep their weak type."""
+    try:
+        array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} is no array and no number but {type(leaf).__name__}") from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise UnsupportedError(f"{what} is {array.dtype}: exchange its numbers, as jax.random.key_data gives them")
+    return array

@@ -1,0 +1,94 @@
+"""What happens at the host: NumPy arrays in, NumPy arrays out. Knows no JAX.
+
+There is one `Calls` for a store. Each kind of sum (op, shapes, dtypes) has keys of its own, one for each dtype, whose
+values lie in memory that the workers of a host share: a leaf is copied there once, and added where it is. Other calls,
+and sums of further kinds when there are many, go through `CollectiveCalls`, which also compares what the workers bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray, dtype_named
+from mpikv.collective_calls import CollectiveCalls
+from mpikv.errors import ShapeMismatch
+from mpikv.kvstore import KVStore
+
+KINDS = 64  # a program has few; each holds memory as large as its values until the store is closed
+ALIGNED = 64  # bytes; XLA uses such memory without another copy
+
+
+class _Sums:
+    """The keys and buffers for one kind of sum. Made by all workers at the same call."""
+
+    def __init__(self, store: KVStore, name: str, arrays: Sequence[HostArray]) -> None:
+        self._store = store
+        self._keys: list[str] = []
+        self._buffers: list[HostArray] = []
+        self._parts: list[Any] = [None] * len(arrays)
+        for dtype in dict.fromkeys(array.dtype for array in arrays):
+            chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+            step = ALIGNED // dtype.itemsize
+            sizes = [-(-arrays[i].size // step) * step for i in chosen]
+            buffer = store.zeros(sum(sizes), dtype)
+            self._keys.append(f"{name}/{dtype}")
+            self._buffers.append(buffer)
+            store.init(self._keys[-1], buffer)
+            for i, end, size in zip(chosen, np.cumsum(sizes), sizes, strict=True):
+                self._parts[i] = buffer[end - size :][: arrays[i].size].reshape(arrays[i].shape)
+
+    def run(self, arrays: Sequence[HostArray], divisor: int) -> list[HostArray]:
+        """The sums of arrays / divisor, in memory that the next call uses again."""
+        for part, array in zip(self._parts, arrays, strict=True):
+            if divisor == 1:
+                np.copyto(part, array)
+            else:  # before adding: no pass of its own, and the sum of float16 does not leave its range
+                np.divide(array, divisor, out=part, casting="same_kind")
+        self._store.pushpull(self._keys, self._buffers)
+        return list(self._parts)
+
+
+class Calls:
+    """The calls of one store."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self._calls = CollectiveCalls(store)
+        self._sums: dict[Any, _Sums] = {}
+
+    def exchange(self, call: Call, arrays: Sequence[HostArray]) -> list[HostArray]:
+        """The results, in memory that the next call may use again. Collective, blocks."""
+        self._calls.agree(call.lines, "a call of mpikv.jax", ShapeMismatch)
+        if call.op == "broadcast":
+            return self._calls.broadcast(arrays, call.root)
+        divisor = self.store.num_workers if call.op == "mean" else 1
+        kind = call.op, tuple((array.shape, array.dtype) for array in arrays)
+        if kind not in self._sums:
+            if len(self._sums) >= KINDS:
+                scaled = [np.divide(a, divisor, dtype=a.dtype) for a in arrays] if divisor > 1 else arrays
+                return self._calls.allreduce(scaled)
+            self._sums[kind] = _Sums(self.store, f"mpikv.jax/{len(self._sums)}", arrays)
+        return self._sums[kind].run(arrays, divisor)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One exchange as the program says it. op: mean, sum or broadcast. lines: what every worker must bring alike."""
+
+    calls: Calls
+    op: str
+    root: int
+    lines: tuple[str, ...]
+
+    def check_dtypes(self, dtypes: Sequence[np.dtype[Any]]) -> None:
+        """UnsupportedError for what the store cannot add."""
+        for dtype in dtypes if self.op != "broadcast" else ():
+            dtype_named(dtype)
+
+    def run(self, arrays: Sequence[HostArray]) -> list[HostArray]:
+        """As `Calls.exchange`."""
+        return self.calls.exchange(self, arrays)

@@ -1,0 +1,129 @@
+"""The exchange as a primitive of JAX, with a rule for each way in which JAX may meet it.
+
+Outside of `jit` its arrays are exchanged at once. In a compiled program it is a callback with JAX's effect for ordered
+callbacks. The callback takes NumPy arrays as XLA has them: `jax.experimental.io_callback` would make JAX arrays of them
+first, which waits for a thread of XLA's, and where a process has one core (mpirun binds ranks to cores) that is the
+very thread that calls back.
+
+The exchange is linear, so its derivative is an exchange of tangents, and the transpose of that one of cotangents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpikv.errors import UnsupportedError
+from mpikv.jax.calls import ALIGNED, Call
+
+exchange_p = Primitive("mpikv_exchange")
+exchange_p.multiple_results = True
+# What orders callbacks among each other; JAX names it nowhere in public.
+(_ORDERED,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+
+
+def exchange(leaves: Sequence[Any], call: Call) -> list[Any]:
+    """The results, one for each leaf."""
+    results: list[Any] = exchange_p.bind(*leaves, call=call)
+    return results
+
+
+def _at_once(*leaves: Any, call: Call) -> list[Any]:
+    jax.effects_barrier()  # programs that are still running make their calls first
+    leaves = tuple(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves)
+    for leaf, line in zip(leaves, call.lines[1:], strict=True):
+        if not leaf.is_fully_addressable:
+            raise UnsupportedError(f"{call.lines[0]}: {line} lies partly on devices of another process")
+    results = call.run([np.asarray(leaf) for leaf in leaves])
+    return [_like(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+
+
+def _like(result: np.ndarray[Any, Any], leaf: Any) -> Any:
+    """A JAX array of its own, of the leaf's kind and where the leaf is."""
+    if leaf.weak_type and not leaf.ndim:
+        return jnp.asarray(result.item())
+    raw = np.empty(result.nbytes + ALIGNED, np.uint8)
+    begin = -raw.ctypes.data % ALIGNED
+    own = raw[begin : begin + result.nbytes].view(result.dtype).reshape(result.shape)
+    np.copyto(own, result)
+    return jax.device_put(own, leaf.sharding if leaf.committed else None)  # takes the memory itself, on the CPU
+
+
+def _abstract(*leaves: Any, call: Call) -> tuple[list[Any], set[Any]]:
+    del call
+    return list(leaves), {_ORDERED}
+
+
+def _lower(ctx: Any, *operands: Any, call: Call) -> Any:
+    where = ctx.module_context.axis_context
+    if isinstance(where, mlir.SPMDAxisContext):
+        raise UnsupportedError(
+            f"{call.lines[0]} inside of pmap or shard_map: every device would call with its own part. Combine the "
+            "devices there (lax.psum), and make this call on the result"
+        )
+    if (getattr(where, "num_devices", 1) or 1) > 1:
+        raise UnsupportedError(
+            f"{call.lines[0]} inside of a jit over {where.num_devices} devices: XLA ends the process when one of them "
+            "is late. Make this call outside of jit, on what the jitted function returns"
+        )
+
+    def callback(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(call.run([np.asarray(array) for array in arrays]))
+
+    results, token, _ = mlir.emit_python_callback(
+        ctx,
+        callback,
+        ctx.tokens_in.get(_ORDERED),
+        list(operands),
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_ORDERED: token})))
+    return results
+
+
+def _batch(_leaves: Any, _dims: Any, *, call: Call) -> Any:
+    raise UnsupportedError(
+        f"{call.lines[0]} inside of vmap: whether that is one exchange or one for each element is not said. Make this "
+        "call outside of vmap, on all elements at once"
+    )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+    results = exchange(primals, call)
+    known = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    changes = iter(exchange([tangents[i] for i in known], _part(call, "tangents of ", known)))
+    return results, [next(changes) if i in known else tangent for i, tangent in enumerate(tangents)]
+
+
+def _transpose(cotangents: Sequence[Any], *_leaves: Any, call: Call) -> list[Any]:
+    known = [i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+    back = _part(call, "cotangents of ", known)
+    is_broadcast = call.op == "broadcast"
+    totals = exchange([cotangents[i] for i in known], replace(back, op="sum") if is_broadcast else back)
+    if is_broadcast and call.calls.store.rank != call.root:
+        totals = [jnp.zeros_like(total) for total in totals]
+    found = dict(zip(known, totals, strict=True))
+    return [found.get(i, cotangent) for i, cotangent in enumerate(cotangents)]
+
+
+def _part(call: Call, prefix: str, known: Sequence[int]) -> Call:
+    """The same for some of the leaves."""
+    return replace(call, lines=(prefix + call.lines[0], *(call.lines[1 + i] for i in known)))
+
+
+exchange_p.def_impl(_at_once)
+exchange_p.def_effectful_abstract_eval(_abstract)
+mlir.register_lowering(exchange_p, _lower)
+batching.primitive_batchers[exchange_p] = _batch
+ad.primitive_jvps[exchange_p] = _jvp
+ad.primitive_transposes[exchange_p] = _transpose

@@ -1,0 +1,320 @@
+"""mpikv.jax on thread ranks: values, kinds of leaves, devices, transformations, mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import frameworks
+import numpy as np
+import pytest
+from store_modes import Mode, mode_id
+
+jax = frameworks.need("jax")
+
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding  # noqa: E402
+
+import mpikv.jax as mj  # noqa: E402
+from mpikv import kv, optimizers  # noqa: E402
+from mpikv.errors import ShapeMismatch, UnsupportedError  # noqa: E402
+from mpikv.jax import calls  # noqa: E402
+from mpikv.testing.ranks import RankError  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 4)
+# XLA has as many threads as there are cores, and ranks of one process would wait for each other in all of them.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+TWO, THREE = Mode("dist_sync", 2), Mode("dist_sync", 3)
+MODES = (Mode("local", 1), Mode("dist_sync", 1), THREE, Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, 2))
+DTYPES = ("float16", "bfloat16", "float32", "int8", "uint8", "int32")  # int64 and float64 need jax_enable_x64
+SHAPES = ((), (3,), (0, 2), (2, 3, 4), (70,), (5, 1))
+
+
+def tree_of(rank: int, dtypes: Any = DTYPES) -> Any:
+    """Small whole numbers, which six workers or fewer can add and divide exactly."""
+    leaves = [
+        jnp.asarray(((np.arange(np.prod(shape)).reshape(shape) % 3 + rank) * 6).astype(jnp.dtype(dtype)))
+        for dtype, shape in zip(dtypes, SHAPES, strict=True)
+    ]
+    return {"a": leaves[:2], "none": None, "b": (leaves[2], {"c": leaves[3:]}), "empty": {}}
+
+
+def as_numpy(tree: Any) -> list[Any]:
+    return [(str(leaf.dtype), leaf.shape, np.asarray(leaf).astype(float).tolist()) for leaf in jax.tree.leaves(tree)]
+
+
+def ways(function: Any) -> tuple[Any, Any]:
+    """Outside of jit, and inside."""
+    return function, jax.jit(function)
+
+
+def refused(error: type[Exception], text: str, call: Any) -> None:
+    """The call raises this; inside of a compiled program, as JAX's error with the same text."""
+    with pytest.raises((error, jax.errors.JaxRuntimeError)) as found:
+        jax.block_until_ready(call())
+    assert text in str(found.value)
+    assert isinstance(found.value, error) or f"{error.__name__}: " in str(found.value)
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_every_dtype_and_kind_of_leaf(mode: Mode) -> None:
+    given = [tree_of(rank) for rank in range(mode.workers)]
+    floats = [tree_of(rank, DTYPES[:3] * 2) for rank in range(mode.workers)]
+    total = jax.tree.map(lambda *leaves: sum(np.asarray(leaf).astype(float) for leaf in leaves), *given)
+    mean = jax.tree.map(lambda *leaves: sum(np.asarray(leaf).astype(float) for leaf in leaves) / mode.workers, *floats)
+
+    def body(store: Any) -> None:
+        for summed in ways(lambda tree: mj.allreduce(tree, store, op="sum")):
+            for _ in range(2):
+                found = summed(given[store.rank])
+                assert jax.tree.structure(found) == jax.tree.structure(given[0])
+                for one, mine, expected in zip(*map(jax.tree.leaves, (found, given[0], total)), strict=True):
+                    assert (one.dtype, one.shape) == (mine.dtype, mine.shape)
+                    np.testing.assert_array_equal(np.asarray(one).astype(float), expected)
+        for averaged in ways(lambda tree: mj.allreduce(tree, store)):
+            found = averaged(floats[store.rank])
+            for one, expected in zip(jax.tree.leaves(found), jax.tree.leaves(mean), strict=True):
+                np.testing.assert_array_equal(np.asarray(one).astype(float), expected)
+        assert as_numpy(given[store.rank]) == as_numpy(tree_of(store.rank))
+
+    mode.run(body)
+
+
+def test_results_are_arrays_of_their_own() -> None:
+    """The memory of the store is used again by the next call; earlier results stay as they are."""
+
+    def body(store: Any) -> None:
+        for reduced in ways(lambda x: mj.allreduce(x, store, "sum")):
+            results = [reduced(jnp.full(100, float(i))) for i in range(5)]
+            for i, result in enumerate(results):
+                assert np.asarray(result).tolist() == [2.0 * i] * 100
+
+    TWO.run(body)
+
+
+def test_numbers_keep_their_weak_type() -> None:
+    def body(store: Any) -> None:
+        for reduced in ways(lambda x: mj.allreduce(x, store)):
+            found = reduced({"x": 2.0 + 2 * store.rank, "y": jnp.float32(store.rank), "z": np.ones(2, np.float32)})
+            assert [(float(found[k].sum()), found[k].weak_type) for k in "xyz"] == [(3, True), (0.5, False), (2, False)]
+            assert all(isinstance(leaf, jax.Array) for leaf in found.values())
+
+    TWO.run(body)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_broadcast_of_any_dtype_from_any_worker(mode: Mode) -> None:
+    trees = [{**tree_of(rank), "bool": jnp.arange(3) > rank, "u": jnp.uint32(rank)} for rank in range(mode.workers)]
+
+    def body(store: Any) -> None:
+        for root in range(mode.workers):
+            for sent in ways(lambda tree, root=root: mj.broadcast(tree, store, root=root)):
+                found = sent(trees[store.rank])
+                assert jax.tree.structure(found) == jax.tree.structure(trees[0])
+                assert as_numpy(found) == as_numpy(trees[root])
+
+    mode.run(body)
+
+
+def test_a_tree_without_leaves() -> None:
+    def body(store: Any) -> None:
+        for tree in ({}, None, [None, ()]):
+            for call in ways(lambda tree: (mj.allreduce(tree, store), mj.broadcast(tree, store))):
+                assert call(tree) == (tree, tree)
+
+    TWO.run(body)
+
+
+def test_constants_and_results_that_nobody_uses_inside_of_jit() -> None:
+    """What does not depend on the arguments is exchanged at every call, too, not once while JAX traces."""
+
+    def body(store: Any) -> None:
+        @jax.jit
+        def program(x: Any) -> Any:
+            mj.allreduce(x, store)
+            return mj.allreduce(np.full(2, store.rank, np.float32), store, "sum")
+
+        for _ in range(3):
+            assert np.asarray(program(jnp.ones(2))).tolist() == [1, 1]
+        return store.stats()["direct_calls"]
+
+    plain = TWO.run(lambda store: store.stats()["direct_calls"])
+    assert [a - b >= 3 * 4 for a, b in zip(TWO.run(body), plain, strict=True)] == [True, True]
+
+
+def test_loops_and_branches() -> None:
+    def body(store: Any) -> None:
+        def step(x: Any, i: Any) -> tuple[Any, Any]:
+            x = jax.lax.cond(i % 2 == 0, lambda x: mj.allreduce(x, store), lambda x: x, x + store.rank)
+            return x, x.sum()
+
+        x, sums = jax.jit(lambda x: jax.lax.scan(step, x, jnp.arange(4)))(jnp.zeros(2))
+        mine = store.rank
+        assert np.asarray(sums).tolist() == [1, 1 + 2 * mine, 3, 3 + 2 * mine]
+        assert np.asarray(x).tolist() == [1.5 + mine] * 2
+
+    TWO.run(body)
+
+
+def test_more_kinds_of_sums_than_are_kept() -> None:
+    def body(store: Any) -> None:
+        for reduced in ways(lambda x: mj.allreduce(x, store)):
+            for n in (1, 2, 3, 1, 3):
+                for dtype in ("float16", "bfloat16", "float32"):
+                    found = reduced(jnp.full(n, 2 * store.rank, dtype))
+                    assert (str(found.dtype), found.tolist()) == (dtype, [1] * n)
+
+    with mock.patch.object(calls, "KINDS", 2):
+        TWO.run(body)
+
+
+# ---- devices
+
+
+def test_arrays_stay_where_they_are() -> None:
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    parted = NamedSharding(mesh, PartitionSpec("d"))
+
+    def body(store: Any) -> None:
+        x = jnp.arange(4.0) * 2 * store.rank
+        for place in (parted, NamedSharding(mesh, PartitionSpec()), SingleDeviceSharding(jax.devices()[3])):
+            found = mj.allreduce(jax.device_put(x, place), store)
+            assert (found.tolist(), found.sharding) == ([0, 1, 2, 3], place)
+        found = mj.allreduce(x, store)
+        assert not found.committed
+        assert found.devices() == x.devices()
+        there = jax.device_put(x, jax.devices()[3])
+        inside = jax.jit(lambda x: mj.allreduce(x, store))(there)
+        assert (inside.tolist(), inside.devices()) == ([0, 1, 2, 3], {jax.devices()[3]})
+        several = jax.jit(lambda x: mj.allreduce(x, store))
+        refused(UnsupportedError, "inside of a jit over 2 devices", lambda: several(jax.device_put(x, parted)))
+
+    TWO.run(body)
+
+
+# ---- transformations
+
+
+def test_vmap_pmap_and_shard_map_are_refused() -> None:
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    parts = PartitionSpec("d")
+
+    def body(store: Any) -> None:
+        x = jnp.ones((2, 3))
+        for call in (lambda x: mj.allreduce(x, store), lambda x: mj.broadcast(x, store)):
+            refused(UnsupportedError, "inside of vmap", lambda call=call: jax.vmap(call)(x))
+            refused(UnsupportedError, "inside of vmap", lambda call=call: jax.jit(jax.vmap(call))(x))
+            with pytest.raises((UnsupportedError, ValueError), match="pmap"):  # before 0.8 the error is JAX's own
+                jax.pmap(call)(x)
+            split = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=parts, out_specs=parts))
+            refused(UnsupportedError, "inside of pmap or shard_map", lambda split=split: split(x))
+            assert call(x).tolist() == x.tolist()  # nothing was sent
+
+    TWO.run(body)
+
+
+def test_derivatives_are_those_of_the_sum_over_the_workers() -> None:
+    """f_r = sum_i c_r[i] y[i], y = allreduce(x_r^2): the derivative of sum_r f_r by x_r is 2 x_r allreduce(c)."""
+
+    def body(store: Any) -> None:
+        x, c = jnp.arange(3.0) + store.rank, jnp.arange(3.0) * (1 + store.rank)
+        everybodys = [np.arange(3.0) * (1 + rank) for rank in range(3)]
+        for op, factor in (("sum", 1), ("mean", 1 / 3)):
+
+            def loss(x: Any, op: str = op) -> Any:
+                reduced, count = mj.allreduce((x * x, jnp.float32(3)), store, op)
+                return (c * reduced).sum() + count
+
+            expected = 2 * np.asarray(x) * sum(everybodys) * factor
+            for gradient in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+                np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
+            _, change = jax.jvp(lambda x, op=op: mj.allreduce(x, store, op), (x,), (c,))
+            np.testing.assert_allclose(change, sum(everybodys) * factor, rtol=1e-6)
+
+        def sent(x: Any) -> Any:
+            found = mj.broadcast({"x": x * x, "n": jnp.int32(3)}, store, root=1)
+            return (c * found["x"]).sum()
+
+        expected = 2 * np.asarray(x) * sum(everybodys) * (store.rank == 1)
+        for gradient in (jax.grad(sent), jax.jit(jax.grad(sent))):
+            np.testing.assert_allclose(gradient(x), expected, rtol=1e-6)
+
+    THREE.run(body)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        ({"w": jnp.ones(3)}, {"w": jnp.ones(4)}, ("['w']: float32[3]", "['w']: float32[4]")),
+        ({"w": jnp.ones(3)}, {"w": jnp.ones(3, "float16")}, ("['w']: float32[3]", "['w']: float16[3]")),
+        ({"w": jnp.ones(3)}, {"v": jnp.ones(3)}, ("['w']: float32[3]", "['v']: float32[3]")),
+        ({"w": jnp.ones(3), "z": None}, {"w": jnp.ones(3), "z": jnp.ones(2)}, ("nothing more", "['z']: float32[2]")),
+        ({}, jnp.ones(2), ("nothing more", "the array: float32[2]")),
+    ],
+    ids=["shape", "dtype", "name", "structure", "empty"],
+)
+def test_different_trees_are_an_error_on_every_worker(one: Any, other: Any, told: tuple[str, str]) -> None:
+    def body(store: Any) -> None:
+        tree = other if store.rank == 2 else one
+        for call in (lambda tree: mj.allreduce(tree, store), lambda tree: mj.broadcast(tree, store)):
+            for way in ways(call):
+                for words in ("worker 0, worker 1: ", told[0], "worker 2: ", told[1]):
+                    refused(ShapeMismatch, words, lambda way=way: way(tree))
+        assert mj.allreduce(jnp.ones(2), store).tolist() == [1, 1]  # the workers are still in step
+
+    THREE.run(body)
+
+
+def test_different_calls_are_an_error_on_every_worker() -> None:
+    def body(store: Any) -> None:
+        x = jnp.ones(2)
+        calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.allreduce(x, store, "sum"))
+        refused(ShapeMismatch, "allreduce(sum)", calls_of_ranks[store.rank])
+        calls_of_ranks = (lambda: mj.allreduce(x, store), lambda: mj.broadcast(x, store))
+        refused(ShapeMismatch, "worker 1: broadcast(root 0)", calls_of_ranks[store.rank])
+
+    TWO.run(body)
+
+
+def test_wrong_arguments() -> None:
+    x = jnp.ones(2)
+    with kv.create("local") as store:
+        for call, error, text in (
+            (lambda: mj.allreduce(x, store, "median"), ValueError, "one of mean, sum; got 'median'"),
+            (lambda: mj.allreduce_gradients(store, "max"), ValueError, "one of mean, sum; got 'max'"),
+            (lambda: mj.allreduce(store, x), TypeError, "store is a KVStore"),
+            (lambda: mj.allreduce_gradients("dist_sync"), TypeError, "store is a KVStore"),
+            (lambda: mj.broadcast(x, store, root=1), ValueError, "root is a worker, 0 to 0; got 1"),
+            (lambda: mj.broadcast(x, store, root="0"), TypeError, "root is a worker's number"),
+            (lambda: mj.allreduce({"x": ["text"]}, store), TypeError, "['x'][0] is no array and no number but str"),
+            (lambda: mj.allreduce({"n": jnp.arange(3)}, store), UnsupportedError, "['n'] is int32, whose mean"),
+            (lambda: mj.allreduce(x > 0, store, "sum"), UnsupportedError, "bool"),
+            (lambda: mj.broadcast(jax.random.key(0), store), UnsupportedError, "jax.random.key_data"),
+        ):
+            for way in (call, jax.jit(call)):
+                with pytest.raises(error) as found:
+                    way()
+                assert text in str(found.value)
+        store.set_optimizer(optimizers.create("sgd"))
+        for way in ways(lambda x: mj.allreduce(x, store)):
+            refused(UnsupportedError, "has an optimizer", lambda way=way: way(x))
+    with pytest.raises(RankError, match="applies every push at once"):
+        Mode("dist_async", 1).run(lambda store: mj.allreduce(x, store))
+
+
+def test_an_error_inside_of_a_compiled_program_is_the_users() -> None:
+    def body(store: Any) -> None:
+        program = jax.jit(lambda x: mj.allreduce(x, store))
+        program(jnp.ones(2))
+        store.close()
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"MpikvError: .* on a closed store"):
+            program(jnp.ones(2)).block_until_ready()
+
+    TWO.run(body)
