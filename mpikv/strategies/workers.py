@@ -6,6 +6,7 @@ with a limit, barriers and the end.
 
 from __future__ import annotations
 
+import builtins
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -372,5 +373,5 @@ class Workers:
 def _error_named(name: str) -> type[Exception]:
     from mpikv import errors  # noqa: PLC0415
 
-    found = getattr(errors, name, None) or {"FileNotFoundError": FileNotFoundError}.get(name, OSError)
-    return found if isinstance(found, type) and issubclass(found, Exception) else MpikvError
+    found = getattr(errors, name, None) or getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, (MpikvError, OSError)) else OSError
