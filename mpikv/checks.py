@@ -141,8 +141,11 @@ def path(what: str, value: Any) -> str:
     """The name of a file."""
     try:
         text = os.fsdecode(value)
+        encoded = os.fsencode(text)
+    except UnicodeError:
+        raise ValueError(f"{what} is the name of a file, and {shown(value)} is none") from None
     except Exception:  # noqa: BLE001 - `__fspath__` of anything
         raise wrong(what, "the name of a file (a str, bytes or a Path)", value) from None
-    if not text or "\0" in text or len(text) > PATH_MAX:
+    if not text or "\0" in text or len(encoded) >= PATH_MAX:
         raise ValueError(f"{what} is the name of a file, and {shown(text)} is none")
     return text
