@@ -87,15 +87,17 @@ def host_view(array: Any, what: str) -> HostArray:
     return host
 
 
-def as_host(what: str, value: Any) -> HostArray:
-    """What `numpy.asarray` makes of a list, a number or another library's array. Raises TypeError, ValueError."""
+def as_host(what: str, value: Any, dtype: Any = None) -> HostArray:
+    """What `numpy.asarray` makes of a list, a number or another library's array, in `dtype` if that is given.
+
+    Raises TypeError where it makes nothing of it, UnsupportedError for a dtype that no store can hold.
+    """
+    wanted = None if dtype is None else dtype_named(dtype)
     try:
         array = np.asarray(value)
-    except ValueError:
-        raise
+        return array if wanted is None else array.astype(wanted, copy=False)
     except Exception as error:
         raise TypeError(f"{what} is no array and cannot be made one: {shown(value)}") from error
-    return array
 
 
 def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

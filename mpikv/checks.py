@@ -45,7 +45,9 @@ def shown(value: object) -> str:
 
 def meant(name: object, known: Iterable[str]) -> str:
     """' Did you mean ...?' for a name that is like a known one (its initials, its beginning, a slip), else nothing."""
-    text, names = str(name)[:_CHARS].lower(), list(known)
+    if not isinstance(name, str):
+        return ""
+    text, names = name[:_CHARS].lower(), list(known)
 
     def initials(name: str) -> str:
         return "".join(word[:1] for word in name.split("_")) if "_" in name else ""
@@ -137,9 +139,13 @@ def options(what: str, value: Any) -> dict[str, Any]:
 
 def path(what: str, value: Any) -> str:
     """The name of a file."""
-    if not isinstance(value, (str, bytes, os.PathLike)):
-        raise wrong(what, "the name of a file (a str, bytes or a Path)", value)
-    text = os.fsdecode(value)
-    if not text or "\0" in text or len(text) > PATH_MAX:
+    try:
+        text = os.fsdecode(value)
+        encoded = os.fsencode(text)
+    except UnicodeError:
+        raise ValueError(f"{what} is the name of a file, and {shown(value)} is none") from None
+    except Exception:  # noqa: BLE001 - `__fspath__` of anything
+        raise wrong(what, "the name of a file (a str, bytes or a Path)", value) from None
+    if not text or "\0" in text or len(encoded) >= PATH_MAX:
         raise ValueError(f"{what} is the name of a file, and {shown(text)} is none")
     return text

@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
-from mpikv.checks import LARGEST, LONGEST_S, meant, options, shown, wrong
+from mpikv.checks import LARGEST, LONGEST_S, meant, options, path, shown, wrong
 from mpikv.errors import ConfigError
 
 PREFIX = "MPIKV_"
@@ -49,8 +49,8 @@ ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchic
 def _text_of(variable: Variable, value: Any) -> str:
     """The text of a value that was given to `Config` as a value. Raises ValueError with the end of a sentence."""
     kind = type(getattr(Config, variable.field))
-    if isinstance(value, os.PathLike):
-        value = os.fsdecode(value)
+    if variable.field == "stop_file" and isinstance(value, os.PathLike):
+        value = path("the file", value)
     if isinstance(value, str) or (kind is not str and isinstance(value, Real) and not isinstance(value, bool)):
         return str(value)
     raise ValueError("is not a str" if kind is str else "is not a number")

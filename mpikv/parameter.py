@@ -138,7 +138,7 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
         found = arrays.dtype_named(np.float32 if dtype is None else dtype)
         shapes.total_bytes([wanted], found)
         filled = init(wanted) if callable(init) else np.full(wanted, init)
-        array = arrays.as_host("what init returned", filled).astype(found)
+        array = arrays.as_host("what init returned", filled, found)
         if array.shape != wanted:
             raise ValueError(f"init returned values of shape {array.shape}; the parameter has shape {wanted}")
         # A new array: init may hand out the same one each time.
@@ -150,10 +150,11 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
                 f"mpikv.Parameter holds a NumPy or CuPy array, got one of {kind}; a torch.nn.Parameter goes to the "
                 "Trainer as it is"
             )
-        value = arrays.as_host("a parameter", value)
-    array = value if dtype is None else value.astype(arrays.dtype_named(dtype), copy=False)
-    arrays.shape_and_dtype(array, "a parameter")  # raises for a dtype that a store cannot hold
-    return array
+        value = arrays.as_host("a parameter", value, dtype)
+    if dtype is not None:
+        value = value.astype(arrays.dtype_named(dtype), copy=False)
+    arrays.shape_and_dtype(value, "a parameter")  # raises for a dtype that a store cannot hold
+    return value
 
 
 def _zeros_like(array: Any) -> Any:
@@ -168,7 +169,7 @@ def _copy_into(replica: Any, value: Any, what: str) -> None:
         return
     if not arrays.is_array(value):
         value = arrays.as_host(what, value)
-    shape = tuple(value.shape)
+    shape, _ = arrays.shape_and_dtype(value, what)
     if shape != tuple(replica.shape):
         raise ValueError(f"{what} must have shape {tuple(replica.shape)}, got {shape}")
     if arrays.is_device(value) and arrays.is_device(replica):

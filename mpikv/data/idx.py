@@ -15,11 +15,13 @@ import math
 import os
 import struct
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mpikv import checks
+from mpikv.files import open_regular
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -31,7 +33,8 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
     ndim: the number of axes it must have; any if None. Local. Raises OSError when the file cannot be read,
     ValueError that names the file when it is no IDX file, is cut short, is too long, or has another number of axes.
     """
-    raw = Path(path).read_bytes()
+    with open_regular(checks.path("path", path)) as file:
+        raw = file.read()
     if raw[:2] == _GZIP_MAGIC:
         try:
             raw = gzip.decompress(raw)

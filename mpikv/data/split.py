@@ -132,8 +132,8 @@ class SplitSampler:
 def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
     """Cut `data` along `batch_axis` into `num_slice` slices, views where the array makes views.
 
-    data: an array (anything with `shape` and slicing, else `numpy.asarray` of it). With `even_split` the axis must
-    divide (ValueError otherwise); without, the first slices get one more, as in `numpy.array_split`, and a slice
+    data: an array (anything with `shape`, `dtype` and slicing, else `numpy.asarray` of it). With `even_split` the axis
+    must divide (ValueError otherwise); without, the first slices get one more, as in `numpy.array_split`, and a slice
     may be empty. Local.
     """
     array = data if _is_array(data) else as_host("data", data)
@@ -170,4 +170,4 @@ def split_and_load(
 
 def _is_array(data: Any) -> bool:
     """Whether it can be cut as it is."""
-    return isinstance(getattr(data, "shape", None), tuple) and hasattr(data, "__getitem__")
+    return isinstance(getattr(data, "shape", None), tuple) and hasattr(data, "dtype") and hasattr(data, "__getitem__")

@@ -124,6 +124,8 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
             f"give the class and its arguments, (torch.optim.{type(optimizer).__name__}, {{...}}), no object"
         )
     if callable(optimizer) and not isinstance(optimizer, type):
+        if kwargs.keys() - {"rescale_grad"}:
+            raise TypeError(f"an optimizer that is a callable takes rescale_grad alone, not {_listed(kwargs)}")
         return Function(optimizer, **kwargs)
     raise TypeError(
         "an optimizer is a name, an Optimizer, a callable (weight, grad, state) -> state, or a torch.optim class, "

@@ -282,7 +282,7 @@ class Optimizer:
     def check_state(self, weight: HostArray, state: State) -> None:
         """Raise ValueError where `state` (from a file, say) cannot be one of `weight` under this optimizer."""
         expected = self.init(weight)
-        if set(state) != set(expected):
+        if type(state) is not dict or set(state) != set(expected):
             raise ValueError(f"a state of {self.name} holds {_listed(expected)}, this one {_listed(state)}")
         for name, value in expected.items():
             found = state[name]
@@ -430,5 +430,5 @@ def _to_json(value: Any) -> Any:
     return {"function": identity(value)} if callable(value) else value
 
 
-def _listed(state: State) -> str:
-    return ", ".join(sorted(state))
+def _listed(state: Any) -> str:
+    return ", ".join(sorted(map(str, state))) if type(state) is dict else shown(state)

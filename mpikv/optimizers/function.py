@@ -53,17 +53,25 @@ class Function(Optimizer):
 
     def check_state(self, weight: HostArray, state: State) -> None:
         """See `Optimizer`; only the callable knows what its state should be."""
-        if type(state.get("t")) is not int:
-            raise ValueError("a state has a count of updates 't'")
+        count_of(state)
 
     def update(self, key: Key, weight: HostArray, grad: HostArray, state: State) -> State:
         """See `Optimizer`. Raises what the callable raises."""
         self.check_update(key, weight, grad)
+        count = count_of(state)
         if self.rescale_grad != 1.0:
             factor = grad.dtype.type(self.rescale_grad) if grad.dtype.kind == "f" else self.rescale_grad
             grad = np.asarray(grad * factor)
         returned = self.function(weight, grad, unpack(state))
-        return {"t": state["t"] + 1, **pack(returned)}
+        return {"t": count + 1, **pack(returned)}
+
+
+def count_of(state: Any) -> int:
+    """How many updates a state has seen. ValueError for what is no state."""
+    if type(state) is not dict or type(state.get("t")) is not int:
+        raise ValueError(f"a state is a dict with a count of updates 't', not {shown(state)}")
+    count: int = state["t"]
+    return count
 
 
 _NUMBERS = (bool, int, float, np.generic)

@@ -24,6 +24,7 @@ from mpikv.arrays import HostArray
 from mpikv.checks import meant, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer, State, Step
+from mpikv.optimizers.function import count_of
 from mpikv.optimizers.schedules import Scheduler
 
 _COMMON = ("rescale_grad", "clip_gradient", "lr_scheduler", "multi_precision")
@@ -90,8 +91,7 @@ class TorchOptimizer(Optimizer):
 
     def check_state(self, weight: HostArray, state: State) -> None:
         """See `Optimizer`; arrays of the weight's size are what most of torch's states consist of."""
-        if type(state.get("t")) is not int:
-            raise ValueError("a state has a count of updates 't'")
+        count_of(state)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -6,6 +6,7 @@ with a limit, barriers and the end.
 
 from __future__ import annotations
 
+import builtins
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -278,14 +279,15 @@ class Workers:
     def outcome(self, call: str, attempt: Callable[[], Any] | None) -> Any:
         """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
 
-        call: the topic. attempt: at worker 0, returns JSON. Its MpikvError or OSError is raised on every worker.
+        call: the topic. attempt: at worker 0, returns JSON. Its error is raised there; on the others it is the same for
+        MpikvError and OSError, and an MpikvError that names it for others.
         """
         payload: Any = None
         failure: Exception | None = None
         if self.group.rank == 0 and attempt is not None:
             try:
                 payload = ["ok", attempt()]
-            except (MpikvError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - raised below; the others must not wait for what does not come
                 failure = error
                 payload = [type(error).__name__, str(error)]
         kind, result = self.agree(call, payload, call)
@@ -382,5 +384,5 @@ class Workers:
 def _error_named(name: str) -> type[Exception]:
     from mpikv import errors  # noqa: PLC0415
 
-    found = getattr(errors, name, None) or {"FileNotFoundError": FileNotFoundError}.get(name, OSError)
-    return found if isinstance(found, type) and issubclass(found, Exception) else MpikvError
+    found = getattr(errors, name, None) or getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, (MpikvError, OSError)) else MpikvError

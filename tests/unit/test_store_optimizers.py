@@ -243,7 +243,7 @@ def test_updater_of_a_local_store():
         assert seen == [(7, (2, 3), np.float16), (9, (), np.float32)]
         assert store.pull(7).tolist() == [[7.0] * 3] * 2
         assert store.pull(9) == 9
-        with pytest.raises(TypeError, match="not callable"):
+        with pytest.raises(TypeError, match="updater is a function"):
             store.set_updater(3)
 
         def fails(key, pushed, stored):
