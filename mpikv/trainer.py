@@ -167,7 +167,7 @@ class Trainer(TrainerFiles):
         batch_size = self._batch_size if batch_size is None else batch_size
         if self._store is None or self._is_frozen(name) or batch_size is None or self._store._shares_memory:
             return
-        if self._shares.joined:  # how many examples there are is known in `step`
+        if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
             return
         self._check_batch_size(batch_size)
         replicas = list_grad(self._params[name])
@@ -310,7 +310,7 @@ class Trainer(TrainerFiles):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as a torch.optim.Optimizer does. Those of an `mpikv.Parameter` become 0. Local.
 
-        set_to_none=False makes those of PyTorch parameters 0, too; None is quicker.
+        set_to_none=False makes those of PyTorch parameters 0, too, which is neither quicker nor slower.
         """
         for parameter in self._params.values():
             if not isinstance(parameter, TorchBuffer):
@@ -367,6 +367,7 @@ class Trainer(TrainerFiles):
         For `dist_async`, where other workers' pushes change them between this worker's steps; after a `barrier` of the
         store it is the final result. Nothing changes with other stores.
         """
+        self._finish_waiting()
         if self._on_store and self._store is not None:
             trained = [name for name in self._params if not self._is_frozen(name)]
             keys = [self._keys[name] for name in trained]

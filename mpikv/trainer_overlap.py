@@ -28,11 +28,11 @@ class _Sent(NamedTuple):
 
 
 class Overlap:
-    """Calls `ready(name)` for each parameter whose gradient a backward pass has completed."""
+    """Calls `ready(name)`, a method, for each parameter whose gradient a backward pass has completed."""
 
     def __init__(self, parameters: Mapping[str, TorchParameter], ready: Callable[[str], None]) -> None:
         self._parameters = parameters
-        self._ready = ready
+        self._ready = weakref.WeakMethod(ready)  # in no cycle, so that a trainer is gone with its last reference
         self._sent: dict[str, _Sent] = {}
         self._paused = 0
         for name, parameter in parameters.items():
@@ -48,7 +48,10 @@ class Overlap:
                 f"a second backward pass before the step: the gradient of {name!r} was handed over after the first one "
                 "(overlap=True). Make all passes but the last one in `with trainer.no_sync():`"
             )
-        self._ready(name)
+        ready = self._ready()
+        if ready is None:
+            return
+        ready(name)
         grad = self._parameters[name].tensor.grad
         self._sent[name] = _Sent(grad, grad._version)
 

@@ -110,6 +110,22 @@ def test_tensors_that_the_host_cannot_see(mode: Mode, on_store: bool, monkeypatc
     assert_close(run(mode, body), reference(even(mode.workers)))
 
 
+def test_alone_in_an_asynchronous_store() -> None:
+    """One worker has its own gradients only, and so the same weights."""
+
+    def body(store: KVStore) -> list[np.ndarray]:
+        net = network(0)
+        trainer = sgd(net, store, overlap=True)
+        for step in range(STEPS):
+            trainer.zero_grad()
+            loss(net, batch(step, 0)).backward()
+            trainer.step()
+        return weights(net)
+
+    for servers in (0, 1):
+        assert_close(run(Mode(1, servers, name="dist_async"), body), reference(even(1)))
+
+
 # ---- what is a parameter
 
 
@@ -185,6 +201,7 @@ def test_frozen_layers(mode: Mode) -> None:
         net[0].requires_grad_(True)
         with trainer.no_sync():
             loss(net, batch(0, store.rank)).backward()
+        trainer.push_grad(net[0].weight)
         with pytest.raises(ValueError, match=r"'0.weight' was frozen when the Trainer was made.*make a new Trainer"):
             trainer.step()
         return weights(net)
@@ -299,6 +316,28 @@ def test_gradients_stay_in_shared_memory_whatever_zero_grad_does() -> None:
         assert stats["direct_calls"] + stats["declined_calls"] == 6
 
     run(MODES["one host"], body)
+
+
+def test_a_trainer_that_is_gone_takes_its_hooks_with_it() -> None:
+    """Its parameters can have another one; the gradients of the first went elsewhere."""
+
+    def body(store: KVStore) -> list[np.ndarray]:
+        net = network(store.rank)
+        for _ in range(2):
+            trainer = sgd(net, store, overlap=True)
+            for step in range(3):
+                trainer.zero_grad()
+                loss(net, batch(step, store.rank)).backward()
+                trainer.step()
+            del trainer
+            with torch.no_grad():
+                for parameter, value in zip(net.parameters(), NET.parameters(), strict=True):
+                    kept, _ = parameter.detach().clone(), parameter.copy_(value)
+        return [*weights(net)[:-1], kept.numpy()]
+
+    right = [*weights(NET)[:-1], reference(even(2, 3))[-1]]
+    assert_close(run(MODES["one host"], body), right)
+    assert_close(run(Mode(2, servers=1), body), right)
 
 
 def test_gradients_that_are_differentiated_stay_what_they_are() -> None:
