@@ -33,7 +33,7 @@ QUICK_SIZES = (3,)
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
-OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*", "jax*")
+OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
 SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's status where it ran none
@@ -56,7 +56,7 @@ class Stage:
     def frameworks(self) -> tuple[str, ...]:
         """What its environment was made with: a test that does not find one of them fails."""
         if self.group == "oldest":
-            return ("torch", "jax")
+            return ("torch",)
         return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 

