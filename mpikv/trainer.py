@@ -2,7 +2,7 @@
 
     trainer = Trainer(parameters, 'sgd', {'learning_rate': 0.1}, kvstore='dist_sync')
     ...                                  # forward and backward: gradients summed over the examples of this worker
-    trainer.step(batch_size)             # batch_size: examples of all workers and devices together
+    trainer.step(batch_size)             # batch_size: examples of all workers and devices together; may differ
 
 With `update_on_kvstore` the store holds the optimizer: a step is one `pushpull` of gradients and new weights, and in a
 `dist` store every optimizer state exists once over all owners. Without, `pushpull` adds up the gradients, and every
@@ -350,7 +350,7 @@ class Trainer(TrainerFiles):
 
     @property
     def optimizer(self) -> optimizers.Optimizer:
-        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on."""
+        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on: see `step`."""
         return self._optimizer
 
     @property
