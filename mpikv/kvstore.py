@@ -386,7 +386,9 @@ class KVStore:
 
         optimizer: one of `mpikv.optimizers`, a name, a callable `(weight, grad, state) -> state` or a torch.optim
         class. Collective, blocks; all workers bring equal optimizers, else ConfigError on all. Attributes that are
-        changed later (on every worker alike), `learning_rate` above all, reach the owners before their next update.
+        changed later, `learning_rate` above all, reach the owners before their next update. In a synchronous store a
+        round in which workers differ in one is a ConfigError on all of them, and nothing is updated; `rescale_grad`
+        alone may differ, and each worker's gradient is multiplied by its own.
         """
         self._check_open("set_optimizer")
         self._optimizer = optimizers.create(optimizer)

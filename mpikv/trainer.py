@@ -493,7 +493,7 @@ class Trainer(TrainerFiles):
 
     @property
     def optimizer(self) -> optimizers.Optimizer:
-        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on."""
+        """The optimizer. Attributes changed here, the same on every worker, hold from the next step on: see `step`."""
         return self._optimizer
 
     @property

@@ -174,7 +174,7 @@ class Owner:
 
     def label(self, key_id: int, attributes: AttributesId) -> Label:
         """What a push of this key under these attributes says of its update."""
-        slot = self.slot_of(key_id)
+        slot = self._slots.get(key_id, DEFAULT_SLOT)
         return self._kept(slot, attributes).label if slot in self._optimizers else PLAIN
 
     def _kept(self, slot: int, attributes: AttributesId) -> Kept:

@@ -92,6 +92,7 @@ class Synchronous:
         self._total: HostArray | None = None
         self._early: dict[int, Contribution] = {}
         self._labels: list[Label] = []  # of those that are added
+        self._alike = True  # whether they are equal
         self._attributes: AttributesId = AS_SET  # worker 0's
         self._op = SUM  # worker 0's
 
@@ -106,19 +107,22 @@ class Synchronous:
             self._next_worker += 1
             if self._next_worker == self._num_workers:
                 terms = (gradient,) if self._total is None else (self._total, gradient)
-                alike = self._labels.count(self._labels[0]) == len(self._labels)
-                update = Update(terms, self._attributes, () if alike else tuple(self._labels), self._op)
-                self._next_worker, self._total, self._labels = 0, None, []
+                update = Update(terms, self._attributes, () if self._alike else tuple(self._labels), self._op)
+                self._next_worker, self._total, self._labels, self._alike = 0, None, [], True
                 return update
             self._total = gradient if self._total is None else memory.combine(self._total, gradient, self._op.combine)
             found = self._early.pop(self._next_worker, None)
         return None
 
     def _in_units(self, part: Contribution, memory: Memory) -> HostArray:
-        if not self._labels:
-            self._attributes, self._op = part.attributes, part.op
         self._labels.append(part.label)
-        units, factor = self._labels[0].factor, part.label.factor
+        first = self._labels[0]
+        if len(self._labels) == 1:
+            self._attributes, self._op = part.attributes, part.op
+        if part.label is first or part.label == first:
+            return part.gradient
+        self._alike = False
+        units, factor = first.factor, part.label.factor
         if units in (factor, 0.0) or part.gradient.dtype.kind != "f":
             return part.gradient
         return memory.scaled(part.gradient, factor / units)
@@ -137,7 +141,7 @@ class Synchronous:
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
             unit._next_worker, unit._attributes, unit._total = self._next_worker, self._attributes, new_totals[i]
-            unit._labels, unit._op = list(self._labels), self._op
+            unit._labels, unit._alike, unit._op = list(self._labels), self._alike, self._op
             unit._early = {worker: parts[i] for worker, parts in early.items()}
         return result
 
