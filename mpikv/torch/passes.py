@@ -79,6 +79,8 @@ class Passes:
 
 def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
     """Have a function called whenever PyTorch has added to a parameter's `grad`, also if it is frozen now."""
+    if not parameter.is_floating_point():
+        return  # it never has a gradient
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # PyTorch refuses hooks otherwise, and keeps them afterwards
     parameter.register_post_accumulate_grad_hook(call)
