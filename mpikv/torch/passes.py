@@ -37,7 +37,7 @@ class Passes:
     def after_forward(self, result: Any) -> None:
         """Watch for the backward pass of what a forward pass has given."""
         for tensor in tensors_in(result):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # a parameter that is given back reports by itself
                 tensor.register_hook(self._on_result)
 
     def before_forward(self) -> None:
