@@ -12,6 +12,7 @@ import torch
 
 from mpikv.arrays import HostArray
 from mpikv.collective_calls import CollectiveCalls
+from mpikv.torch import tensors
 from mpikv.torch.tensors import array_of
 
 
@@ -23,7 +24,8 @@ class Buffers:
         self._names = [name for name, _ in module.named_buffers()]
         self._homes = {name: _home(module, name) for name in self._names}
         self._sent: list[str] = []  # those that travel with the gradients
-        self._sizes: list[int] = []
+        self._kept: list[HostArray] = []
+        self._pointers: list[int] = []  # of the memory that those are in
         self._others = list(self._names)
         self._seen: list[bytes] = []  # the values of the others
 
@@ -47,20 +49,31 @@ class Buffers:
         self._sent = [name for name, one in zip(self._names, changed, strict=True) if one]
         self._others = [name for name, one in zip(self._names, changed, strict=True) if not one]
         self.remember()
-        self._sizes = [buffer.numel() * buffer.element_size() for buffer in self._now(self._sent)]
-        return sum(self._sizes)
+        return sum(view.size for view in self._views())
 
     def collect(self) -> HostArray:
         """The bytes of those that travel with the gradients. Local."""
-        arrays = [np.ascontiguousarray(array_of(buffer)) for buffer in self._now(self._sent)]
-        return np.concatenate([np.empty(0, np.uint8), *(array.reshape(-1).view(np.uint8) for array in arrays)])
+        return np.concatenate([np.empty(0, np.uint8), *self._views()])
 
     def deliver(self, content: HostArray) -> None:
         """Write what `collect` gave elsewhere. Local."""
         begin = 0
-        for buffer, size in zip(self._now(self._sent), self._sizes, strict=True):
-            _write(buffer, content[begin : begin + size])
-            begin += size
+        views = self._views()
+        for view in views:
+            view[:] = content[begin : begin + view.size]
+            begin += view.size
+        for buffer, view in zip(self._now(self._sent), views, strict=True):
+            if not _is_plain(buffer):
+                _write(buffer, view)
+
+    def _views(self) -> list[HostArray]:
+        """The bytes of each, where they are if possible. A view takes longer to make than to use, so they are kept."""
+        buffers = self._now(self._sent)
+        pointers = [buffer.data_ptr() for buffer in buffers]
+        if pointers != self._pointers or not all(map(_is_plain, buffers)):
+            self._kept = [np.ascontiguousarray(array_of(buffer)).reshape(-1).view(np.uint8) for buffer in buffers]
+            self._pointers = pointers
+        return self._kept
 
     def changed_otherwise(self) -> bool:
         """Whether others than those have changed on this worker. Local."""
@@ -70,6 +83,11 @@ class Buffers:
         """Bring all others to every worker. Collective, blocks."""
         broadcast(self._calls, self._now(self._others), root, "buffers")
         self.remember()
+
+
+def _is_plain(buffer: torch.Tensor) -> bool:
+    """Whether its bytes can be written where they are."""
+    return tensors.in_host_memory(buffer) and bool(buffer.is_contiguous())
 
 
 def _home(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:

@@ -74,6 +74,14 @@ class Gradients:
     def _requires_grad(self) -> Flags:
         return np.fromiter((parameter.requires_grad for parameter in self.parameters), np.bool_, len(self.parameters))
 
+    def lines(self) -> list[str]:
+        """What must be the same on all workers, a line for each parameter."""
+        return [
+            f"parameter {form.name!r}: {form.dtype} {form.size}, strides {form.stride}, "
+            + ("trained" if parameter.requires_grad else "frozen")
+            for form, parameter in zip(self.forms, self.parameters, strict=True)
+        ]
+
     # --- during a backward pass
 
     def note(self, i: int) -> None:

@@ -217,8 +217,6 @@ def _check_parameters(module: torch.nn.Module) -> None:
 
 def _lines(module: torch.nn.Module, gradients: Gradients) -> Iterator[str]:
     """What must be the same on all workers."""
-    for form, parameter in zip(gradients.forms, gradients.parameters, strict=True):
-        trained = "trained" if parameter.requires_grad else "frozen"
-        yield f"parameter {form.name!r}: {form.dtype} {form.size}, strides {form.stride}, {trained}"
+    yield from gradients.lines()
     for name, buffer in module.named_buffers():
         yield f"buffer {name!r}: {buffer.dtype} {tuple(buffer.shape)}"

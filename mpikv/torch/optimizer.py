@@ -159,8 +159,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         "the arguments of DistributedOptimizer",
         ConfigError,
     )
-    lines = [f"{form.name!r}: {form.dtype} {form.size}, strides {form.stride}" for form in gradients.forms]
-    calls.agree(lines, "the parameters of DistributedOptimizer", ShapeMismatch)
+    calls.agree(gradients.lines(), "the parameters of DistributedOptimizer", ShapeMismatch)
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (_Exchanging, kind), {"__module__": kind.__module__}))
     found.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})

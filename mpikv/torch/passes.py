@@ -37,7 +37,7 @@ class Passes:
     def after_forward(self, result: Any) -> None:
         """Watch for the backward pass of what a forward pass has given."""
         for tensor in tensors_in(result):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # a parameter that is given back reports by itself
                 tensor.register_hook(self._on_result)
 
     def before_forward(self) -> None:
@@ -79,6 +79,8 @@ class Passes:
 
 def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
     """Have a function called whenever PyTorch has added to a parameter's `grad`, also if it is frozen now."""
+    if not parameter.is_floating_point():
+        return  # it never has a gradient
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # PyTorch refuses hooks otherwise, and keeps them afterwards
     parameter.register_post_accumulate_grad_hook(call)

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import mpikv.torch as mt
+from mpikv.data import SplitSampler
 
 STEPS = 20
+EPOCHS = 2
 
 
 class Net(torch.nn.Module):
@@ -62,6 +64,22 @@ def check(what: str, net: torch.nn.Module, expected: torch.nn.Module, *, buffers
     print(f"{what}: equal")
 
 
+def check_loader(rank: int, size: int) -> None:
+    """A loader with a process of its own, which is forked from a rank whose store is open."""
+    sampler = SplitSampler.for_store(20, mt.default_store())
+    loader = torch.utils.data.DataLoader(
+        range(100, 120), batch_size=3, sampler=sampler, num_workers=1, persistent_workers=True
+    )
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        expected = SplitSampler(20, size, rank)
+        expected.set_epoch(epoch)
+        found = [int(i) for batch in loader for i in batch]
+        assert found == [100 + i for i in expected], found
+        everything = mt.allgather(torch.tensor(found)).tolist()
+        assert sorted(everything) == list(range(100, 120)), everything
+
+
 def main(path: str) -> None:
     mt.init()
     rank, size = mt.rank(), mt.size()
@@ -85,6 +103,7 @@ def main(path: str) -> None:
     mt.broadcast_parameters(net.state_dict())
     train(net, mt.DistributedOptimizer(sgd(net), net.named_parameters(), bucket_bytes=2000), rank)
     check("DistributedOptimizer", net, plain, buffers=False)
+    check_loader(rank, size)
     dist.barrier()
     dist.destroy_process_group()
     mt.shutdown()

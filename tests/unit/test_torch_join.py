@@ -96,6 +96,19 @@ def test_accumulated_batches_count_together(mode: Mode) -> None:
     mode.run(body)
 
 
+@pytest.mark.parametrize("mode", [Mode("local", 1), Mode("dist_sync", 1)], ids=mode_id)
+def test_alone(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1, bias=False)), store)
+        for _ in range(2):
+            with model.join(_plain(model)):
+                model(torch.full((2, 1), 3.0)).mean().backward()
+                assert model.weight.grad.item() == 3
+                model.zero_grad()
+
+    mode.run(body)
+
+
 def test_join_twice_and_errors_inside() -> None:
     def body(store: Any) -> None:
         model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(1, 1)), store)

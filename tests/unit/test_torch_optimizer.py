@@ -41,8 +41,7 @@ def _replicas(workers: int, passes: int, op: str = mt.Average) -> Any:
 
 
 @pytest.mark.parametrize("mode", [Mode("local", 1), *nets.MODES], ids=mode_id)
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("op", [mt.Average, mt.Sum])
+@pytest.mark.parametrize(("passes", "op"), [(1, mt.Average), (3, mt.Sum)])
 def test_trains_as_one_process_with_replicas(mode: Mode, passes: int, op: str) -> None:
     expected = dict(_replicas(mode.workers, passes, op).named_parameters())
 

@@ -1,0 +1,47 @@
+"""SplitSampler in PyTorch's DataLoader, with processes that load and that stay over the epochs."""
+
+from __future__ import annotations
+
+import pytest
+
+torch_data = pytest.importorskip("torch.utils.data")
+
+from mpikv.data import SplitSampler  # noqa: E402
+
+N, PARTS, EPOCHS = 37, 3, 3
+
+
+def _order(part: int, epoch: int) -> list[int]:
+    sampler = SplitSampler(N, PARTS, part, last="uneven")
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_every_epoch_has_its_order(options: dict[str, object]) -> None:
+    for part in range(PARTS):
+        sampler = SplitSampler(N, PARTS, part, last="uneven")
+        loader = torch_data.DataLoader(range(1000, 1000 + N), batch_size=5, sampler=sampler, **options)
+        assert len(loader) == -(-len(sampler) // 5)
+        for epoch in (0, 1, 1, 0):
+            sampler.set_epoch(epoch)
+            found = [int(i) - 1000 for batch in loader for i in batch]
+            assert found == _order(part, epoch)
+    assert _order(0, 0) != _order(0, 1)
+
+
+def test_an_epoch_that_is_left_early_does_not_touch_the_next() -> None:
+    sampler = SplitSampler(N, PARTS, 1)
+    loader = torch_data.DataLoader(range(N), batch_size=2, sampler=sampler, num_workers=1, persistent_workers=True)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for _, batch in zip(range(2), loader, strict=False):
+            assert len(batch) == 2
+    sampler.set_epoch(7)
+    assert [int(i) for batch in loader for i in batch] == _order(1, 7)
+
+
+def test_batches_from_a_batch_sampler() -> None:
+    batches = torch_data.BatchSampler(SplitSampler(N, PARTS, 2), batch_size=4, drop_last=True)
+    loader = torch_data.DataLoader(range(N), batch_sampler=batches)
+    assert [batch.tolist() for batch in loader] == [_order(2, 0)[i : i + 4] for i in range(0, 12, 4)]
