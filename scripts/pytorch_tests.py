@@ -5,9 +5,9 @@
 PyTorch's wheels contain the tests that its backends have in common (torch/testing/_internal/distributed), and a runner
 that starts processes for each. Here every rank of MPI runs each test's body itself, in a process group of its own; a
 test has passed where it has on all ranks. Skipped is what PyTorch's decorators skip: tests of GPUs, of other backends,
-of other numbers of ranks. They look at a backend's name, so the tests are told that ours is gloo, which most of them
-are written for (`--as mpikv`: its own name). `--backend gloo` runs the same tests over Gloo itself: what fails there
-too fails for want of a GPU or of torchvision.
+of other numbers of ranks. The tests go by a backend's name, so they are told that ours is gloo, which most of them are
+written for (`--as mpikv`: its own name). `--backend gloo` runs the same tests over Gloo itself: what fails there too
+fails for want of a GPU or of torchvision.
 
 Prints one line per test, then the counts and the reasons; the exit status is the number of failures, at most 100. Needs
 the packages `expecttest` and `torch`.
@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 import traceback
 import unittest
 from collections import Counter
@@ -37,7 +38,7 @@ class Outcome(NamedTuple):
     reason: str
 
 
-def load(name: str, comm: MPI.Intracomm) -> type:
+def load(name: str, backend: str, comm: MPI.Intracomm) -> type:
     """The class of the tests, for a rank that runs them in this process."""
     os.environ.update(BACKEND=name, WORLD_SIZE=str(comm.Get_size()))
     folder = tempfile.mkdtemp(prefix="mpikv-pytorch-") if comm.Get_rank() == 0 else ""
@@ -47,10 +48,16 @@ def load(name: str, comm: MPI.Intracomm) -> type:
             os.mkdir(os.path.join(folder, part))
     comm.Barrier()
     import torch.testing._internal.distributed.distributed_test as theirs  # noqa: PLC0415
-    from torch.testing._internal import common_distributed, common_utils  # noqa: PLC0415
+    from torch import distributed as dist  # noqa: PLC0415
+    from torch.testing._internal import common_utils  # noqa: PLC0415
 
-    for feature in ("ddp", "subgroup"):
-        common_distributed.DistTestCases.backend_feature[feature].add("mpikv")
+    usual = dist.init_process_group
+
+    def init_process_group(asked: str | None = None, *arguments: Any, **options: Any) -> None:
+        asked = options.pop("backend", asked)
+        usual(backend if asked in (None, name) else asked, *arguments, **options)
+
+    dist.init_process_group = init_process_group  # some tests make their group anew
 
     class Tests(theirs.TestDistBackend, theirs.DistributedTest._DistTestBase):
         """All tests; each rank is one that PyTorch's runner would have started."""
@@ -124,7 +131,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=STALL_S, help="seconds after which a call gives up")
     options = parser.parse_args()
     comm = MPI.COMM_WORLD.Dup()
-    tests = load(options.name, comm)
+    tests = load(options.name, options.backend, comm)
     import mpikv.torch  # noqa: F401, PLC0415
 
     names = sorted(name for name in dir(tests) if name.startswith("test_"))
@@ -140,11 +147,13 @@ def main() -> int:
     counts: Counter[str] = Counter()
     rows: list[tuple[str, Outcome]] = []
     for name in names:
+        begin_s = time.monotonic()
         outcome = merged(comm.allgather(run_one(tests, name, options.backend, options.timeout)))
         counts[outcome.status] += 1
         rows.append((name, outcome))
         if comm.Get_rank() == 0:
-            print(f"{outcome.status} {name} {outcome.reason}".rstrip(), flush=True)
+            seconds = time.monotonic() - begin_s
+            print(f"{outcome.status} {name} {seconds:.1f} s {outcome.reason}".rstrip(), flush=True)
     if comm.Get_rank() == 0:
         reasons: Counter[Any] = Counter(outcome.reason for _, outcome in rows if outcome.status == "skipped")
         for reason, count in reasons.most_common():

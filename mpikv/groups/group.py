@@ -10,10 +10,14 @@ options), so that different calls do not meet. Who waits for long asks the other
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.broadcast import broadcast
@@ -26,18 +30,21 @@ from mpikv.transports.base import Group, Predicate, Steps
 from mpikv.transports.meeting import digest
 from mpikv.transports.progress import Backoff, Engine, Running
 
-GROUP_BITS = 11  # groups of a job in all: 2047
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32
-LEAST_BITS = GROUP_BITS + WINDOW_BITS + 5
+LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23
 PATIENCE_S = 5e-3  # how long a call through memory is made on the spot while others are awaited
 REMEMBERED = 64  # calls, for the question which one it was
 
 
 class Tags(NamedTuple):
-    """How a tag is divided: one bit for point-to-point, the group, then `low_bits` for the rest."""
+    """How a tag is divided: one bit for point-to-point, half of the others for the group, `low_bits` for the rest.
+
+    base: the group's number in its place. user: the bit for point-to-point.
+    """
 
     low_bits: int
     base: int
+    user: int
 
     @classmethod
     def of(cls, max_tag: int, number: int) -> Tags:
@@ -45,10 +52,11 @@ class Tags(NamedTuple):
         bits = (max_tag + 1).bit_length() - 1
         if bits < LEAST_BITS:
             raise UnsupportedError(f"this MPI has tags up to {max_tag} only; process groups need {2**LEAST_BITS - 1}")
-        if number >= 1 << GROUP_BITS:
-            raise UnsupportedError(f"more than {(1 << GROUP_BITS) - 1} process groups in one job")
-        low_bits = min(bits, 31) - 1 - GROUP_BITS
-        return cls(low_bits, number << low_bits)
+        low_bits = (bits - 1) // 2
+        most = (1 << (bits - 1 - low_bits)) - 1
+        if number > most:
+            raise UnsupportedError(f"more than {most} process groups in one job: this MPI has tags up to {max_tag}")
+        return cls(low_bits, number << low_bits, 1 << (bits - 1))
 
     def of_call(self, number: int, digest_: int) -> int:
         """For the messages of call `number`."""
@@ -60,7 +68,7 @@ class Tags(NamedTuple):
         limit = (1 << self.low_bits) - 1
         if not 0 <= tag <= limit:
             raise ValueError(f"tag {tag} of a message: tags are 0 to {limit}")
-        return 1 << (self.low_bits + GROUP_BITS) | self.base | tag
+        return self.user | self.base | tag
 
 
 class Options(NamedTuple):
@@ -155,6 +163,7 @@ class RankGroup:
         self.under_way: list[Call] = []
         self.history: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._algorithm = algorithm
+        self._order = threading.Lock()
         self._window: deque[Call] = deque(maxlen=1 << WINDOW_BITS)  # the last calls by messages
         self._last: Call | None = None  # the last call through memory
         self._mailboxes: dict[int, Mailbox] = {}
@@ -290,16 +299,19 @@ class RankGroup:
                 f"{text}: an earlier call of this group has failed, and its ranks are not in step any more "
                 f"({type(self.failure).__name__}: {self.failure})"
             ) from self.failure
-        self.calls += 1
-        call = Call(self, self.calls, text, options)
-        self.history.append((self.calls, text))
-        code = digest(text)
-        shared = self.shared
-        if shared is None or (plan is None and through is None):
-            before = self._window[0] if len(self._window) == self._window.maxlen else None
-            self._window.append(call)
+        shared, code = self.shared, digest(text)
+        by_messages = shared is None or (plan is None and through is None)
+        with self._order:  # what is chained to a future may make calls in a thread of its own
+            self.calls += 1
+            call = Call(self, self.calls, text, options)
+            self.history.append((self.calls, text))
+            if by_messages:
+                before = self._window[0] if len(self._window) == self._window.maxlen else None
+                self._window.append(call)
+            else:
+                before, self._last = self._last, call
+        if shared is None or by_messages:
             return self._begin(call, _after(before, steps(self.tags.of_call(call.number, code))))
-        before, self._last = self._last, call
         made = through(shared) if through is not None else shared.run(code, lambda: plan(shared))  # type: ignore[misc]
         return self._begin(call, _after(before, made), on_the_spot=True)
 
@@ -347,6 +359,7 @@ class RankGroup:
     def _over(self, call: Call) -> None:
         if call in self.under_way:
             self.under_way.remove(call)
+        call.finish = None  # it holds tensors
         call.ended()
 
     def fail(self, call: Call, error: BaseException) -> None:
@@ -374,12 +387,17 @@ def _after(before: Call | None, steps: Steps[None]) -> Steps[None]:
     yield from steps
 
 
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    return str(dtype)  # which takes NumPy 10 us
+
+
 def _shapes(arrays: Sequence[HostArray]) -> str:
     """'float32 10, 20, int64 1': dtypes and lengths, each dtype once in a row."""
     parts: list[str] = []
     last = ""
     for array in arrays:
-        dtype = str(array.dtype)
+        dtype = _name(array.dtype)
         parts.append(str(array.size) if dtype == last else f"{dtype} {array.size}")
         last = dtype
     return ", ".join(parts)

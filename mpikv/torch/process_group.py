@@ -20,6 +20,7 @@ from mpikv.errors import UnsupportedError
 from mpikv.groups.group import Call, Options, RankGroup
 from mpikv.groups.operators import OPERATORS, Operator
 from mpikv.groups.world import World
+from mpikv.torch import sparse
 from mpikv.torch.views import Views, same_kind
 from mpikv.torch.works import CallWork, completer
 
@@ -106,6 +107,10 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
         """Combine each tensor over all ranks, in place."""
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            for tensor in tensors:
+                sparse.allreduce(self._group, tensor, _operator(opts))
+            return CallWork([], tensors, self._completer.submit)
         views = Views()
         arrays = views.write(tensors)
         return self._made(views, tensors, opts, lambda o: self._group.allreduce(arrays, _operator(opts), o))
