@@ -377,6 +377,6 @@ def test_wrong_numbers_of_examples():
     trainer = Trainer(model(), "sgd")
     trainer.examples = 7
     for wrong in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="examples must be (at least 0|finite)"):
+        with pytest.raises(ValueError, match=r"examples must be (at least 0|finite)"):
             trainer.examples = wrong
     assert trainer.examples == 7
