@@ -82,7 +82,7 @@ def number(
     what: str, value: Any, least: float | None = None, *, below: float | None = None, wanted: str = "a number"
 ) -> float:
     """A finite float of at least `least` and less than `below`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise wrong(what, wanted, value)
     try:
         result = float(value)

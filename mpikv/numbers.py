@@ -6,6 +6,8 @@ import argparse
 import re
 from collections.abc import Callable
 
+from mpikv.checks import LONGEST_S
+
 BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}  # as in nccl-tests
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -28,13 +30,13 @@ def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, more than 0 and finite."""
+    """A number of seconds, more than 0 and at most `LONGEST_S`."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    if not 0 < number <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, at most {LONGEST_S:g}")
     return number
 
 

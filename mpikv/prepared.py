@@ -57,7 +57,7 @@ class _List:
             # Lists compare identical objects without looking at them, a tenth of the cost of `is` for each.
             try:
                 return keys == self.keys and self._has_arrays(value, out)
-            except ValueError:  # an array among the keys
+            except Exception:  # noqa: BLE001 - an array among the keys, or an object with an `__eq__` of its own
                 return False
         # The same key objects, or at least equal ones of the same type: 1 == True, which is no key.
         if not all(map(is_, keys, self.keys)) and ([*map(type, keys)] != self.types or list(keys) != self.keys):
@@ -71,7 +71,7 @@ class _List:
                 return not value and not self.values
             try:
                 return bool(value == self.values)
-            except ValueError:
+            except Exception:  # noqa: BLE001 - as above
                 return False
         if self.nested:
             value, out = _objects(value), None if out is None else _objects(out)

@@ -256,7 +256,7 @@ class TrainerFiles:
     def _count_step(self, batch_size: float) -> None:
         """After each step."""
         self._steps += 1
-        self._examples += _whole_or_float(batch_size)
+        self._examples += batch_size if type(batch_size) is int else _whole_or_float(batch_size)
         self._begun = True
         if self._store is None or not self._store.stop_requested or self._stopped:
             return

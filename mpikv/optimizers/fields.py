@@ -8,6 +8,7 @@ type, so that numbers of NumPy become numbers of Python, or raises TypeError or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ def number(low: float | None = None, *, below: float | None = None, optional: bo
     def check(owner: str, name: str, value: Any) -> float | None:
         if value is None and optional:
             return None
+        if type(value) is float and (low is None or value >= low) and below is None and math.isfinite(value):
+            return value  # as in every step of a Trainer, which sets rescale_grad
         wanted = "a number or None" if optional else "a number"
         return checks.number(f"{owner}: {name}", value, low, below=below, wanted=wanted)
 

@@ -13,7 +13,7 @@ import torch
 from mpikv.errors import UnsupportedError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.operators import Operator
-from mpikv.torch.tensors import array_of
+from mpikv.torch.views import array_of
 
 
 def allreduce(group: RankGroup, tensor: Any, operator: Operator) -> None:
