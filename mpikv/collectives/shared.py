@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from operator import setitem
 from typing import Any, NamedTuple
@@ -42,16 +43,14 @@ Wait = Callable[[Callable[[], bool]], None]
 class Sum(NamedTuple):
     """`out` becomes the sum of `sources`, in this order; then it is copied to `copies`, then `after` is called.
 
-    combine: what makes one array of two, in place of adding. divisor: what the sum is divided by, 0: nothing.
+    how(out, sources): what is done in place of adding in the dtype of the arrays.
     """
 
     out: HostArray
     sources: tuple[HostArray, ...]
     copies: tuple[HostArray, ...]
     after: Callable[[], None] | None
-    wide: bool  # float16 and bfloat16: added in float32
-    combine: np.ufunc
-    divisor: int
+    how: Callable[[HostArray, Sequence[HostArray]], None] | None
 
 
 def summed(
@@ -63,7 +62,19 @@ def summed(
 ) -> Sum:
     """A `Sum`, or what another reduction makes of one array of each rank."""
     wide = sum_dtype(sources[0].dtype) != sources[0].dtype
-    return Sum(out, tuple(sources), tuple(copies), after, wide, op.combine, len(sources) if op.is_mean else 0)
+    how = partial(_reduce, op, wide) if wide or op is not SUM else None
+    return Sum(out, tuple(sources), tuple(copies), after, how)
+
+
+def _reduce(op: Reduction, wide: bool, out: HostArray, sources: Sequence[HostArray]) -> None:
+    """wide: float16 and bfloat16, reduced in float32; rounded once, if `out` is one of them."""
+    first, second, *others = sources
+    total = op.combine(first, second, dtype=np.float32) if wide else op.combine(first, second, out=out)
+    for source in others:
+        op.combine(total, source, out=total)
+    op.finish(total, len(sources))
+    if wide:
+        np.copyto(out, total, casting="unsafe")
 
 
 class Copies:
@@ -127,29 +138,17 @@ def copy_all(copies: Copies) -> None:
 
 def add_all(sums: Sequence[Sum]) -> None:
     """Do sums one after another."""
-    for out, sources, copies, after, wide, combine, divisor in sums:
-        if wide:
-            _add_widened(out, sources, combine, divisor)
+    for out, sources, copies, after, how in sums:
+        if how is not None:
+            how(out, sources)
         else:
-            combine(sources[0], sources[1], out=out)
+            np.add(sources[0], sources[1], out)
             for source in sources[2:]:
-                combine(out, source, out=out)
-            if divisor:
-                np.divide(out, divisor, out)
+                np.add(out, source, out)
         for copy in copies:
             copy[...] = out
         if after is not None:
             after()
-
-
-def _add_widened(out: HostArray, sources: Sequence[HostArray], combine: np.ufunc, divisor: int) -> None:
-    """float16 and bfloat16 are added in float32; rounded once, if `out` is one of them."""
-    total = combine(sources[0], sources[1], dtype=np.float32)
-    for source in sources[2:]:
-        combine(total, source, out=total)
-    if divisor:
-        np.divide(total, divisor, out=total)
-    np.copyto(out, total, casting="unsafe")
 
 
 class Executor:

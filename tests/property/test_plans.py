@@ -131,6 +131,7 @@ headers = st.builds(
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**16 - 1),
     priority,
+    st.integers(0, 255),
 )
 
 

@@ -122,8 +122,8 @@ def test_large_values(mode, op):
                 same(array, wanted)
         return store.stats().get("direct_calls", 0)
 
-    calls = mode.run(body)
-    assert calls == ([6, 6, 6] if mode is DIRECT[2] else [0] * mode.workers)
+    # Through shared memory, unless a worker came so late that the others did not wait.
+    assert [calls > 0 for calls in mode.run(body)] == [mode is DIRECT[2]] * mode.workers
 
 
 @MODES

@@ -6,7 +6,7 @@ import frameworks
 import ml_dtypes
 import numpy as np
 import pytest
-from store_modes import FEW, FEW_DIST_SYNC, Mode, mode_id
+from store_modes import DTYPES, FEW, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import UnsupportedError, optimizers
 from mpikv.errors import ShapeMismatch
@@ -65,6 +65,39 @@ def test_arrays_of_jax(jax, mode):
         return isinstance(store.pull("a", like=value), jax.Array)
 
     assert mode.run(body) == [True] * mode.workers
+
+
+@SYNC_KINDS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_are_written_to(torch, mode, dtype):
+    """Every kind of tensor, and NumPy's views, in place and as `out`, twice."""
+    kind = getattr(torch, dtype.name)
+
+    def arrays():
+        yield torch.ones(3, dtype=kind)
+        yield torch.ones(6, dtype=kind)[::2]
+        yield torch.ones(3, 3, dtype=kind).t()[1]
+        if dtype.kind not in "iu":
+            yield torch.nn.Parameter(torch.ones(3, dtype=kind))
+        yield np.ones(3, dtype)[::-1]
+        yield np.ones((2, 3), dtype)[1]
+
+    def body(store):
+        W = store.num_workers
+        store.init(["a", "scalar", "empty"], [np.zeros(3, dtype), np.zeros((), dtype), np.zeros((0, 2), dtype)])
+        for array in arrays():
+            assert store.pushpull("a", array) is None
+            assert array.tolist() == [W] * 3
+            array[:1].fill(2) if isinstance(array, np.ndarray) else array.data[:1].fill_(2)
+            assert store.pushpull("a", array, array) is None
+            assert array.tolist() == [2 * W, W * W, W * W]
+            assert store.pull("a", array) is None
+            assert array.tolist() == [2 * W, W * W, W * W]
+        scalar, empty = torch.ones((), dtype=kind), torch.ones((0, 2), dtype=kind)
+        store.pushpull(["scalar", "empty"], [scalar, empty])
+        return scalar.item()
+
+    assert mode.run(body) == [mode.workers] * mode.workers
 
 
 @SYNC_KINDS
