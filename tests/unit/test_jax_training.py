@@ -57,25 +57,23 @@ def train(rest: Any, weights: Any, batches: Any, store: Any = None, *, inside: b
     return weights
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("name", CHAINS)
-def test_twenty_steps_are_those_of_one_process(name: str, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers", "inside"), [("sgd", 2, True), ("adam", 2, False), ("sgd", 3, False), ("adam", 3, True)]
+)
+def test_twenty_steps_are_those_of_one_process(name: str, workers: int, inside: bool) -> None:
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(STEPS, workers * EXAMPLES, 5)), rng.normal(size=(STEPS, workers * EXAMPLES, 3))
     x, y = x.astype(np.float32), y.astype(np.float32)
     alone = train(CHAINS[name](), first_weights(0), zip(x, y, strict=True))
 
-    def body(store: Any) -> list[Any]:
+    def body(store: Any) -> Any:
         mine = slice(store.rank * EXAMPLES, (store.rank + 1) * EXAMPLES)
         batches = list(zip(x[:, mine], y[:, mine], strict=True))
         weights = mj.broadcast(first_weights(store.rank), store)
-        return [train(CHAINS[name](), weights, batches, store, inside=inside) for inside in (True, False)]
+        return train(CHAINS[name](), weights, batches, store, inside=inside)
 
     found = Mode("dist_sync", workers).run(body)
-    for one in range(2):
-        for worker in range(workers):
-            for mine, first, expected in zip(
-                *map(jax.tree.leaves, (found[worker][one], found[0][one], alone)), strict=True
-            ):
-                assert np.asarray(mine).tobytes() == np.asarray(first).tobytes()
-                np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    for weights in found:
+        for mine, first, expected in zip(*map(jax.tree.leaves, (weights, found[0], alone)), strict=True):
+            assert np.asarray(mine).tobytes() == np.asarray(first).tobytes()
+            np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
