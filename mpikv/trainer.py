@@ -279,9 +279,7 @@ class Trainer(TrainerFiles):
                 "step(examples=) with other numbers on other workers, after gradients were handed over: with "
                 "overlap=True call backward in no_sync() where they may differ"
             )
-        for replicas in grads.values():
-            for replica in replicas:
-                replica *= factor  # noqa: PLW2901 - in place
+        self._scale_grads(grads, factor)
 
     @contextmanager
     def join(self) -> Iterator[None]:

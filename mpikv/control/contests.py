@@ -74,9 +74,10 @@ def factors_text(labels: Sequence[Label], names: Sequence[str]) -> str:
 
 
 def refusal(what: str, round_: int, why: str, *, late: bool = False) -> str:
-    """The text of the error. late: this worker has updated already."""
+    """The text of the error. why: of `disagreement` or `factors_text`. late: this worker has updated already."""
     then = "those with the former ones have updated" if late else "nothing was updated"
-    return f"{what}, round {round_}: different attributes of the optimizer on different workers{why}; {then}"
+    kind = "another op of pushpull" if ": op=" in why else "different attributes of the optimizer"
+    return f"{what}, round {round_}: {kind} on different workers{why}; {then}"
 
 
 def judged(found: Sequence[Brought], names: Sequence[str]) -> Verdict:

@@ -447,3 +447,21 @@ def test_messages(way: Way) -> None:
         # Worker 0 may also have asked, where workers come late.
         assert controls[1:].max() <= 2
         assert controls[0].max() <= 3 * (way.workers - 1)
+
+
+@EVERY_WAY
+def test_another_op_is_an_error_on_all(way: Way) -> None:
+    def body(store):
+        shapes = [3, 300]
+        store.init(["a", "b"], [np.zeros(n, np.float32) for n in shapes])
+        store.pushpull(["a", "b"], [np.full(n, store.rank, np.float32) for n in shapes], op="max")
+        values = [np.ones(n, np.float32) for n in shapes]
+        with pytest.raises(ConfigError) as caught:
+            store.pushpull(["a", "b"], values, op="max" if store.rank == 1 else "sum")
+        return str(caught.value)
+
+    for text in way.run(body):
+        assert "round 2: another op of pushpull on different workers" in text
+        assert "op='max'" in text
+        assert "op='sum'" in text
+        assert "nothing was updated" in text
