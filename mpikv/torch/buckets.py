@@ -14,7 +14,7 @@ import torch
 from mpikv import buckets
 from mpikv.arrays import HostArray, dtype_of
 from mpikv.kvstore import KVStore, Request
-from mpikv.torch.tensors import dtype_name, is_dense, tensor_of
+from mpikv.torch.arrays import dtype_name, is_dense, tensor_of
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)
 

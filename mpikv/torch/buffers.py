@@ -12,8 +12,8 @@ import torch
 
 from mpikv.arrays import HostArray
 from mpikv.collective_calls import CollectiveCalls
-from mpikv.torch import tensors
-from mpikv.torch.tensors import array_of
+from mpikv.torch import arrays
+from mpikv.torch.arrays import array_of
 
 
 class Buffers:
@@ -87,7 +87,7 @@ class Buffers:
 
 def _is_plain(buffer: torch.Tensor) -> bool:
     """Whether its bytes can be written where they are."""
-    return tensors.in_host_memory(buffer) and bool(buffer.is_contiguous())
+    return arrays.in_host_memory(buffer) and bool(buffer.is_contiguous())
 
 
 def _home(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:

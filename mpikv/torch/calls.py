@@ -18,8 +18,8 @@ import torch
 
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
+from mpikv.torch.arrays import array_of, tensor_of
 from mpikv.torch.default import calls_of
-from mpikv.torch.tensors import array_of, tensor_of
 
 Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
 

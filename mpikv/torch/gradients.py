@@ -28,7 +28,7 @@ import torch
 from mpikv.arrays import HostArray
 from mpikv.collective_calls import CollectiveCalls
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
-from mpikv.torch import tensors
+from mpikv.torch import arrays
 from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.tail import Flags, Outcome, Tail
@@ -115,7 +115,7 @@ class Gradients:
         grad, view = self._grad(i), self._places[i].view
         if grad is view:
             return  # what PyTorch adds there later must come before the factor
-        if tensors.in_host_memory(grad):
+        if arrays.in_host_memory(grad):
             torch.mul(grad, self.scale, out=view)
         else:
             view.copy_(grad).mul_(self.scale)
@@ -269,7 +269,7 @@ class Gradients:
         parameter, view = self.parameters[i], self._places[i].view
         if parameter.grad is view:
             return
-        if tensors.in_host_memory(parameter):
+        if arrays.in_host_memory(parameter):
             parameter.grad = view
         elif parameter.grad is None:
             parameter.grad = view.to(parameter.device)

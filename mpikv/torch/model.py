@@ -23,7 +23,7 @@ from mpikv.buckets import LIMIT_BYTES
 from mpikv.collective_calls import CollectiveCalls
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.torch import buffers, tensors
+from mpikv.torch import arrays, buffers
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
@@ -196,7 +196,7 @@ class DistributedModel(torch.nn.Module):
 
 def _examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The first dimension of the first tensor argument."""
-    for tensor in tensors.tensors_in([*args, *kwargs.values()]):
+    for tensor in arrays.tensors_in([*args, *kwargs.values()]):
         return int(tensor.shape[0]) if tensor.ndim else 1
     raise UnsupportedError("join: the forward pass has no tensor argument whose first dimension counts the examples")
 
@@ -209,7 +209,7 @@ def _check_parameters(module: torch.nn.Module) -> None:
             )
         if any(isinstance(one, torch.nn.UninitializedParameter) for one in part.parameters(recurse=False)):
             raise UnsupportedError(f"{name or 'the module'} has parameters without a shape; run a forward pass first")
-    if any(not tensors.in_host_memory(parameter) for parameter in module.parameters()):
+    if any(not arrays.in_host_memory(parameter) for parameter in module.parameters()):
         warnings.warn(
             "DistributedModel: gradients of parameters on a device go through host memory, which is slow", stacklevel=3
         )

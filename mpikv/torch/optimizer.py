@@ -22,7 +22,7 @@ import torch
 from mpikv.buckets import LIMIT_BYTES
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.torch import tensors
+from mpikv.torch import arrays
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
@@ -170,7 +170,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if calls.store.num_workers > 1:
         for i, parameter in enumerate(gradients.parameters):
             hook(parameter, partial(found._mpikv_on_gradient, i))
-        if any(not tensors.in_host_memory(parameter) for parameter in gradients.parameters):
+        if any(not arrays.in_host_memory(parameter) for parameter in gradients.parameters):
             warnings.warn(
                 "DistributedOptimizer: gradients of parameters on a device go through host memory, which is slow",
                 stacklevel=2,

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from mpikv.torch.arrays import tensors_in
 from mpikv.torch.gradients import Gradients
-from mpikv.torch.tensors import tensors_in
 
 
 class Passes:

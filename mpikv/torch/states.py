@@ -13,8 +13,8 @@ from mpikv.arrays import dtype_of
 from mpikv.errors import ShapeMismatch
 from mpikv.kvstore import KVStore
 from mpikv.torch import buffers
+from mpikv.torch.arrays import array_of, tensor_of
 from mpikv.torch.default import calls_of
-from mpikv.torch.tensors import array_of, tensor_of
 
 
 def broadcast_parameters(

@@ -548,7 +548,7 @@ def test_unequally_many_backward_passes_are_an_error() -> None:
 
 def test_gradients_on_a_device_go_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With host memory that is taken for a device's."""
-    monkeypatch.setattr(mt.tensors, "in_host_memory", lambda tensor: False)
+    monkeypatch.setattr(mt.arrays, "in_host_memory", lambda tensor: False)
     replicas = [nets.seeded(nets.Net) for _ in range(2)]
     for step in range(3):
         for rank, replica in enumerate(replicas):

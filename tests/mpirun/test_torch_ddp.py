@@ -8,7 +8,7 @@ import frameworks
 import pytest
 from jobs import find_mpi, mpirun
 
-PROGRAM = str(Path(__file__).with_name("torch_program.py"))
+PROGRAM = str(Path(__file__).with_name("torch_ddp_program.py"))
 LIMIT_S = 220  # each rank imports PyTorch, on a busy machine half a minute; all of it takes 10 s on a quiet one
 
 

@@ -1,4 +1,4 @@
-"""What test_torch_jobs.py starts: the same training by DistributedDataParallel over Gloo, and by mpikv.torch.
+"""What test_torch_ddp.py starts: the same training by DistributedDataParallel over Gloo, and by mpikv.torch.
 
 Argument: a file by which the processes of Gloo find each other.
 """
