@@ -173,9 +173,15 @@ class Owner:
             kept.popitem(last=False)
 
     def label(self, key_id: int, attributes: AttributesId) -> Label:
-        """What a push of this key under these attributes says of its update."""
+        """What a push of this key under these attributes says of its update.
+
+        Attributes of an optimizer that another one has replaced since count as those that this one was set with.
+        """
         slot = self._slots.get(key_id, DEFAULT_SLOT)
-        return self._kept(slot, attributes).label if slot in self._optimizers else PLAIN
+        if slot not in self._optimizers:
+            return PLAIN
+        known = not attributes[1] or attributes[1] in self._attributes.get((slot, attributes[0]), {})
+        return self._kept(slot, attributes if known else AS_SET).label
 
     def _kept(self, slot: int, attributes: AttributesId) -> Kept:
         worker, number = attributes

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.labels import Label
-from mpikv.optimizers.owner import AS_SET, AttributesId
+from mpikv.optimizers.owner import AttributesId
 from mpikv.reductions import SUM, Reduction
 
 Cut = Callable[[Sequence[HostArray]], Sequence[HostArray]]
@@ -69,6 +69,10 @@ class Policy(Protocol):
         """
         ...
 
+    def relabel(self, label: Callable[[AttributesId], Label]) -> None:
+        """Another optimizer serves the key now: what is here of a round is taken under its attributes."""
+        ...
+
     def regrouped(self, others: Sequence[Any], cut: Cut, count: int) -> Sequence[Policy]:
         """What this policy and `others`, of all units of a key in order, are for `count` units of another cut.
 
@@ -91,9 +95,9 @@ class Synchronous:
         self._next_worker = 0
         self._total: HostArray | None = None
         self._early: dict[int, Contribution] = {}
-        self._labels: list[Label] = []  # of those that are added
-        self._alike = True  # whether they are equal
-        self._attributes: AttributesId = AS_SET  # worker 0's
+        self._attributes: list[AttributesId] = []  # of those that are added
+        self._labels: list[Label] = []
+        self._alike = True  # whether the labels are equal
         self._op = SUM  # worker 0's
 
     def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
@@ -107,18 +111,20 @@ class Synchronous:
             self._next_worker += 1
             if self._next_worker == self._num_workers:
                 terms = (gradient,) if self._total is None else (self._total, gradient)
-                update = Update(terms, self._attributes, () if self._alike else tuple(self._labels), self._op)
-                self._next_worker, self._total, self._labels, self._alike = 0, None, [], True
+                update = Update(terms, self._attributes[0], () if self._alike else tuple(self._labels), self._op)
+                self._next_worker, self._total, self._alike = 0, None, True
+                self._attributes, self._labels = [], []
                 return update
             self._total = gradient if self._total is None else memory.combine(self._total, gradient, self._op.combine)
             found = self._early.pop(self._next_worker, None)
         return None
 
     def _in_units(self, part: Contribution, memory: Memory) -> HostArray:
+        self._attributes.append(part.attributes)
         self._labels.append(part.label)
         first = self._labels[0]
         if len(self._labels) == 1:
-            self._attributes, self._op = part.attributes, part.op
+            self._op = part.op
         if part.label is first or part.label == first:
             return part.gradient
         self._alike = False
@@ -126,6 +132,16 @@ class Synchronous:
         if units in (factor, 0.0) or part.gradient.dtype.kind != "f":
             return part.gradient
         return memory.scaled(part.gradient, factor / units)
+
+    def relabel(self, label: Callable[[AttributesId], Label]) -> None:
+        """Attributes that were set with the optimizer are now those of the new one."""
+        old = zip(self._attributes, self._labels, strict=True)
+        self._labels = [label(attributes)._replace(op=one.op) for attributes, one in old]
+        self._alike = all(one == self._labels[0] for one in self._labels)
+        self._early = {
+            worker: part._replace(label=label(part.attributes)._replace(op=part.label.op))
+            for worker, part in self._early.items()
+        }
 
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """The same sums, cut anew."""
@@ -140,8 +156,8 @@ class Synchronous:
         }
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
-            unit._next_worker, unit._attributes, unit._total = self._next_worker, self._attributes, new_totals[i]
-            unit._labels, unit._alike, unit._op = list(self._labels), self._alike, self._op
+            unit._next_worker, unit._total, unit._alike = self._next_worker, new_totals[i], self._alike
+            unit._attributes, unit._labels, unit._op = list(self._attributes), list(self._labels), self._op
             unit._early = {worker: parts[i] for worker, parts in early.items()}
         return result
 
@@ -157,6 +173,9 @@ class Asynchronous:
     def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
         """The gradient itself, with its own attributes."""
         return Update((part.gradient,), part.attributes)
+
+    def relabel(self, label: Callable[[AttributesId], Label]) -> None:
+        """Nothing waits here."""
 
     def regrouped(self, others: Sequence[Asynchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """Nothing waits here."""

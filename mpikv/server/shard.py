@@ -119,6 +119,8 @@ class Shard:
     def regroup(self) -> None:
         """Cut the units as the optimizer that is now in force wants them. Nothing may be on its way here."""
         bounds, old = self._bounds(), self.units
+        for unit in old:
+            unit.policy.relabel(lambda attributes: self._owner.label(self.info.id, attributes))
         if len(bounds) == len(old):
             return
 
