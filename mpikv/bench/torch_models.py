@@ -49,7 +49,7 @@ def _lenet(_image_size: int) -> Any:
 
 
 def _mlp(image_size: int) -> Any:
-    layers = [nn.Linear(image_size**2, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)]
+    layers = [nn.Linear(image_size**2, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
     return nn.Sequential(nn.Flatten(), *layers)
 
 
