@@ -7,6 +7,7 @@ is what was `_allgather_base`, and so on.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,11 @@ _OPERATORS = (
 )
 
 
+# Before 2.7 what PyTorch's C++ holds of a work does not hold its Python object (pytorch/pytorch#146376): DDP asks a
+# work for its future at once, and waits for two broadcasts at a time.
+HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7) else 8
+
+
 def operator_of(op: Any) -> Operator:
     """The operator of a ReduceOp. Raises UnsupportedError."""
     for known, name in _OPERATORS:
@@ -53,6 +59,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._world, self._group = world, group
         self._completer = completer()
         self._names = {"name": "", "description": ""}
+        self._held: deque[CallWork] = deque(maxlen=HELD_WORKS)
         self._together: list[CallWork] | None = None  # the works of a coalescing context
 
     # --- what it is
@@ -295,6 +302,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             call.wait()
             views.write_back()
         work = CallWork([call], result, self._completer.submit)
+        self._held.append(work)
         if self._together is not None:
             self._together.append(work)
         return work
