@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import frameworks
 import pytest
 
-torch_data = pytest.importorskip("torch.utils.data")
+torch_data = frameworks.need("torch.utils.data")
 
 from mpikv.data import SplitSampler  # noqa: E402
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import frameworks
 import pytest
 
 from mpikv.config import Config
 from mpikv.errors import StallError, UnsupportedError
 from mpikv.testing.groups import spawn_groups
 
-torch = pytest.importorskip("torch")
+torch = frameworks.need("torch")
 
 import torch.distributed as dist  # noqa: E402 - where PyTorch is
 from torch._C import _distributed_c10d as c10d  # noqa: E402
