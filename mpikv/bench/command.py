@@ -69,10 +69,10 @@ def _check(options: argparse.Namespace) -> None:
             output.check_writable(f"--{option}", getattr(options, option))
     if options.plot:
         output.check_matplotlib()
-    if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
-        gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
     if options.kind == "train":
         _check_training(options)
+    if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
+        gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
 
 
 def _check_training(options: argparse.Namespace) -> None:
