@@ -235,8 +235,8 @@ def test_pytorchs_store() -> None:
         store.set(f"key {group.rank}", "value")
         assert [store.get(f"key {rank}") for rank in range(2)] == [b"value", b"value"]
         store.wait(["key 0", "key 1"], timedelta(seconds=5))
-        assert store.check(["key 0"])
-        assert not store.check(["none"])
+        assert mine.check(["a/key 0"])  # not by the prefix, which has no such method before PyTorch 2.3
+        assert not mine.check(["a/none"])
         store.add("number", 2)
         group.barrier().wait()
         assert store.add("number", 0) == 4
@@ -245,7 +245,7 @@ def test_pytorchs_store() -> None:
         group.barrier().wait()
         store.delete_key(f"key {group.rank}")
         group.barrier().wait()
-        assert not store.check(["key 0"])
+        assert not mine.check(["a/key 0"])
         mine.multi_set(["x", "y"], ["1", "2"])
         mine.append("x", "0")
         mine.set_timeout(timedelta(seconds=0.05))
