@@ -12,6 +12,7 @@ weights are off by one rounding: a way is wrong where it is several times as far
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -75,6 +76,7 @@ def _compare(
     ways = [way(work) for way in chosen]
     reference, rounded = RawEach(work), RawEach(work)
     _round_once(rounded)
+    rounded_first = copy.deepcopy(rounded.net)
     wrong, farthest = np.zeros(len(ways), np.int64), np.zeros(len(ways))
     times: list[list[float]] = []
     turn, rounds, round_s = 0, 1, 0.0
@@ -86,9 +88,9 @@ def _compare(
         if plan.check:
             _turn(comm, reference, batches)
             _turn(comm, rounded, batches)
-            tolerance = max(TOLERANCE, ROUNDINGS * _distance(work, rounded, reference))
+            tolerance = max(TOLERANCE, ROUNDINGS * _distance(work, rounded.net, reference, rounded_first))
             for i, way in enumerate(ways[1:], start=1):
-                away = _distance(work, way, reference)
+                away = _distance(work, way.net, reference, work.net)
                 farthest[i] = max(farthest[i], away)
                 wrong[i] += not away <= tolerance
         round_s = time.perf_counter() - start_s
@@ -142,13 +144,12 @@ def _round_once(way: Alone) -> None:
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 
 
-def _distance(work: Work, way: Alone, reference: Alone) -> float:
-    """How far the weights are from the reference's, relative to how far these have moved."""
+def _distance(work: Work, net: torch.nn.Module, reference: Alone, start: torch.nn.Module) -> float:
+    """How far a net's way from `start` differs from the reference's, relative to how far this has moved."""
     away = moved = 0.0
+    nets = (net, start, reference.net, work.net)
     with torch.no_grad():
-        for mine, expected, first in zip(
-            *(net.parameters() for net in (way.net, reference.net, work.net)), strict=True
-        ):
-            away += float((mine - expected).double().square().sum())
+        for mine, begun, expected, first in zip(*(one.parameters() for one in nets), strict=True):
+            away += float(((mine - begun) - (expected - first)).double().square().sum())
             moved += float((expected - first).double().square().sum())
     return float((away / moved) ** 0.5) if moved else float("inf")
