@@ -15,7 +15,7 @@ Cost of a call: two exchanges through the store (5 to 20 us each on one host), a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -25,14 +25,15 @@ from mpikv.arrays import HostArray, dtype_named
 from mpikv.control.agreement import grouped
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
+from mpikv.reductions import REDUCTIONS
 
 PIECE_BYTES = 4 << 20  # bounds the memory that the store keeps for these keys
 LEAST_BYTES = 64
 _HASH_BITS = 26  # the squares of so many bits, added over 2048 workers, fit in 64 bits
 _SHOWN = 2000  # characters of a description in an error
 
-_REDUCTIONS: dict[str, Callable[..., Any]] = {"min": np.minimum, "max": np.maximum, "prod": np.multiply}
-OPS = ("sum", "mean", *_REDUCTIONS)
+OPS = tuple(REDUCTIONS)
+GATHERED = ("min", "max", "prod")
 
 
 class CollectiveCalls:
@@ -79,8 +80,8 @@ class CollectiveCalls:
         for dtype in dict.fromkeys(value.dtype for value in values):
             chosen = [i for i, value in enumerate(values) if value.dtype == dtype]
             flat = np.concatenate([values[i].reshape(-1) for i in chosen])
-            if op in _REDUCTIONS:
-                total = reduce(_REDUCTIONS[op], self._gather_equal(flat))
+            if op in GATHERED:
+                total = reduce(REDUCTIONS[op].combine, self._gather_equal(flat))
             else:
                 total = self._sum(flat)
                 if op == "mean":

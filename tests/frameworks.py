@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "MPIKV_TEST_FRAMEWORKS"
-ALL = ("torch", "jax", "optax")
+ALL = ("torch", "jax", "optax", "expecttest")  # the last one: what the tests in PyTorch's wheel import
 
 
 def need(module: str) -> Any:

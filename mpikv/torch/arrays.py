@@ -10,17 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpikv import tensors
 from mpikv.arrays import BFLOAT16, HostArray, dtype_named
 
 
 def array_of(tensor: torch.Tensor) -> HostArray:
     """The values of a tensor: a view where they are in host memory, a copy elsewhere. Local."""
-    host = tensor.detach().to("cpu").resolve_conj().resolve_neg()
-    if host.dtype == torch.bfloat16:
-        bits: HostArray = host.view(torch.int16).numpy()
-        return bits.view(BFLOAT16)
-    array: HostArray = host.numpy()
-    return array
+    return tensors.view(tensor.detach().to("cpu").resolve_conj().resolve_neg())
 
 
 def tensor_of(array: HostArray) -> torch.Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-import pytest
+import frameworks
 from jobs import Job, mpirun
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
+frameworks.need("jax")
 PROGRAM = str(Path(__file__).with_name("jax_program.py"))
 
 

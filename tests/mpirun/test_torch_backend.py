@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
 
+import frameworks
 import pytest
 from jobs import Job, mpirun
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+frameworks.need("torch")
 
 HERE = Path(__file__).parent
 PROGRAM = str(HERE / "process_group_program.py")
@@ -52,8 +52,8 @@ def test_a_rank_that_fails_ends_the_job_and_says_why(case: str, said: str) -> No
     assert re.search(said, job.stderr), job.output
 
 
-@pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="PyTorch's tests need expecttest")
 def test_pytorchs_own_tests() -> None:
+    frameworks.need("expecttest")
     names = HERE / "pytorch_tests.txt"
     job = run(3, SUITE, "--list", str(names))
     assert job.status == 0, job.output

@@ -131,7 +131,9 @@ def test_the_oldest_versions_are_those_of_the_project() -> None:
 def test_pytorch_and_jax_are_not_skipped_where_they_are_installed() -> None:
     mpis = Mpi("openmpi", Path()), Mpi("mpich", Path())
     for stage in _stages.stages(*mpis, quick=False):
-        assert stage.frameworks == (("torch", "jax", "optax") if stage.mpi.kind == "openmpi" else ()), stage.title
+        assert stage.frameworks == (("torch", "jax", "optax", "expecttest") if stage.mpi.kind == "openmpi" else ()), (
+            stage.title
+        )
 
 
 def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
