@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -62,11 +63,12 @@ class Stage:
 
 @dataclass
 class Count:
-    """The tests of a stage by outcome. reasons: why each of the skipped was."""
+    """The tests of a stage by outcome. reasons: why each of the skipped was. seconds: how long each has taken."""
 
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def stages(
@@ -184,12 +186,13 @@ def run_all(
 
 def count(path: Path) -> Count:
     """The tests by their last outcome in the report; one that has started and not ended has failed."""
-    last: dict[str, dict[str, str]] = {}
+    last: dict[str, dict[str, Any]] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         last[entry["test"]] = entry
     result = Count()
     for test, entry in last.items():
+        result.seconds[test] = entry["seconds"]
         if entry["outcome"] == "passed":
             result.passed.append(test)
         elif entry["outcome"] == "skipped":
@@ -225,6 +228,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("-k")
     parser.add_argument("-v", action="store_true")
+    parser.add_argument("--slowest", type=int, default=0)
     options = parser.parse_args()
     environments = [jobs.Mpi("openmpi", options.openmpi.absolute()), jobs.Mpi("mpich", options.mpich.absolute())]
     if options.quick + options.cluster + options.oldest > 1:
@@ -254,6 +258,8 @@ def main() -> int:
             f"{len(counted.reasons)} skipped in {job.seconds:.0f} s",
             flush=True,
         )
+        for test in sorted(counted.seconds, key=counted.seconds.__getitem__, reverse=True)[: options.slowest]:
+            print(f"  {counted.seconds[test]:6.1f} s  {test}", flush=True)
         passed += len(counted.passed)
         failed += [f"{stage.title}: {test}" for test in counted.failed]
         executed.update(counted.passed, counted.failed)

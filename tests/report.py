@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 
@@ -19,13 +20,12 @@ STAGE_VARIABLE = "MPIKV_TEST_STAGE"
 WORSE = ("passed", "skipped", "failed")  # of the reports of set-up, call and tear-down the last of these counts
 
 
-def write(test: str, outcome: str, reason: str = "") -> None:
+def write(test: str, outcome: str, reason: str = "", seconds: float = 0) -> None:
     """Append one line. One write of a short line to a file opened for appending is whole, whoever else writes."""
     path = os.environ.get(FILE_VARIABLE)
     if path:
-        line = json.dumps(
-            {"stage": os.environ.get(STAGE_VARIABLE, ""), "test": test, "outcome": outcome, "reason": reason}
-        )
+        entry = {"stage": os.environ.get(STAGE_VARIABLE, ""), "test": test, "outcome": outcome, "reason": reason}
+        line = json.dumps(entry | {"seconds": round(seconds, 3)})
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -34,10 +34,10 @@ class Report:
     """The pytest plugin."""
 
     def __init__(self) -> None:
-        self._outcome, self._reason = "passed", ""
+        self._outcome, self._reason, self._began = "passed", "", 0.0
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._outcome, self._reason = "passed", ""
+        self._outcome, self._reason, self._began = "passed", "", time.monotonic()
         write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -48,7 +48,7 @@ class Report:
             self._reason = _reason(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        write(nodeid, self._outcome, self._reason)
+        write(nodeid, self._outcome, self._reason, time.monotonic() - self._began)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -30,7 +30,9 @@ def judged(
 ):
     """What a stage counts whose tests wrote these lines and that ended with this status."""
     report = tmp_path / "report"
-    report.write_text("".join(json.dumps({"test": t, "outcome": o, "reason": "why"}) + "\n" for t, o in lines))
+    report.write_text(
+        "".join(json.dumps({"test": t, "outcome": o, "reason": "why", "seconds": 0.5}) + "\n" for t, o in lines)
+    )
     counted = _stages.count(report)
     stage = _stages.Stage("unit", "title", None, [], 60, may_skip=may_skip)
     ended = Job(status, "", "", 1.0, **{"timed_out": False, **job})
