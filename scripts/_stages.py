@@ -31,6 +31,8 @@ RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_jobs", "_sc
 OPENMPI_SIZES = (1, 2, 3, 4, 5)
 MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their time spinning
 QUICK_SIZES = (3,)
+# Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
+FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop", "unmet"))
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
@@ -88,7 +90,9 @@ def stages(
     without_runner = [f"--ignore={path}" for path in RUNNER]
     found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], LIMIT_S, options=without_runner)]
     if not quick:
-        found.append(Stage("jobs", "whole jobs", openmpi, others, LIMIT_S))  # early, since it takes longest
+        without_faulty = [f"--ignore={path}" for path in FAULTY]
+        found.append(Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=without_faulty))
+        found.append(Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S))
     sizes = QUICK_SIZES if quick else OPENMPI_SIZES
     found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
     if quick:
@@ -166,10 +170,10 @@ def run_all(
 ) -> Iterator[tuple[Stage, jobs.Job, Count]]:
     """Run the stages, some at the same time, and hand over each when it has ended.
 
-    Most stages wait much of their time, for an mpirun or a scheduler to start something, so two of them share two cores
+    Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two cores
     well. With their output on the terminal they run one by one.
     """
-    at_once = 1 if options.v else min(2, len(os.sched_getaffinity(0)))
+    at_once = 1 if options.v else min(3, 1 + len(os.sched_getaffinity(0)))
     waiting, active = list(chosen), []
     try:
         while waiting or active:

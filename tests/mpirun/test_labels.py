@@ -19,8 +19,16 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "workers"),
-    [("memory", 2), ("memory", 3), ("messages", 3), ("native", 3), ("hosts", 3), ("servers", 2), ("servers", 3)],
+    ("mpi", "way", "workers"),
+    [
+        *(("mpich", way, 3) for way in WAYS),
+        ("mpich", "memory", 2),
+        ("mpich", "servers", 2),
+        ("openmpi", "memory", 3),
+        ("openmpi", "native", 3),
+        ("openmpi", "servers", 2),
+    ],
+    indirect=["mpi"],
 )
 def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: int) -> None:
     ranks = workers + (way == "servers")
@@ -28,7 +36,7 @@ def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: in
     assert (job.status, job.stdout.count("right")) == (0, workers), job.output
 
 
-@pytest.mark.parametrize("way", ["memory", "servers"])
+@pytest.mark.parametrize(("mpi", "way"), [("mpich", "memory"), ("openmpi", "servers")], indirect=["mpi"])
 def test_different_rates_end_the_job(mpi, way: str) -> None:
     job = mpirun(3, ["python", PROGRAM, "rates"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output

@@ -10,7 +10,11 @@ from jobs import mpirun
 
 PROGRAM = str(Path(__file__).with_name("orders_program.py"))
 LIMIT_S = 60
-KINDS = pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+KINDS = pytest.mark.parametrize(
+    ("mpi", "kind"),
+    [("mpich", "dist_sync"), ("mpich", "dist_async"), ("openmpi", "dist_sync")],
+    indirect=["mpi"],
+)
 
 
 @KINDS

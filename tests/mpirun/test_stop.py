@@ -60,10 +60,20 @@ def test_synchronous(mpi, who: str, signum: signal.Signals) -> None:
     assert signum.name in running.result.stderr
 
 
-@pytest.mark.parametrize("progress", ["thread", "calls"])
+WORKER_OR_SERVER = [
+    ("dist_sync", 0, 1),
+    ("dist_sync", 1, 2),
+    ("dist_sync", 1, 0),
+    ("dist_async", 0, 1),
+    ("dist_async", 1, 2),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "servers", "signalled"),
-    [("dist_sync", 0, 1), ("dist_sync", 1, 2), ("dist_sync", 1, 0), ("dist_async", 0, 1), ("dist_async", 1, 2)],
+    ("mpi", "progress", "kind", "servers", "signalled"),
+    [("mpich", progress, *row) for progress in ("thread", "calls") for row in WORKER_OR_SERVER]
+    + [("openmpi", "thread", *row) for row in WORKER_OR_SERVER[1::3]],
+    indirect=["mpi"],
 )
 def test_modes(mpi, kind: str, servers: int, signalled: int, progress: str) -> None:
     """With servers rank 2 is one: what it is told, it tells the workers."""
