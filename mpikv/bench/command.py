@@ -7,6 +7,7 @@ import importlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -112,8 +113,10 @@ def _measure(options: argparse.Namespace, job: Job) -> int:
         if options.json:
             more = {**({} if options.kind == "train" else {"ledger": ledger(session.rows)}), **session.more}
             output.write_json(options.json, output.document(command, found, session.rows, session.notes, **more))
+            print(f"# rows written to {Path(options.json).resolve()}", flush=True)
         if options.plot:
             session.write_plot(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
+            print(f"# plot written to {Path(options.plot).resolve()}", flush=True)
         if wrong:
             print(f"mpikv bench: {wrong} results were wrong", file=sys.stderr, flush=True)
     job.comm.Barrier()

@@ -31,7 +31,7 @@ def check_torch(wanted_by: str) -> None:
     except ValueError:  # it was taken away from this process
         found = None
     if found is None:
-        raise ConfigError(f"{wanted_by} needs PyTorch: pip install 'mpikv[torch]'")
+        raise ConfigError(f"{wanted_by} needs PyTorch: pip install torch")
 
 
 @contextlib.contextmanager

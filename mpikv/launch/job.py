@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mpikv import checks
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.launch import allocation, environment, hosts, line, remote, sync
@@ -30,6 +32,7 @@ from mpikv.transports.interface import mpirun_variables
 from mpikv.transports.launcher import OPEN_MPI
 
 BAD_INPUT = 2
+PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 
 
 class Job(NamedTuple):
@@ -158,6 +161,15 @@ def _check_command(command: Sequence[str], *, here: bool) -> None:
     if here and found is None:
         reason = "is not executable" if os.path.isfile(first) else "no such command on this machine"
         raise NoCommandError(f"{first}: {reason}")
+    if here and PYTHON.fullmatch(os.path.basename(first)) and command[1:2] and command[1].endswith(".py"):
+        check_script(command[1])
+
+
+def check_script(script: str) -> None:
+    """Raise ConfigError where it is not there: else every rank's Python would say so."""
+    if not os.path.exists(script):
+        near = checks.meant(os.path.basename(script), sorted(path.name for path in Path(script).parent.glob("*.py")))
+        raise ConfigError(f"{script}: no such file in {os.getcwd()}.{near}")
 
 
 def _told(job: Job, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from mpikv.numbers import at_least, seconds
@@ -18,6 +20,7 @@ EXAMPLES = """examples:
   mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir /tmp/job python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
   mpikv launch -n 4 --dry-run python train.py          the line that would be run
+  mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
 
 exit status: the first failing rank's (128 + N for signal N); 124 after --timeout, 130 after Ctrl-C, 2 for wrong
 options, 127 for a command that does not exist; never 0 where a rank failed, was killed, or never reported its end."""
@@ -76,11 +79,24 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
                             help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
 
 
+def command_words(parser: argparse.ArgumentParser, words: Sequence[str], example: str) -> list[str]:
+    """The words of the command. One word with spaces that is no file is a whole line, as MXNet's launch.py took it.
+
+    Ends the program with the parser's error where there is no command; `example` is shown then.
+    """
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if len(words) == 1 and len(words[0].split()) > 1 and not os.path.exists(words[0]):
+        try:
+            words = shlex.split(words[0])
+        except ValueError as error:  # a quotation mark without its counterpart
+            parser.error(f"COMMAND {words[0]!r}: {error}; write it without quotes around the whole: {example}")
+    if not words:
+        parser.error(f"no command: {example}")
+    return words
+
+
 def _run(options: argparse.Namespace) -> int:
-    if options.command[:1] == ["--"]:
-        options.command = options.command[1:]
-    if not options.command:
-        options.parser.error("no command: mpikv launch -n 2 python train.py")
+    options.command = command_words(options.parser, options.command, "mpikv launch -n 2 python train.py")
     if options.launcher == "yarn":
         print(f"mpikv launch: error: {YARN}", file=sys.stderr)
         return BAD_INPUT

@@ -17,6 +17,7 @@ from mpikv.errors import ConfigError
 from mpikv.launch import environment, sge, slurm
 from mpikv.launch.batch import DISTRIBUTIONS, NOTICE_S, SCHEDULERS, Job, parse_time
 from mpikv.launch.follow import Follower
+from mpikv.launch.options import command_words
 from mpikv.launch.scheduler import SchedulerError
 
 BAD_INPUT = 2
@@ -101,10 +102,7 @@ def _add_sge_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.command[:1] == ["--"]:
-        options.command = options.command[1:]
-    if not options.command:
-        options.parser.error("no command: mpikv submit slurm -n 2 -- python train.py")
+    options.command = command_words(options.parser, options.command, "mpikv submit slurm -n 2 -- python train.py")
     try:
         job = Job(
             options.scheduler,

@@ -185,6 +185,11 @@ def _messages(lanes: Sequence[Lane], workers: int) -> float:
     return sum(2 * workers * steps.get(lane.algorithm, workers - 1) for lane in lanes)
 
 
+def mode_of(workload: Workload, workers: int, *, per_host: int = 1, algorithm: str = "auto") -> str:
+    """What `simulate` will call it: `allreduce` and its algorithms."""
+    return _mode(lanes_of(workload, hosts_of(workers, per_host), algorithm))
+
+
 def _mode(lanes: Sequence[Lane]) -> str:
     """The algorithms by the bytes that they move."""
     moved: dict[str, int] = {}

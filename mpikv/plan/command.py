@@ -1,26 +1,28 @@
-"""`mpikv plan`: simulates each row, shows on a terminal how far it is, prints the table."""
+"""`mpikv plan`: simulates row after row, says how far it is, prints each number of workers as soon as it is known."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpikv.config import Config
 from mpikv.errors import MpikvError
 from mpikv.plan import allreduce, servers
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.outcome import Outcome
-from mpikv.plan.report import Row, document, lines, marked
+from mpikv.plan.report import Row, Table, document, marked, settings_of
 from mpikv.plan.workload import Workload, of_bytes, of_model
 
 BAD_INPUT = 2
 SHOWN_S = 0.2  # between two updates of the line that says how far it is
+LINE_S = 10.0  # between two lines where none can be updated: a file, a pipe
 
 
 class Case(NamedTuple):
@@ -45,19 +47,25 @@ def run(options: argparse.Namespace) -> int:
         if options.json and options.json != "-" and not Path(options.json).absolute().parent.is_dir():
             raise ValueError(f"--json {options.json}: there is no such folder")
         costs = _costs(options)
-        rows = _simulated(options, costs)
+        settings = settings_of(options, costs)
+        rows = _simulated(options, costs, None if options.json == "-" else _table(options, settings))
     except (MpikvError, ValueError) as error:
         print(f"mpikv plan: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    marked(rows)
-    found = document(options, costs, rows)
-    if options.json == "-":
-        print(json.dumps(found, indent=1))
-        return 0
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
-    print("\n".join(lines(found["settings"], rows, steps=bool(options.compute_ms))))
+        text = json.dumps(document(settings, rows), indent=1)
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(f"{text}\n")
     return 0
+
+
+def _table(options: argparse.Namespace, settings: Mapping[str, Any]) -> Table:
+    """The table of these cases. Raises ConfigError where they cannot be simulated."""
+    workload = workload_of(options)
+    width = max(len(mode_of(options, case, workload)) for case in cases(options))
+    return Table(settings, width, steps=bool(options.compute_ms))
 
 
 def _costs(options: argparse.Namespace) -> Costs:
@@ -82,17 +90,34 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return of_model(options.model) if options.bytes is None else of_bytes(options.bytes)
 
 
-def _simulated(options: argparse.Namespace, costs: Costs) -> list[Row]:
+def _simulated(options: argparse.Namespace, costs: Costs, table: Table | None) -> list[Row]:
+    """All rows, and the table printed as far as it is known: the marks compare the rows of one number of workers."""
     workload, link = workload_of(options), Link(options.link, options.latency, options.mtu)
     todo, rows = list(cases(options)), []
     progress = _Progress(len(todo))
-    for case in todo:
-        progress.begin(f"{case.workers} workers, {case.servers} servers, {case.mode}")
-        rows.append(
-            Row(case.workers, case.servers, simulate(options, case, Machine(workload, link, costs), progress.alive))
-        )
+    if table is not None:
+        progress.say(table.head())
+    for _, group in itertools.groupby(todo, key=lambda case: case.workers):
+        some: list[Row] = []
+        for case in group:
+            progress.begin(f"{case.workers} workers, {case.servers} servers, {case.mode}")
+            outcome = simulate(options, case, Machine(workload, link, costs), progress.alive)
+            some.append(Row(case.workers, case.servers, outcome))
+        marked(some)
+        rows += some
+        if table is not None:
+            progress.say([table.line(row) for row in some])
     progress.end()
+    if table is not None:
+        progress.say(table.foot(rows))
     return rows
+
+
+def mode_of(options: argparse.Namespace, case: Case, workload: Workload) -> str:
+    """The mode of its row, before it is simulated."""
+    if case.mode == "sync" and not case.servers:
+        return allreduce.mode_of(workload, case.workers, per_host=options.per_host, algorithm=options.algorithm)
+    return servers.mode_of(case.servers, synchronous=case.mode == "sync")
 
 
 def simulate(
@@ -127,10 +152,11 @@ def simulate(
 
 
 class _Progress:
-    """One line on a terminal, nothing elsewhere."""
+    """How far it is: one line on a terminal, which changes; elsewhere a line every `LINE_S`."""
 
     def __init__(self, total: int) -> None:
-        self._shown = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty()
+        self._every_s = SHOWN_S if self._terminal else LINE_S
         self._total, self._done, self._what = total, 0, ""
         self._begun_s = self._last_s = time.monotonic()
 
@@ -138,20 +164,30 @@ class _Progress:
         """The next row."""
         self._what = what
         self._done += 1
-        self._show()
+        if self._terminal:
+            self._show()
+        else:
+            self.alive()
 
     def alive(self) -> None:
         """Called by the simulation now and then."""
-        if time.monotonic() - self._last_s > SHOWN_S:
+        if time.monotonic() - self._last_s > self._every_s:
             self._show()
+
+    def say(self, lines: Sequence[str]) -> None:
+        """Print whole lines at once, where the changing one stood."""
+        self.end()
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
     def _show(self) -> None:
         self._last_s = time.monotonic()
-        if self._shown:
-            text = f"{self._done} of {self._total}: {self._what} ({self._last_s - self._begun_s:.0f} s)"
+        text = f"{self._done} of {self._total}: {self._what} ({self._last_s - self._begun_s:.0f} s)"
+        if self._terminal:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        else:
+            print(f"mpikv plan: {text}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Remove it."""
-        if self._shown:
+        """Remove the line."""
+        if self._terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

