@@ -38,6 +38,7 @@ RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
 OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
 SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
+WITHOUT_FULL = ["-m", "not full"]  # tests that take minutes are a stage of their own, which --full adds
 POLL_S = 0.1
 NO_TESTS = 5  # pytest's status where it ran none
 
@@ -74,11 +75,17 @@ class Count:
 
 
 def stages(
-    openmpi: jobs.Mpi, mpich: jobs.Mpi, quick: bool, cluster: bool = False, oldest: jobs.Mpi | None = None
+    openmpi: jobs.Mpi,
+    mpich: jobs.Mpi,
+    *,
+    quick: bool,
+    cluster: bool = False,
+    oldest: jobs.Mpi | None = None,
+    full: bool = False,
 ) -> list[Stage]:
     """All stages in their order: quick ones first. cluster: all tests on clusters and no others.
 
-    oldest: an environment with the oldest versions, in which a selection is run.
+    oldest: an environment with the oldest versions, in which a selection is run. full: those that take minutes, too.
     """
     if cluster:
         return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], LIMIT_S, may_skip=True)]
@@ -102,7 +109,10 @@ def stages(
     found.append(
         Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True)
     )
-    found.append(Stage("examples", "examples and documents", openmpi, ["tests/examples"], LIMIT_S))
+    examples = ["tests/examples"]
+    found.append(Stage("examples", "examples and documents", openmpi, examples, LIMIT_S, options=WITHOUT_FULL))
+    if full:
+        found.append(Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=["-m", "full"]))
     if oldest is not None:
         paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths]
@@ -170,8 +180,8 @@ def run_all(
 ) -> Iterator[tuple[Stage, jobs.Job, Count]]:
     """Run the stages, some at the same time, and hand over each when it has ended.
 
-    Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two cores
-    well. With their output on the terminal they run one by one.
+    Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two
+    cores well. With their output on the terminal they run one by one.
     """
     at_once = 1 if options.v else min(3, 1 + len(os.sched_getaffinity(0)))
     waiting, active = list(chosen), []
@@ -228,6 +238,7 @@ def main() -> int:
     parser.add_argument("--with-oldest", type=Path)
     parser.add_argument("--oldest", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--full", action="store_true")
     parser.add_argument("--cluster", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("-k")
@@ -235,15 +246,15 @@ def main() -> int:
     parser.add_argument("--slowest", type=int, default=0)
     options = parser.parse_args()
     environments = [jobs.Mpi("openmpi", options.openmpi.absolute()), jobs.Mpi("mpich", options.mpich.absolute())]
-    if options.quick + options.cluster + options.oldest > 1:
-        parser.error("--quick, --cluster and --oldest each leave out what the others ask for: give one of them")
+    if options.quick + options.cluster + options.oldest + options.full > 1:
+        parser.error("--quick, --cluster, --oldest and --full each leave out what others ask for: give one of them")
     oldest = None if options.with_oldest is None else jobs.Mpi("openmpi", options.with_oldest.absolute())
     if options.oldest:
         if oldest is None:
             parser.error("--oldest needs an environment with the oldest versions")
         chosen = oldest_stages(oldest)
     else:
-        chosen = stages(*environments, options.quick, options.cluster, oldest)
+        chosen = stages(*environments, quick=options.quick, cluster=options.cluster, oldest=oldest, full=options.full)
     if options.only:
         groups = options.only.split(",")
         known = list(dict.fromkeys(stage.group for stage in chosen))

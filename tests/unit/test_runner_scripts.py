@@ -97,6 +97,10 @@ def test_stages() -> None:
             and f"--ignore={name}" not in stage.options
         ]
         assert len(own) == (0 if name.startswith("tests/mpi/") else 1), name
+    # What takes minutes is a stage that another one leaves out.
+    (full,) = [stage for stage in _stages.stages(mpi, mpi, quick=False, full=True) if stage not in found]
+    assert [stage.options for stage in found if stage.paths == full.paths] == [["-m", "not full"]]
+    assert (full.group, full.options) == ("full", ["-m", "full"])
     quick = _stages.stages(mpi, mpi, quick=True)
     assert {stage.group for stage in quick} == {"unit", "mpi"}
 
