@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO
 
 KINDS = (
@@ -51,13 +51,20 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None
     The file that a symbolic link points to is replaced, not the link; a file that is there already keeps its mode.
     Raises what `write` raises, and OSError, also where `path` is no regular file; what is there then stays as it was.
     """
+    with replacing(path) as file:
+        write(file)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """The file that takes the place of `path` where the block ends without an error; see `replace_file`."""
     target = os.path.realpath(os.fsdecode(path))
     before = check_regular(path)
     # Not made of the file's name, which may be as long as names can be.
     beside = os.path.join(os.path.dirname(target), f".mpikv-{uuid.uuid4().hex[:16]}.tmp")
     try:
         with open(beside, "xb") as file:
-            write(file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             if before is not None:

@@ -5,7 +5,7 @@ axis as a big-endian unsigned 32-bit integer, then the elements in C order, big-
 which is seen from its first two bytes, not from the name. Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST
 database", section on the file format.
 
-The whole file is read at once: memory is twice the array for a moment where it is packed.
+`read_idx` reads the whole file: memory is twice the array for a moment where it is packed. `open_idx` maps it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mpikv.files import open_regular
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
+_LONGEST_HEADER = 4 + 4 * 255
 
 
 def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArray[Any]:
@@ -40,8 +41,31 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
             raw = gzip.decompress(raw)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: damaged or truncated gzip file ({error}); fetch it again") from error
+    start, shape, dtype = _layout(path, raw, len(raw), ndim)
+    return np.frombuffer(raw, dtype=dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def open_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArray[Any]:
+    """The array in the file, memory-mapped and read-only: nothing is read before it is used, and then from the file.
+
+    Elements of several bytes are big-endian, as they are in the file. A file packed with gzip cannot be mapped and is
+    read as by `read_idx`. ndim, errors: as of `read_idx`.
+    """
+    name = checks.path("path", path)
+    with open_regular(name) as file:
+        raw, size = file.read(_LONGEST_HEADER), os.fstat(file.fileno()).st_size
+    if raw[:2] == _GZIP_MAGIC:
+        return read_idx(name, ndim=ndim)
+    start, shape, dtype = _layout(path, raw, size, ndim)
+    if 0 in shape:  # no bytes cannot be mapped
+        return np.empty(shape, dtype)
+    return np.memmap(name, dtype, "r", start, shape)
+
+
+def _layout(path: Any, raw: bytes, size: int, ndim: int | None) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """Where the elements begin in a file of `size` bytes that begins with `raw`, the array's shape, and its dtype."""
     if len(raw) < 4:
-        raise ValueError(f"{path}: truncated IDX file: {len(raw)} bytes, the header alone has 4 or more")
+        raise ValueError(f"{path}: truncated IDX file: {size} bytes, the header alone has 4 or more")
     zeros, code, axes = struct.unpack(">HBB", raw[:4])
     if zeros or code not in _DTYPES:
         raise ValueError(
@@ -52,15 +76,15 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
         raise ValueError(f"{path}: the array has {axes} axes, expected {ndim}")
     start = 4 + 4 * axes
     if len(raw) < start:
-        raise ValueError(f"{path}: truncated IDX file: {len(raw)} bytes, the header of {axes} axes has {start}")
+        raise ValueError(f"{path}: truncated IDX file: {size} bytes, the header of {axes} axes has {start}")
     shape = struct.unpack(f">{axes}I", raw[4:start])
     dtype = np.dtype(_DTYPES[code])
     # Python's integers: a damaged header must not overflow into a length that fits.
     expected_bytes = start + math.prod(shape) * dtype.itemsize
-    if len(raw) != expected_bytes:
-        what = "truncated" if len(raw) < expected_bytes else "too long"
+    if size != expected_bytes:
+        what = "truncated" if size < expected_bytes else "too long"
         raise ValueError(
             f"{path}: {what} IDX file: shape {shape} of {dtype.itemsize}-byte elements, as its header says, makes "
-            f"{expected_bytes} bytes; the file has {len(raw)}"
+            f"{expected_bytes} bytes; the file has {size}"
         )
-    return np.frombuffer(raw, dtype=dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+    return start, shape, dtype

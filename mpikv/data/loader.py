@@ -1,0 +1,231 @@
+"""`DataLoader`: batches of a data set as NumPy arrays, in a sampler's order, made ahead by a thread.
+
+An epoch's order is the sampler's; its batches are taken from it one after another. So which examples a batch has is
+known without loading any, and an epoch can be taken up in its middle: `state` says how many batches were handed out,
+and `load_state` goes on behind them without reading them again.
+
+Words and the meaning of `last` are those of gluon's DataLoader (`last_batch` there). Memory: `prefetch` + 1 batches,
+one more in the caller's hands, and 8 bytes for each example of the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpikv import checks
+from mpikv.data.prefetch import Prefetch
+from mpikv.data.split import SplitSampler
+
+LastBatch = Literal["keep", "discard", "rollover"]
+_LAST: tuple[LastBatch, ...] = ("keep", "discard", "rollover")
+MOST_AHEAD = 1000  # batches
+
+
+class Dataset(Protocol):
+    """What a DataLoader loads from: `len(d)` and `d[i]`; where it has `take(indices)`, that gives a batch at once."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Any: ...
+
+
+class DataLoader:
+    """`for batch in loader` goes through one epoch. A batch is what the data set's `take` gives, else its items
+    stacked.
+
+    dataset: see Dataset. batch_size >= 1. sampler: gives the indices of an epoch, with `len`, maybe with `set_epoch`;
+    by default all examples of `dataset` in their order, or shuffled by `seed` and epoch (`shuffle=True`).
+    last: the examples left at the end of an epoch, fewer than batch_size: 'keep' makes a smaller batch of them,
+    'discard' leaves them out, 'rollover' puts them before those of the next epoch.
+    prefetch: so many batches are loaded ahead by a thread; 0 loads each in the caller when it is asked for.
+    batchify_fn: makes a batch of the list of items `dataset[i]`, in the loading thread.
+
+    Like the sampler's, an epoch does not advance by itself: call `set_epoch` before each. Local. What the data set
+    raises while a batch is loaded is raised to whoever asks for that batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        sampler: Iterable[int] | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        last: LastBatch = "keep",
+        prefetch: int = 2,
+        batchify_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise checks.wrong("dataset", "a data set (with len and [i])", dataset)
+        if sampler is not None and checks.flag("shuffle", shuffle):
+            raise ValueError("shuffle=True is for a loader without a sampler; the sampler says the order")
+        if sampler is not None and not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+            raise checks.wrong("sampler", "something to iterate over that has a length", sampler)
+        self._dataset = dataset
+        self.batch_size = checks.whole("batch_size", batch_size, 1)
+        self._sampler: Any = sampler
+        if sampler is None:
+            self._sampler = SplitSampler(len(dataset), last="uneven", shuffle=shuffle, seed=seed)
+        checks.one_of("last", last, _LAST)
+        self.last: LastBatch = last
+        self._ahead = checks.whole("prefetch", prefetch, 0, MOST_AHEAD)
+        self._batchify = batchify_fn
+        self.epoch = 0
+        self._start = 0
+        self._batches = 0  # handed out of this epoch
+        self._resumed = False  # whether the next iteration goes on behind them
+        self._before: list[int] = []  # what this epoch begins with, left over by an earlier one
+        self._after: list[int] | None = None  # what this epoch left over, once it has come to its end
+        self._running: object = None  # the iteration that was begun last: `state` speaks of it
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch of the next iteration; `start` as of `SplitSampler.set_epoch`.
+
+        After `load_state` the same epoch goes on where the state was taken, any other one begins at its beginning.
+        """
+        epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start)
+        self._set_sampler(epoch, start)
+        if (epoch, start) != (self.epoch, self._start):
+            # An epoch that did not come to its end left nothing over.
+            self._before, self._after = self._after or [], None
+            self.epoch, self._start, self._resumed = epoch, start, False
+        if not self._resumed:
+            self._begin()
+
+    def _set_sampler(self, epoch: int, start: int) -> None:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch, start) if start else self._sampler.set_epoch(epoch)
+        elif start:
+            raise ValueError(f"start={start} needs a sampler with set_epoch, as SplitSampler is")
+
+    def _begin(self) -> None:
+        if self._after is not None:
+            self._before, self._after = self._after, None
+        self._batches, self._resumed = 0, False
+
+    def __len__(self) -> int:
+        """The batches of a whole epoch, with what the last one left over."""
+        return self._count(len(self._sampler) + len(self._before if self._after is None else self._after))
+
+    def _count(self, examples: int) -> int:
+        whole, rest = divmod(examples, self.batch_size)
+        return whole + (rest > 0 and self.last == "keep")
+
+    def state(self) -> dict[str, Any]:
+        """Where it is: of plain numbers, strings and lists, so that JSON or a checkpoint can keep it.
+
+        Batches count when they are handed out, not when they are loaded. It is this worker's own; where all take theirs
+        by SplitSampler and `last` is not 'rollover', that of one is good for all.
+        """
+        return {
+            "epoch": self.epoch,
+            "start": self._start,
+            "batches": self._batches,
+            "before": list(self._before),
+            "of": self._identity(),
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to have its meaning."""
+        found: dict[str, Any] = {"batch_size": self.batch_size, "last": self.last}
+        if isinstance(self._sampler, SplitSampler):
+            found |= {name: getattr(self._sampler, name) for name in ("length", "num_parts", "seed", "shuffle")}
+            found["last_of_parts"] = self._sampler.last
+        return found
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next iteration begins with the batch that would have come then.
+
+        Raises ValueError, and changes nothing, for what is no state, or one of other batches than this loader makes.
+        """
+        given = checks.options("state", state)
+        if set(given) != set(self.state()):
+            raise ValueError(f"state is none that a DataLoader gave: {checks.shown(state)}")
+        mine, theirs = self._identity(), checks.options("state['of']", given["of"])
+        other = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        if other:
+            listed = ", ".join(f"{name} {checks.shown(theirs.get(name))} (here {mine.get(name)!r})" for name in other)
+            raise ValueError(f"the state is of other batches than this loader makes: {listed}")
+        epoch = checks.whole("state['epoch']", given["epoch"], most=None)
+        start, batches = (checks.whole(f"state[{name!r}]", given[name]) for name in ("start", "batches"))
+        before = [checks.whole("an example in state['before']", i) for i in given["before"]]
+        if before and max(before) >= len(self._dataset):
+            raise ValueError(f"state['before'] has example {max(before)}, this data set has {len(self._dataset)}")
+        self._set_sampler(epoch, start)
+        self.epoch, self._start = epoch, start
+        self._before, self._after = before, None
+        self._batches, self._resumed = batches, True
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resumed:
+            self._begin()
+        self._resumed = False
+        self._after = None
+        order = self._order()
+        done, cut = self._batches, self._count(len(order)) * self.batch_size
+        if done > self._count(len(order)):
+            raise ValueError(f"{done} batches of this epoch are done, but it has {self._count(len(order))}")
+        left_over = order[cut:].tolist() if self.last == "rollover" else []
+        parts = [
+            order[i : i + self.batch_size] for i in range(done * self.batch_size, min(cut, len(order)), self.batch_size)
+        ]
+        return self._epoch(parts, left_over)
+
+    def _order(self) -> NDArray[np.int64]:
+        """The indices of this epoch."""
+        sampler = self._sampler
+        indices = sampler.indices() if isinstance(sampler, SplitSampler) else list(sampler)
+        mine = np.asarray(indices, dtype=np.int64)
+        return np.concatenate([np.array(self._before, dtype=np.int64), mine]) if self._before else mine
+
+    def _epoch(self, parts: Sequence[NDArray[np.int64]], left_over: list[int]) -> Iterator[Any]:
+        self._running = running = object()
+
+        def load() -> Iterator[Any]:
+            return (self._load(part) for part in parts)
+
+        source = Prefetch(load, self._ahead) if self._ahead and parts else load()
+        try:
+            for batch in source:
+                if self._running is running:
+                    self._batches += 1
+                yield batch
+                del batch  # it is the caller's; here it would be kept until the next one has come
+            if self._running is running:
+                self._after = left_over
+        finally:
+            if isinstance(source, Prefetch):
+                source.close()
+
+    def _load(self, indices: NDArray[np.int64]) -> Any:
+        if self._batchify is None and hasattr(self._dataset, "take"):
+            return self._dataset.take(indices)
+        items = [self._dataset[i] for i in indices.tolist()]
+        return (self._batchify or stack)(items)
+
+
+def stack(items: list[Any]) -> Any:
+    """A batch of items: tuples by their places, numbers and arrays as one array; bytes, strings and the rest as a list.
+
+    Raises ValueError where arrays are of different shapes.
+    """
+    first = items[0]
+    if isinstance(first, tuple):
+        if any(len(item) != len(first) for item in items):
+            raise ValueError("items of different lengths cannot be a batch")
+        return tuple(stack(list(column)) for column in zip(*items, strict=True))
+    if isinstance(first, np.ndarray | np.generic | int | float | bool):
+        arrays = [np.asarray(item) for item in items]
+        shapes = sorted({array.shape for array in arrays})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"arrays of shapes {shapes[0]} and {shapes[1]} cannot be one batch: bring them to one shape (for "
+                "images, the transform of ImageRecords), or give batchify_fn"
+            )
+        return np.stack(arrays)
+    return items

@@ -1,0 +1,25 @@
+"""Parts of what can be counted: part p of P of n things in their order.
+
+Each part is one piece, the first n % P parts are longer by one: `numpy.array_split`'s rule, as of `SplitSampler`'s
+'uneven'. The parts are disjoint and together all; with fewer things than parts the last parts are empty.
+"""
+
+from __future__ import annotations
+
+from mpikv import checks
+
+
+def check_part(num_parts: int, part_index: int) -> tuple[int, int]:
+    """Both as ints. Raises TypeError for what is no whole number, ValueError unless 0 <= part_index < num_parts."""
+    num_parts = checks.whole("num_parts", num_parts, 1)
+    part_index = checks.whole("part_index", part_index)
+    if part_index >= num_parts:
+        raise ValueError(f"part_index must be in 0..{num_parts - 1}, as num_parts is {num_parts}; got {part_index}")
+    return num_parts, part_index
+
+
+def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
+    """The first of the part and the one behind its last."""
+    whole, rest = divmod(n, num_parts)
+    begin = whole * part_index + min(part_index, rest)
+    return begin, begin + whole + (part_index < rest)

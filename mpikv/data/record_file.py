@@ -1,0 +1,188 @@
+"""`RecordFile`: reads RecordIO files, or one worker's part of them.
+
+Iterating reads on from record to record and needs no index. The number of records and the record at a place are found
+by going through the heads of the part once (8 bytes of each record), or by an index file. In memory: one record, 1 MiB
+while iterating, and 8 bytes (with an index file 16) for each record of the part once they are asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpikv import checks
+from mpikv.data.parts import bounds, check_part
+from mpikv.data.record_index import Index, index_path, read_index
+from mpikv.data.recordio import DamagedRecord, FileBytes, after_record, byte_range, next_head, read_record
+
+Damaged = Literal["error", "skip"]
+_DAMAGED: tuple[Damaged, ...] = ("error", "skip")
+AHEAD_BYTES = 1 << 20  # read at once while iterating
+
+
+class RecordFile:
+    """The records of one part of a RecordIO file, in the file's order: `len(r)`, `r[i]`, `for record in r`; bytes each.
+
+    path: the file. index: None, or the path of its index file, or True for NAME.idx beside NAME.rec.
+    num_parts >= 1, 0 <= part_index < num_parts: which part. Without an index the file is cut by bytes, exactly as
+    MXNet's `ImageRecordIter` cuts it (see `recordio.byte_range`); with one, every part has equally many records,
+    the first ones one more where they do not divide. Parts are disjoint and together the file; one may be empty.
+    damaged: 'error' raises DamagedRecord with the offset; 'skip' goes on with the next good record. To know how many
+    there are, 'skip' reads the whole part once.
+
+    Local. Several threads may use it. Raises OSError where a file cannot be read, ValueError for an index that does not
+    fit the file, DamagedRecord (a ValueError) when a damaged record is come to. An empty file has no records.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        index: Any = None,
+        num_parts: int = 1,
+        part_index: int = 0,
+        damaged: Damaged = "error",
+    ) -> None:
+        self.path = checks.path("path", path)
+        self.num_parts, self.part_index = check_part(num_parts, part_index)
+        checks.one_of("damaged", damaged, _DAMAGED)
+        self._skips = damaged == "skip"
+        self._damaged: dict[int, DamagedRecord] = {}
+        self._file = FileBytes(self.path)
+        self._index: Index | None = None
+        self._offsets: NDArray[np.int64] | None = None
+        try:
+            if index is None or index is False:
+                self.begin, self.end = byte_range(self._file, self.num_parts, self.part_index)
+            else:
+                index = index_path(self.path) if index is True else checks.path("index", index)
+                self._take_index(index)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _take_index(self, index: str) -> None:
+        whole = read_index(index, self._file.size)
+        first, last = bounds(len(whole.offsets), self.num_parts, self.part_index)
+        self.begin, self.end = (
+            int(whole.offsets[i]) if i < len(whole.offsets) else self._file.size for i in (first, last)
+        )
+        # Copies, so that the rest of the index is let go.
+        self._index = Index(whole.keys[first:last].copy(), whole.offsets[first:last].copy())
+        if not self._skips:
+            self._offsets = self._index.offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets())
+
+    def __getitem__(self, i: int) -> bytes:
+        return self._read(self._file, self.offset(i))[0]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for _, record in self._walk():
+            yield record
+
+    def offset(self, i: int) -> int:
+        """Where record `i` (from the end if negative) begins, in bytes. Raises IndexError."""
+        i, n = checks.whole("the number of a record", i, None), len(self)
+        if not -n <= i < n:
+            raise IndexError(f"{self.path}: record {i} of {n} in part {self.part_index} of {self.num_parts}")
+        return int(self.offsets()[i])
+
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each record of the part begins: int64, (len(self),), not to be written to."""
+        if self._offsets is None:
+            self._offsets = self._find_offsets()
+        return self._offsets
+
+    def keys(self) -> NDArray[np.int64]:
+        """The key of each record in the index file: int64, (len(self),). Raises ValueError without an index file."""
+        if self._index is None:
+            raise ValueError(f"{self.path} was opened without an index file, which has the keys; pass index=True")
+        places = np.searchsorted(self._index.offsets, self.offsets())
+        return self._index.keys[places]
+
+    @property
+    def skipped(self) -> int:
+        """How many damaged places `damaged='skip'` has come to so far. One may have been more than one record."""
+        return len(self._damaged)
+
+    @property
+    def damages(self) -> tuple[DamagedRecord, ...]:
+        """What was wrong at each of them, in the order of the file."""
+        return tuple(self._damaged[offset] for offset in sorted(self._damaged))
+
+    def close(self) -> None:
+        """Close the file. Reading afterwards raises ValueError."""
+        self._file.close()
+
+    def __enter__(self) -> RecordFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RecordFile({self.path!r}, num_parts={self.num_parts}, part_index={self.part_index})"
+
+    def _find_offsets(self) -> NDArray[np.int64]:
+        found = array("q")
+        if self._skips:
+            found.extend(offset for offset, _ in self._walk())
+        else:
+            at = self.begin
+            while at < self.end:
+                found.append(at)
+                at = after_record(self._file, at)
+        return np.array(found, dtype=np.int64)
+
+    def _walk(self) -> Iterator[tuple[int, bytes]]:
+        """Each record's offset and bytes. Reads ahead, so it has the file open for itself."""
+        if self._file.closed:
+            raise ValueError(f"{self.path} was closed")
+        file = FileBytes(self.path, AHEAD_BYTES)
+        try:
+            if self._index is not None:
+                yield from self._at_offsets(file, self._index.offsets)
+                return
+            at = self.begin
+            while at < self.end:
+                offset = at
+                try:
+                    record, at = self._read(file, offset)
+                except DamagedRecord as error:
+                    self._note(error)
+                    at = next_head(file, offset + 4)
+                else:
+                    yield offset, record
+        finally:
+            file.close()
+
+    def _at_offsets(self, file: FileBytes, offsets: NDArray[np.int64]) -> Iterator[tuple[int, bytes]]:
+        for offset in map(int, offsets):
+            try:
+                record, _ = self._read(file, offset)
+            except DamagedRecord as error:
+                self._note(error)
+            else:
+                yield offset, record
+
+    def _read(self, file: FileBytes, offset: int) -> tuple[bytes, int]:
+        try:
+            return read_record(file, offset)
+        except DamagedRecord as error:
+            if self._index is None:
+                raise
+            raise DamagedRecord(error.path, offset, f"{error.problem} (or the index is of another file)") from None
+
+    def _note(self, error: DamagedRecord) -> None:
+        if not self._skips:
+            raise error
+        self._damaged[error.offset] = error
