@@ -1,6 +1,5 @@
 """Train a perceptron on Fashion-MNIST with JAX: mpirun -n 4 python examples/jax_mnist.py"""
 
-import argparse
 import time
 from itertools import pairwise
 
@@ -8,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from fetched import load_images
+from progress import batches
+from usage import Parser
 
 import mpikv.jax as mj
 from mpikv import kv
-from mpikv.data import SplitSampler, load_images
+from mpikv.data import SplitSampler
 
 
 def logits(weights, images):
@@ -25,7 +27,7 @@ def loss(weights, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits(weights, images), labels).mean()
 
 
-parser = argparse.ArgumentParser(description=__doc__)
+parser = Parser(__doc__)
 parser.add_argument("--data-dir", help="directory with the four IDX files; without it as examples/train_mnist.py")
 parser.add_argument("--epochs", type=int, default=3, help="(3)")
 parser.add_argument("--batch-size", type=int, default=64, help="examples of one worker in a step (64)")
@@ -49,7 +51,7 @@ with kv.create("dist_sync") as store:
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         mine = sampler.indices()
-        for begin in range(0, len(mine) - options.batch_size + 1, options.batch_size):
+        for begin in batches(range(0, len(mine) - options.batch_size + 1, options.batch_size), epoch, store):
             batch = mine[begin : begin + options.batch_size]
             weights, state = step(weights, state, images.train_x[batch], images.train_y[batch])
         accuracy = jnp.mean(logits(weights, images.test_x).argmax(1) == images.test_y)

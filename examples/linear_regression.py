@@ -8,6 +8,7 @@ gradients up over the workers and moves the weights. What is learned does not de
 """
 
 import numpy as np
+from usage import Parser
 
 from mpikv import Parameter, SplitSampler, Trainer, kv
 
@@ -16,6 +17,7 @@ TRUE_SLOPES, TRUE_OFFSET = np.array([2.0, -3.4]), 4.2
 
 def main() -> None:
     """Learn, and print what was learned."""
+    Parser(__doc__).parse_args()  # --help
     with kv.create("dist_sync") as store:  # without mpirun: one worker
         random = np.random.default_rng(seed=1)  # the same points on every worker
         x = random.standard_normal((1000, 2))

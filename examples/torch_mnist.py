@@ -5,15 +5,15 @@
 A program for one process becomes this one by the lines that end in `# mpikv`. The images are those of train_mnist.py.
 """
 
-import argparse
-
 import torch
+from fetched import load_images
+from progress import batches
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from usage import Parser
 
 import mpikv.torch as mt  # mpikv
 from mpikv import SplitSampler, kv  # mpikv
-from mpikv.data import load_images
 
 
 def tensors(x, y):
@@ -23,7 +23,7 @@ def tensors(x, y):
 
 def main():
     """Train, and print after each epoch how many of the test images get their label."""
-    parser = argparse.ArgumentParser(description="Train a small network on Fashion-MNIST with any number of workers.")
+    parser = Parser(__doc__)
     parser.add_argument("--data-dir", help="directory with the four IDX files; else as train_mnist.py")
     parser.add_argument("--epochs", type=int, default=3, help="(3)")
     options = parser.parse_args()
@@ -41,7 +41,7 @@ def main():
 
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)  # mpikv: another order
-        for x, y in DataLoader(train, batch_size=64, sampler=sampler):
+        for x, y in batches(DataLoader(train, batch_size=64, sampler=sampler), epoch, store):
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
             optimizer.step()

@@ -7,6 +7,7 @@ The same program in both: with two workers every sum has twice as many terms.
 """
 
 import numpy as np
+from usage import Parser
 
 from mpikv import KVStore, kv, optimizers
 
@@ -14,8 +15,9 @@ SHAPE = (2, 3)
 
 
 def allreduce(data: np.ndarray, name: str, store: KVStore) -> np.ndarray:
-    """The sum of all workers' `data`, in place."""
-    store.init(name, np.zeros_like(data))
+    """The sum of all workers' `data`, in place. The same name serves again and again, for data of one shape."""
+    if name not in store:
+        store.init(name, np.zeros_like(data))
     store.push(name, data)
     store.pull(name, data)
     return data
@@ -23,6 +25,7 @@ def allreduce(data: np.ndarray, name: str, store: KVStore) -> np.ndarray:
 
 def main() -> None:
     """Show each call and what came of it."""
+    Parser(__doc__).parse_args()  # --help
     with kv.create("dist_sync") as store:
         rank, num_workers = store.rank, store.num_workers
 
@@ -53,6 +56,7 @@ def main() -> None:
 
         # Without an optimizer, push then pull is a sum over the workers.
         show("the sum of the ranks, from 1 on", allreduce(np.array([rank + 1.0]), "sum", store))
+        show("the sum of their squares", allreduce(np.array([(rank + 1.0) ** 2]), "sum", store))
 
         # With an optimizer, what is pushed is a gradient, and what is pulled the new weight.
         store.set_optimizer(optimizers.create("sgd", learning_rate=0.1))

@@ -22,7 +22,6 @@ also with another number of workers: each example that is left of the epoch come
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,10 +31,13 @@ from typing import Any
 
 import checkpoint
 import numpy as np
+from fetched import load_images
 from networks import NETWORKS, Network
+from progress import Progress
+from usage import Parser
 
 from mpikv import KVStore, Trainer, kv, optimizers
-from mpikv.data import Images, SplitSampler, load_images, split_and_load
+from mpikv.data import Images, SplitSampler, split_and_load
 from mpikv.devices import use
 
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
@@ -43,13 +45,15 @@ EVALUATION_BATCH = 500  # images at once: the activations of LeNet then take 30 
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a network on Fashion-MNIST with any number of workers.")
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--kv-store", default="dist_sync", metavar="TYPE", help="local, device, dist_sync, dist_async, ... (dist_sync)")
     add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
     add("--network", choices=sorted(NETWORKS), default="lenet", help="(lenet)")
     add(
-        "--data-dir", help="directory with the four IDX files; without it: Debian's package, else scikit-learn's digits"
+        "--data-dir",
+        help="directory with the four IDX files (what scripts/demo has fetched, else Debian's package, else "
+        "scikit-learn's digits)",
     )
     add("--num-examples", type=int, help="train on the first N examples only")
     add("--num-epochs", type=int, default=3, help="(3)")
@@ -129,17 +133,6 @@ def batches(
         yield mine[step * size : (step + 1) * size], end - begin, epoch + end / num_examples
 
 
-def progress_bar(total: int, title: str, rank: int) -> Any:
-    """A bar of tqdm on worker 0 where somebody looks, else None."""
-    if rank != 0 or not sys.stderr.isatty():
-        return None
-    try:
-        from tqdm import tqdm  # noqa: PLC0415 - an extra
-    except ImportError:
-        return None
-    return tqdm(total=total, desc=title, unit=" images", unit_scale=True, leave=False)
-
-
 @dataclass
 class Run:
     """What every step of the training needs."""
@@ -173,20 +166,17 @@ class Run:
     def epoch(self, epoch: int, start: int, max_steps: int | None) -> tuple[int, float, float]:
         """An epoch without its first `start` examples: steps, mean loss of this worker's examples, images/s of all."""
         options, rank = self.options, self.store.rank
-        bar = progress_bar(len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}", rank)
+        n, title = len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}"
         start_s, loss, steps, own, of_all = time.perf_counter(), 0.0, 0, 0, 0
-        for indices, together, epochs in batches(len(self.images.train_x), options, self.store, epoch, start):
-            self.trainer.set_learning_rate(learning_rate(options, epochs))
-            loss += self.gradients(indices, together)
-            self.trainer.step(together)
-            steps, own, of_all = steps + 1, own + len(indices), of_all + together
-            if bar is not None:
-                bar.set_postfix(loss=f"{loss / max(own, 1):.4f}", refresh=False)
-                bar.update(together)
-            if steps == max_steps:
-                break
-        if bar is not None:
-            bar.close()
+        with Progress(n, title, rank == 0, done=start) as progress:
+            for indices, together, epochs in batches(n, options, self.store, epoch, start):
+                self.trainer.set_learning_rate(learning_rate(options, epochs))
+                loss += self.gradients(indices, together)
+                self.trainer.step(together)
+                steps, own, of_all = steps + 1, own + len(indices), of_all + together
+                progress.update(together, loss=loss / max(own, 1))
+                if steps == max_steps:
+                    break
         return steps, loss / max(own, 1), of_all / (time.perf_counter() - start_s)
 
     def accuracy(self) -> float:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import cifar_files
 import digits as written_digits
 import frameworks
 import jobs
@@ -82,6 +83,7 @@ def test_tour(n: int | None) -> None:
     assert numbers["after a push of 1 from each of three devices"] == [3 * workers] * 6
     assert numbers["three keys after a push of 1, 2 and 3"] == [workers, 2 * workers, 3 * workers]
     assert numbers["the sum of the ranks, from 1 on"] == [sum(range(1, workers + 1))]
+    assert numbers["the sum of their squares"] == [sum(rank * rank for rank in range(1, workers + 1))]
     assert numbers["a weight of 10 after a gradient of 1 from every worker and a rate of 0.1"] == pytest.approx(
         [10 - 0.1 * workers] * 6
     )
@@ -101,7 +103,6 @@ def test_torch_mnist(digits: Path) -> None:
     output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=3).splitlines()
     assert [line.split(":")[0] for line in output] == [f"epoch {epoch}" for epoch in (1, 2, 3)]
     assert float(output[-1].rpartition(" ")[2]) > 0.7  # 0.835 where it was written
-    assert "--data-dir" in run("torch_mnist.py", "--help")
     assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
 
 
@@ -117,7 +118,58 @@ def test_jax(n: int | None, digits: Path) -> None:
     assert len((EXAMPLES / "jax_mnist.py").read_text().splitlines()) < 60
 
 
+PROGRAMS = ["tour", "linear_regression", "torch_mnist", "jax_mnist", "train_mnist", "image_classification"]
+
+
+def test_every_program_is_known() -> None:
+    parts = {"checkpoint", "fetched", "image_sets", "networks", "progress", "torch_networks", "usage"}
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*PROGRAMS, *parts}
+
+
+@pytest.mark.parametrize(("program", "n"), [(one, None) for one in PROGRAMS] + [("tour", 3)])
+def test_help_is_printed_once_and_does_nothing_else(program: str, n: int | None) -> None:
+    for library in {"torch_mnist": ["torch"], "image_classification": ["torch"], "jax_mnist": ["jax", "optax"]}.get(
+        program, []
+    ):
+        frameworks.need(library)
+    output = run(f"{program}.py", "--help", n=n)
+    assert output.startswith(f"usage: {program}.py [-h]")
+    assert output.count("usage:") == output.count("--help") == 1
+
+
+def test_a_wrong_option_is_said_once() -> None:
+    job = jobs.mpirun(3, ["python", str(EXAMPLES / "tour.py"), "--fast"], timeout_s=LIMIT_S)
+    assert (job.status, job.ranks_left) == (2, []), job.output
+    assert job.output.count("tour.py: error: unrecognized arguments: --fast") == 1
+
+
 # ---- training
+
+
+def test_image_classification(tmp_path: Path) -> None:
+    """Two workers; then three that go on after these, asynchronously and with a server."""
+    frameworks.need("torch")
+    data = cifar_files.write(tmp_path / "cifar", train=40)
+    common = ["--data-dir", data, "--model", "lenet", "--batch-size", 8, "--save", tmp_path / "run"]
+    output = run("image_classification.py", *common, "--epochs", 1, n=2).splitlines()
+    assert output[0] == f"data: CIFAR-10, 40 training and 20 test images from {data}"
+    assert re.fullmatch(r"epoch 1/1: loss \d+\.\d{4}, test accuracy \d\.\d{4}, \d+ images/s", output[1])
+    assert re.fullmatch(r"accuracy \d\.\d{4} after 2 steps in \d+\.\d s", output[2])
+    more = ["--epochs", 2, "--resume", tmp_path / "run", "--num-servers", 1, "--kv-store", "dist_async"]
+    again = run("image_classification.py", *common, *more, n=3).splitlines()
+    assert [line.split(":")[0] for line in again[1:-1]] == ["epoch 2/2"]
+    assert "after 4 steps" in again[-1]
+
+
+def test_image_classification_without_images_says_how_to_get_them(tmp_path: Path) -> None:
+    frameworks.need("torch")
+    line = ["python", str(EXAMPLES / "image_classification.py"), "--data-dir", str(tmp_path)]
+    job = jobs.mpirun(2, line, timeout_s=LIMIT_S)
+    assert (job.status != 0, job.timed_out, job.ranks_left) == (True, False, []), job.output
+    lines = [line for line in job.output.splitlines() if "get_cifar10" in line]
+    assert lines == [line for line in lines if line.endswith(f"Run: scripts/get_cifar10 {tmp_path}")]
+    assert len(lines) == 1
+    assert "Traceback" not in job.output
 
 
 def test_training_alone(digits: Path) -> None:

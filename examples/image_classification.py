@@ -1,0 +1,325 @@
+"""Train ResNet-18, VGG-11 or LeNet on CIFAR-10 or Fashion-MNIST with PyTorch and any number of workers.
+
+    scripts/get_cifar10                                           fetches CIFAR-10 into data/cifar10
+    python examples/image_classification.py
+    mpirun -n 2 python examples/image_classification.py --epochs 10 --lr-steps 6,9
+    mpirun -n 6 python examples/image_classification.py --num-servers 2 --optimizer sgd --lr 0.05
+    mpirun -n 4 python examples/image_classification.py --kv-store dist_async --dataset fashion-mnist --model lenet
+
+Batches. Each step takes the next --batch-size images of every worker, from one random order of all images. What is left
+at the end of an epoch and makes no whole step is left out, other images in every epoch. A step's gradient is the mean
+over the images of all workers, so W workers with batches of B learn as one with batches of W*B, but for batch
+normalisation. With dist_async each worker's gradient is applied at once, and counts 1/W of a step.
+
+Batch normalisation. In training every worker, and every device of it, normalises with the mean and variance of its own
+part of the batch: no messages, and parts of 16 images or more will do. What evaluations use are running means of these,
+which are not trained, and differ between workers. Before each evaluation, and in what --save writes, all workers take
+those of worker 0's first device. With dist_async, where nobody waits, worker 0 evaluates alone, with its own.
+
+Saving. --save writes weights, running means, the optimizer's states and the place in the data into one file after every
+epoch, whole or not at all; --resume goes on from there as if nothing had happened, bit for bit with as many workers and
+devices (and a synchronous store), and also with others. MPIKV_STOP_SIGNALS=TERM makes a signal end the run after the
+step in which it comes, saved in --save's file, or in MPIKV_STOP_FILE=FILE, from which the next run goes on by itself.
+
+Devices. --gpus 0,1 gives every worker GPUs, --num-devices 2 as many replicas on the CPU. A batch is split over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import image_sets
+import numpy as np
+import torch
+from image_sets import ImageSet
+from progress import Progress
+from torch import nn
+from torch_networks import NETWORKS
+from usage import Parser
+
+from mpikv import KVStore, MpikvError, Trainer, kv, optimizers
+from mpikv.data import SplitSampler, split_and_load
+
+DATASETS = {"cifar10": image_sets.cifar10, "fashion-mnist": image_sets.fashion_mnist}
+WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
+EVALUATION_BATCH = 250  # images at once: the activations of resnet18-large then take 0.3 GB
+
+
+def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--dataset", choices=sorted(DATASETS), default="cifar10", help="(cifar10)")
+    add("--data-dir", help="where its files are (data/cifar10 of this clone; Debian's or scripts/demo's Fashion-MNIST)")
+    add("--model", choices=sorted(NETWORKS), default="resnet18", help="(resnet18)")
+    add(
+        "--kv-store",
+        "--kvstore",
+        default="dist_sync",
+        metavar="TYPE",
+        help="local, dist_sync, dist_async, ... (dist_sync)",
+    )
+    add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
+    add("--batch-size", type=int, default=64, help="images of one worker in a step, shared by its devices (64)")
+    add("--epochs", "--num-epochs", type=int, default=5, help="(5)")
+    add("--max-steps", type=int, help="stop after so many steps")
+    add("--num-examples", type=int, help="train on the first N images only")
+    add("--optimizer", default="adam", help=f"one of {', '.join(optimizers.names())} (adam)")
+    add("--lr", type=float, help="learning rate (0.001; optimizers with momentum 0.05)")
+    add(
+        "--lr-steps",
+        default="",
+        help="epochs, whole or part, after which the rate is multiplied by --lr-factor, as in 6,9",
+    )
+    add("--lr-factor", type=float, default=0.1, help="(0.1)")
+    add("--momentum", type=float, default=0.9, help=f"for {', '.join(sorted(WITH_MOMENTUM))} (0.9)")
+    add("--wd", type=float, default=0.0, help="weight decay (0)")
+    add("--no-augment", action="store_true", help="train on the images as they are, not cut and mirrored at random")
+    add("--seed", type=int, default=0, help="of the first weights, the order of the images and their changes (0)")
+    add("--num-devices", type=int, default=1, help="replicas of the model per worker, on the CPU (1)")
+    add("--gpus", help="GPUs of each worker, as in 0,1; then --num-devices does not count")
+    add("--save", type=Path, metavar="FILE", help="write everything into FILE after every epoch")
+    add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
+    options = parser.parse_args(line)
+    try:
+        options.lr_steps = [float(epoch) for epoch in options.lr_steps.split(",") if epoch]
+        gpus = [int(gpu) for gpu in options.gpus.split(",")] if options.gpus else []
+    except ValueError as error:
+        parser.error(f"--lr-steps and --gpus are numbers with commas between them ({error})")
+    if gpus and max(gpus) >= torch.cuda.device_count():
+        parser.error(f"--gpus {options.gpus}: PyTorch sees {torch.cuda.device_count()} GPUs here, from 0")
+    for name in ("batch_size", "epochs", "max_steps", "num_examples", "num_devices"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    options.devices = [torch.device("cuda", gpu) for gpu in gpus] or [torch.device("cpu")] * options.num_devices
+    if options.batch_size < len(options.devices):
+        parser.error(
+            f"--batch-size {options.batch_size} is less than an image for each of {len(options.devices)} devices"
+        )
+    return options
+
+
+def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
+    """The optimizer's arguments."""
+    if options.optimizer in WITH_MOMENTUM:
+        return {"learning_rate": options.lr or 0.05, "momentum": options.momentum, "wd": options.wd}
+    return {"learning_rate": options.lr or 0.001, "wd": options.wd}
+
+
+@dataclass
+class Run:
+    """A training. nets: replicas of the model, one per device; the trainer's is the first."""
+
+    options: argparse.Namespace
+    store: KVStore
+    images: ImageSet
+    nets: list[nn.Module]
+    trainer: Trainer
+
+    @property
+    def asynchronous(self) -> bool:
+        return "async" in self.store.type
+
+    @property
+    def together(self) -> int:
+        """Images of all workers in a step."""
+        return int(self.options.batch_size * self.store.num_workers)
+
+    def split(self, array: np.ndarray) -> list[torch.Tensor]:
+        """A part of a batch for each device. Cut on the host, so that PyTorch alone brings it to a GPU."""
+        parts = split_and_load(array, ["cpu"] * len(self.nets), even_split=False)
+        return [torch.from_numpy(part).to(device) for part, device in zip(parts, self.options.devices, strict=True)]
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """This worker's images and labels, step by step; equally many steps on all workers.
+
+        start: how many images of the epoch are done already. Leaves out what makes no whole step.
+        """
+        n, size, seed = len(self.images.train_x), self.options.batch_size, self.options.seed
+        sampler = SplitSampler.for_store(n, self.store, seed=seed, last="drop")
+        sampler.set_epoch(epoch, start)
+        mine, draws = sampler.indices(), image_sets.draw(n, seed, epoch)
+        for step in range((n - start) // self.together):
+            batch = mine[step * size : (step + 1) * size]
+            if self.options.no_augment:
+                x = self.images.train_x[batch]
+            else:
+                x = image_sets.changed(self.images.train_x, batch, draws)
+            yield self.images.scaled(x), self.images.train_y[batch]
+
+    def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses."""
+        self.trainer.zero_grad()
+        losses = []
+        for net, images, labels in zip(self.nets, self.split(x), self.split(y), strict=True):
+            if net is not self.nets[0]:
+                net.zero_grad()
+            loss = nn.functional.cross_entropy(net(images), labels, reduction="sum")
+            loss.backward()
+            losses.append(loss.detach())
+        for net in self.nets[1:]:
+            for first, other in zip(self.nets[0].parameters(), net.parameters(), strict=True):
+                first.grad += other.grad.to(first.device)
+        return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Bring the first replica's weights to the others."""
+        for net in self.nets[1:]:
+            for first, other in zip(self.nets[0].parameters(), net.parameters(), strict=True):
+                other.copy_(first)
+
+    def epoch(self, epoch: int, start: int) -> tuple[float, float]:
+        """An epoch without its first `start` images: the mean loss of this worker's images, images/s of all workers."""
+        n, options, trainer = len(self.images.train_x), self.options, self.trainer
+        rate = optimizer_params(options)["learning_rate"]
+        for net in self.nets:
+            net.train()
+        start_s, loss, done = time.perf_counter(), 0.0, 0
+        title = f"epoch {epoch + 1}/{options.epochs}"
+        with Progress(n, title, self.store.rank == 0, done=start) as progress:
+            for x, y in self.batches(epoch, start):
+                if trainer.steps == options.max_steps:
+                    break
+                now = epoch + (start + done) / n
+                trainer.set_learning_rate(rate * options.lr_factor ** sum(end <= now for end in options.lr_steps))
+                loss += self.gradients(x, y)
+                trainer.step(self.together)
+                self.spread()
+                done += self.together
+                progress.update(self.together, loss=loss * self.store.num_workers / done)
+                if trainer.stop_requested:
+                    break
+        return loss * self.store.num_workers / max(done, 1), done / (time.perf_counter() - start_s)
+
+    def accuracy(self) -> float:
+        """The share of test images that get their label; worker 0 knows it.
+
+        Synchronous: every worker takes its part, and the store adds up. Asynchronous: worker 0 does it alone with the
+        weights of the moment, as the others have no reason to wait.
+        """
+        n = len(self.images.test_y)
+        if self.asynchronous:
+            self.trainer.pull_weights()
+            self.spread()
+            return self.count_correct(np.arange(n)) / n if self.store.rank == 0 else 0.0
+        self.trainer.sync_buffers()
+        part = SplitSampler.for_store(n, self.store, shuffle=False, last="uneven").indices()
+        correct = np.array([self.count_correct(part)])
+        self.store.pushpull("correct", correct)
+        return int(correct[0]) / n
+
+    @torch.no_grad()
+    def count_correct(self, part: np.ndarray) -> int:
+        """How many of these test images the first replica gets right."""
+        net, device = self.nets[0], self.options.devices[0]
+        net.eval()
+        correct = 0
+        for begin in range(0, len(part), EVALUATION_BATCH):
+            batch = part[begin : begin + EVALUATION_BATCH]
+            scores = net(torch.from_numpy(self.images.scaled(self.images.test_x[batch])).to(device))
+            correct += int((scores.argmax(1).cpu().numpy() == self.images.test_y[batch]).sum())
+        return correct
+
+    def train(self) -> float | None:
+        """All epochs that are left; the last test accuracy, or None where a signal has stopped it."""
+        options, trainer, n = self.options, self.trainer, len(self.images.train_x)
+        first_epoch, start = divmod(int(trainer.examples), n)
+        result = None
+        for epoch in range(first_epoch, options.epochs):
+            if trainer.steps == options.max_steps:
+                break
+            loss, speed = self.epoch(epoch, start)
+            start = 0
+            if trainer.stop_requested:
+                self.save()
+                return None
+            if trainer.steps != options.max_steps:
+                trainer.examples = (epoch + 1) * n  # those that made no whole step are done, too
+            result = self.accuracy()
+            if self.store.rank == 0:
+                title = f"epoch {epoch + 1}/{options.epochs}"
+                print(f"{title}: loss {loss:.4f}, test accuracy {result:.4f}, {speed:.0f} images/s", flush=True)
+            self.save()
+        if self.asynchronous:
+            self.store.barrier()  # all pushes are made
+        return self.accuracy() if result is None or self.asynchronous else result
+
+    def save(self) -> None:
+        """Collective."""
+        if self.options.save:
+            self.trainer.save(self.options.save)
+
+
+def end_if_wrong(store: KVStore, what: str, error: Exception | None) -> None:
+    """End the job with one line where worker 0, or another one, has an error. Collective; each time another `what`."""
+    if error is not None and store.rank == 0:
+        print(f"image_classification.py: {error}", file=sys.stderr, flush=True)
+    wrong = np.array([error is not None], dtype=np.int64)
+    store.broadcast(
+        f"wrong {what}", wrong, out=wrong
+    )  # so all end by themselves, and nobody complains of another's end
+    if wrong[0]:
+        raise SystemExit(1)
+    if error is not None:
+        raise SystemExit(f"image_classification.py: {error}")
+
+
+def load(options: argparse.Namespace, store: KVStore) -> ImageSet:
+    """The images, or one line that says what is wrong with them."""
+    problem: Exception | None = None
+    try:
+        images = DATASETS[options.dataset](options.data_dir)
+        images = images if options.num_examples is None else images.first(options.num_examples)
+        together = options.batch_size * store.num_workers
+        if together > len(images.train_x):
+            problem = ValueError(
+                f"a step takes {together} images, and there are {len(images.train_x)}: lower --batch-size"
+            )
+    except (OSError, ValueError, MpikvError) as error:
+        problem = error
+    end_if_wrong(store, "images", problem)
+    return images
+
+
+def prepare(options: argparse.Namespace, store: KVStore) -> Run:
+    """Images, model and trainer, where the training that is resumed had come to. Collective."""
+    images = load(options, store)
+    torch.manual_seed(options.seed)
+    net = NETWORKS[options.model](images.channels, 10).to(options.devices[0])
+    store.init("correct", np.zeros(1, dtype=np.int64))
+    trainer = Trainer(net, options.optimizer, optimizer_params(options), kvstore=store)
+    problem: Exception | None = None
+    try:
+        if options.resume and trainer.resume(options.resume) == 0:
+            problem = FileNotFoundError(f"--resume {options.resume}: there is no such file")
+    except (OSError, MpikvError) as error:
+        problem = error
+    end_if_wrong(store, "checkpoint", problem)
+    trainer.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
+    replicas = [copy.deepcopy(net).to(device) for device in options.devices[1:]]
+    return Run(options, store, images, [net, *replicas], trainer)
+
+
+def main() -> None:
+    options = arguments()
+    with kv.create(options.kv_store, num_servers=options.num_servers) as store:  # a server rank stays in here
+        run = prepare(options, store)
+        if store.rank == 0:
+            print(f"data: {run.images.source}", flush=True)
+        start_s = time.perf_counter()
+        result, time_s = run.train(), time.perf_counter() - start_s
+        if store.rank == 0:
+            what = "stopped" if result is None else f"accuracy {result:.4f}"
+            print(f"{what} after {run.trainer.steps} steps in {time_s:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The command line of a program that many ranks run: what it says about itself is printed once, not by each of them.
+
+MPI is not started for that. Launchers tell their ranks who they are by environment variables, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import IO, Any, NoReturn
+
+from mpikv.transports.launcher import let_rank_0_speak, said_rank
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that is silent on all ranks but the first. The text of `description` keeps its lines."""
+
+    def __init__(self, description: str | None, **options: Any) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def print_help(self, file: IO[str] | None = None) -> None:
+        """On rank 0."""
+        if said_rank(os.environ) == 0:
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        """Status 2 on all ranks, and the message from rank 0, before `mpirun` ends the others or these end the job."""
+        if said_rank(os.environ) == 0:
+            super().error(message)
+        let_rank_0_speak()
+        self.exit(2)

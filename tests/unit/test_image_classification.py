@@ -1,0 +1,194 @@
+"""examples/image_classification.py on thread ranks: stopped and resumed, with several workers, devices and modes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import cifar_files
+import frameworks
+import numpy as np
+import pytest
+from jobs import ROOT
+
+from mpikv.testing.stores import spawn_stores
+
+sys.path.insert(0, str(ROOT / "examples"))
+torch = frameworks.need("torch")
+import image_classification  # noqa: E402
+import torch_networks  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cifar_files.write(tmp_path_factory.mktemp("cifar"))
+
+
+def small() -> Any:
+    """A network with a batch normalisation that is soon computed."""
+    first = [torch.nn.AvgPool2d(4), torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()]
+    return torch.nn.Sequential(*first, torch.nn.Flatten(), torch.nn.Linear(8 * 36, 10))
+
+
+@pytest.fixture(autouse=True)
+def networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same first weights in every run: PyTorch's generator is one for all thread ranks, so they are made before."""
+    torch.manual_seed(3)
+    for name, net in (("small", small()), ("lenet", torch_networks.lenet(3, 10))):
+        monkeypatch.setitem(image_classification.NETWORKS, name, lambda *_, net=net: copy.deepcopy(net))
+
+
+def train(
+    data: Path, workers: int, *line: object, kind: str = "dist_sync", num_servers: int = 0
+) -> list[tuple[float | None, int, float, dict[str, bytes]]]:
+    """Of each worker: its result, the steps, the examples, and the state of the model."""
+    words = ["--data-dir", str(data), "--kv-store", kind, *map(str, line)]
+    options = image_classification.arguments(words)
+
+    def body(store: Any) -> Any:
+        run = image_classification.prepare(options, store)
+        result = run.train()
+        state = {name: value.detach().numpy().copy() for name, value in run.nets[0].state_dict().items()}
+        for net in run.nets[1:]:
+            for one, other in zip(run.nets[0].parameters(), net.parameters(), strict=True):
+                assert torch.equal(one, other)
+        return result, run.trainer.steps, run.trainer.examples, state
+
+    return spawn_stores(kind, workers, body, num_servers=num_servers)
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """The largest relative difference of a weight's norm."""
+    assert a.keys() == b.keys()
+    return max(float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b)
+
+
+@pytest.mark.parametrize("model", ["small", "lenet"])
+def test_it_learns_and_all_workers_have_the_same_model(model: str, data: Path) -> None:
+    found = train(data, 3, "--model", model, "--batch-size", 8, "--epochs", 8, "--no-augment", "--lr", 0.01)
+    assert found[0][0] is not None
+    assert found[0][0] > 0.5  # guessing gives 0.1
+    for _, steps, examples, state in found:
+        assert (steps, examples) == (8 * 3, 8 * 80)  # 3 steps of 24 in an epoch of 80
+        assert same(state, found[0][3])  # the running means of a batch normalisation, too
+
+
+@pytest.mark.parametrize("model", torch_networks.NETWORKS)
+def test_networks_take_color_and_grey(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for channels in (1, 3):
+        net = torch_networks.NETWORKS[model](channels, 10)
+        net(torch.zeros(1, channels, 32, 32)).sum().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+    weights = sum(parameter.numel() for parameter in net.parameters())
+    # Counted by hand from the layers' shapes; ResNet-18's are those of the usual one for CIFAR-10.
+    assert weights == {"resnet18": 11173962, "resnet18-large": 11173962, "vgg11": 9228362, "lenet": 657080}[model]
+
+
+@pytest.mark.parametrize("stop", [3, 5, 8])
+@pytest.mark.parametrize(("workers", "devices"), [(2, 1), (1, 2)])
+def test_a_resumed_run_is_the_same_run(workers: int, devices: int, stop: int, data: Path, tmp_path: Path) -> None:
+    """Stopped within an epoch or at its end; bit for bit, with augmentation, batch normalisation and a schedule."""
+    line = [
+        "--model",
+        "small",
+        "--batch-size",
+        16 // workers,
+        "--num-devices",
+        devices,
+        "--epochs",
+        2,
+        "--lr-steps",
+        0.7,
+    ]
+    through = train(data, workers, *line)
+    steps = 2 * (80 // 16)
+    begun = ["--max-steps", stop, "--save", tmp_path / "run"]
+    assert train(data, workers, *line, *begun)[0][1] == stop
+    again = train(data, workers, *line, "--resume", tmp_path / "run")
+    assert again[0][:3] == through[0][:3]
+    assert again[0][1:3] == (steps, 160)
+    for (*_, state), (*_, wanted) in zip(again, through, strict=True):
+        assert same(state, wanted)
+
+
+def test_another_number_of_workers_goes_on(data: Path, tmp_path: Path) -> None:
+    """Two workers, then one with batches twice as large: without a batch normalisation the same weights."""
+    line = ["--model", "lenet", "--epochs", 2, "--optimizer", "sgd", "--lr", 0.01]
+    through = train(data, 1, *line, "--batch-size", 16)
+    train(data, 2, *line, "--batch-size", 8, "--max-steps", 7, "--save", tmp_path / "run")
+    again = train(data, 1, *line, "--batch-size", 16, "--resume", tmp_path / "run")
+    assert again[0][1:3] == through[0][1:3]
+    assert distance(again[0][3], through[0][3]) < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "num_servers"), [("dist_sync", 0), ("dist_sync", 2), ("local", 0)])
+def test_devices_servers_and_workers_do_not_change_what_is_learned(kind: str, num_servers: int, data: Path) -> None:
+    line = ["--model", "lenet", "--epochs", 1, "--optimizer", "sgd", "--lr", 0.01]
+    alone = train(data, 1, *line, "--batch-size", 24, kind="local")
+    workers = 1 if kind == "local" else 2
+    # Five devices take uneven parts of 12 or 24 images.
+    found = train(
+        data, workers, *line, "--batch-size", 24 // workers, "--num-devices", 5, kind=kind, num_servers=num_servers
+    )
+    assert found[0][1] == alone[0][1] == 3
+    assert distance(found[0][3], alone[0][3]) < 1e-4
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_asynchronous_training(num_servers: int, data: Path, tmp_path: Path) -> None:
+    line = ["--model", "small", "--batch-size", 8, "--no-augment", "--lr", 0.005, "--save", tmp_path / "run"]
+    found = train(data, 2, *line, "--epochs", 8, kind="dist_async", num_servers=num_servers)
+    assert found[0][0] is not None
+    assert found[0][0] > 0.4  # guessing gives 0.1
+    resumed = train(data, 2, *line, "--epochs", 9, "--resume", tmp_path / "run", kind="dist_async")
+    assert resumed[0][1] == found[0][1] + 5
+
+
+def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On worker 0; the others end without a word."""
+
+    def ends(*line: object) -> str:
+        options = image_classification.arguments(["--model", "small", *map(str, line)])
+
+        def body(store: Any) -> str:
+            with pytest.raises(SystemExit) as ended:
+                image_classification.prepare(options, store)
+            return str(ended.value)
+
+        assert spawn_stores("dist_sync", 2, body) == ["1", "1"]
+        (text,) = capsys.readouterr().err.splitlines()
+        return text
+
+    nowhere = tmp_path / "nowhere"
+    assert ends("--data-dir", nowhere).endswith(f"Run: scripts/get_cifar10 {nowhere}")
+    assert "a step takes 256 images, and there are 80: lower --batch-size" in ends(
+        "--data-dir", data, "--batch-size", 128
+    )
+    assert "there is no such file" in ends("--data-dir", data, "--resume", nowhere)
+    (tmp_path / "damaged").write_bytes(b"what is this")
+    assert str(tmp_path / "damaged") in ends("--data-dir", data, "--resume", tmp_path / "damaged")
+    for line, words in (
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--batch-size", "2", "--num-devices", "3"], "less than an image for each of 3 devices"),
+        (["--lr-steps", "1,x"], "numbers with commas between them"),
+        (["--gpus", "99"], "PyTorch sees"),
+        (["--model", "alexnet"], "invalid choice: 'alexnet'"),
+    ):
+        with pytest.raises(SystemExit):
+            image_classification.arguments(line)
+        assert words in capsys.readouterr().err.splitlines()[-1]

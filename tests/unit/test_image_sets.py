@@ -1,0 +1,307 @@
+"""examples/image_sets.py and progress.py, and scripts/get_cifar10 on a small package laid out like the real one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import zlib
+from pathlib import Path
+
+import cifar_files
+import numpy as np
+import pytest
+from jobs import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import _cifar10
+import fetched
+import image_sets
+from progress import Progress
+from progress import batches as batches_shown
+
+from mpikv.data import Images
+
+NAMES = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+
+
+# ---- scripts/get_cifar10
+
+
+def png(pixels: np.ndarray, filters: list[int]) -> bytes:
+    """An RGB image (rows, columns, 3), each row's bytes as differences by one of PNG's filters."""
+    rows = b""
+    above = np.zeros((pixels.shape[1] + 1, 3), int)
+    for row, kind in zip(pixels, filters, strict=True):
+        here = np.concatenate([np.zeros((1, 3), int), row])
+        left, up, corner = here[:-1], above[1:], above[:-1]
+        estimate = left + up - corner
+        distances = np.stack([abs(estimate - one) for one in (left, up, corner)])
+        paeth = np.choose(distances.argmin(axis=0), [left, up, corner])  # the first where equal
+        predicted = [0, left, up, (left + up) // 2, paeth][kind]
+        rows += bytes([kind]) + ((here[1:] - predicted) % 256).astype(np.uint8).tobytes()
+        above = here
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    packed = zlib.compress(rows)
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 2, 0, 0, 0)
+    data = [chunk(b"IDAT", packed[:1000]), chunk(b"IDAT", packed[1000:])]
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + b"".join(data) + chunk(b"IEND", b"")
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Two images in each file, rows by all five filters; tmp_path/expected/NAME.bin: what is to come of them."""
+    random = np.random.default_rng(1)
+    folder, expected = tmp_path / "package", tmp_path / "expected"
+    folder.mkdir()
+    expected.mkdir()
+    labels = {"train": list(range(10)), "test": [7, 3]}
+    for i, name in enumerate(NAMES):
+        pixels = random.integers(0, 256, (2, 1024, 3))
+        (folder / f"{name}.png").write_bytes(png(pixels, [[1, 4], [0, 2], [3, 1], [2, 3], [4, 0], [1, 4]][i]))
+        of_file = labels["train"][2 * i : 2 * i + 2] if i < 5 else labels["test"]
+        records = [
+            bytes([label]) + row.T.astype(np.uint8).tobytes() for label, row in zip(of_file, pixels, strict=True)
+        ]
+        (expected / f"{name}.bin").write_bytes(b"".join(records))
+    for kind, values in labels.items():
+        (folder / f"{kind}_lables.json").write_text(json.dumps(values))
+    return folder
+
+
+def get_cifar10(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [str(ROOT / "scripts/get_cifar10"), *map(str, arguments)]
+    env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": sys.executable}
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+def test_get_cifar10_writes_the_binary_files(package: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "package.tgz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(package, "package")
+    for i, source in enumerate((package, archive)):
+        target = tmp_path / f"cifar {i}"
+        done = get_cifar10("--package", source, target)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert f"{target}/test_batch.bin: 2 images" in done.stdout
+        for name in NAMES:
+            assert (target / f"{name}.bin").read_bytes() == (tmp_path / "expected" / f"{name}.bin").read_bytes()
+        assert (target / "batches.meta.txt").read_text().split() == list(_cifar10.NAMES)
+        assert len(list(target.iterdir())) == 7
+    images = image_sets.cifar10(target)
+    assert images.train_y.tolist() == list(range(10))
+    assert images.test_y.tolist() == [7, 3]
+    again = get_cifar10(target)  # all is there: nothing is fetched
+    assert (again.returncode, again.stdout) == (0, f"CIFAR-10 is in {target} already.\n")
+
+
+def test_a_package_that_is_none(package: Path, tmp_path: Path) -> None:
+    def wrong(*words: str) -> None:
+        done = get_cifar10("--package", package, tmp_path / "cifar")
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert all(word in done.stderr for word in words), done.stderr
+        assert not (tmp_path / "cifar" / "test_batch.bin").exists()
+
+    (package / "train_lables.json").write_text("[0, 1, 2, 10]")
+    wrong("data_batch_2.png", "a label 0 to 9", "found 10")
+    (package / "train_lables.json").write_text("[0, 1, 2, 3, 4]")
+    wrong("data_batch_3.png", "found None")
+    (package / "train_lables.json").write_text(json.dumps([*range(10), 1]))
+    wrong("train_lables.json has 1 more labels")
+    (package / "train_lables.json").write_text(json.dumps(list(range(10))))
+    whole = (package / "data_batch_4.png").read_bytes()
+    for damaged, words in ((whole[:-100], "not fetched to its end"), (whole[8:], "is no PNG file")):
+        (package / "data_batch_4.png").write_bytes(damaged)
+        wrong("data_batch_4.png", words)
+    (package / "data_batch_4.png").write_bytes(png(np.zeros((2, 32, 3), int), [0, 0]))
+    wrong("expected 1024 RGB pixels", "found 32")
+    (package / "data_batch_4.png").unlink()
+    wrong("data_batch_4.png", "No such file")
+
+
+def test_get_cifar10_says_how_it_is_used() -> None:
+    done = get_cifar10("--help")
+    assert done.returncode == 0
+    for words in ("npm pack", "Without a network put CIFAR-10's own files into DIR", "--package PATH"):
+        assert words in done.stdout
+    for arguments, words in ((["--packet"], "unknown option --packet"), (["a", "b"], "one DIR, not two: a and b")):
+        done = get_cifar10(*arguments)
+        assert done.returncode == 1
+        assert words in done.stderr
+
+
+def test_without_a_network_get_cifar10_says_what_to_do(tmp_path: Path) -> None:
+    """An npm that fetches nothing."""
+    (tmp_path / "npm").write_text("#!/bin/sh\necho 'no route to host' >&2\nexit 1\n")
+    (tmp_path / "npm").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    line = [str(ROOT / "scripts/get_cifar10"), str(tmp_path / "cifar")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert done.returncode == 1
+    assert "no route to host" in done.stderr
+    assert f"put CIFAR-10's own files into {tmp_path / 'cifar'}" in done.stderr.splitlines()[-1]
+
+
+# ---- image_sets.py
+
+
+def test_cifar10_is_read_as_it_was_written(tmp_path: Path) -> None:
+    images = image_sets.cifar10(cifar_files.write(tmp_path))
+    assert images.source == f"CIFAR-10, 80 training and 20 test images from {tmp_path}"
+    assert (images.train_x.shape, images.train_x.dtype, images.test_x.shape) == (
+        (80, 3, 32, 32),
+        "uint8",
+        (20, 3, 32, 32),
+    )
+    record = (tmp_path / "data_batch_2.bin").read_bytes()[3073 : 2 * 3073]  # the 18th image
+    assert images.train_y[17] == record[0]
+    assert images.train_x[17, 1, 2, 3] == record[1 + 1024 + 2 * 32 + 3]  # green, row 2, column 3
+    scaled = images.scaled(images.train_x)
+    assert scaled.dtype == np.float32
+    assert scaled[17, 2, 0, 0] == pytest.approx((images.train_x[17, 2, 0, 0] - 113.87) / 66.71, rel=1e-5)
+    assert len(images.first(7).train_y) == len(images.first(7).train_x) == 7
+
+
+def test_wrong_files_are_named_with_what_to_do(tmp_path: Path) -> None:
+    remedy = f"scripts/get_cifar10 {tmp_path}"
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1.bin, .*test_batch.bin\. Run") as error:
+        image_sets.cifar10(tmp_path)
+    assert str(error.value).endswith(remedy)
+    cifar_files.write(tmp_path)
+    file = tmp_path / "data_batch_3.bin"
+    whole = file.read_bytes()
+    for damaged, words in (
+        (whole[:-1], "not a multiple of 3073"),
+        (b"", "0 bytes"),
+        (b"\x0a" + whole[1:], "a label 10"),
+    ):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=words) as wrong:
+            image_sets.cifar10(tmp_path)
+        assert str(wrong.value).startswith(f"{file} is no binary file of CIFAR-10")
+        assert str(wrong.value).endswith(remedy)
+
+
+def test_fashion_mnist_gets_a_border(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(3).integers(0, 256, (9, 1, 28, 28)).astype(np.uint8)
+    labels = np.arange(9)
+    plain = Images(pixels[:5], labels[:5], pixels[5:], labels[5:], "from somewhere")
+    monkeypatch.setattr(image_sets, "load_images", lambda directory: plain)
+    found = image_sets.fashion_mnist()
+    assert (found.train_x.shape, found.test_x.shape, found.source) == ((5, 1, 32, 32), (4, 1, 32, 32), "from somewhere")
+    assert np.array_equal(found.test_x[:, :, 2:30, 2:30], plain.test_x)
+    assert found.test_x.sum() == plain.test_x.sum()
+    assert found.channels == len(found.mean) == len(found.deviation) == 1
+    assert found.train_y.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_fashion_mnist_is_found_where_scripts_demo_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(fetched, "load_elsewhere", asked.append)
+    monkeypatch.setattr(fetched, "FASHION_DIR", tmp_path / "data")
+    fetched.load_images()
+    (tmp_path / "data").mkdir()
+    fetched.load_images()
+    fetched.load_images("mine")
+    assert asked == [None, tmp_path / "data", "mine"]
+    demo = (ROOT / "scripts/demo").read_text()
+    for line in (
+        "installed=/usr/share/datasets/fashion-mnist\n",
+        "unpacked=data$installed",
+    ):  # what FASHION_DIR repeats
+        assert line in demo
+
+
+def test_images_are_cut_and_mirrored_as_seed_epoch_and_number_say() -> None:
+    random = np.random.default_rng(2)
+    images = random.integers(1, 256, (500, 3, 32, 32)).astype(np.uint8)
+    draws = image_sets.draw(500, seed=1, epoch=2)
+    order = random.permutation(500)
+    found = image_sets.changed(images, order, draws)
+    seen = set()
+    for image, number in zip(found, order, strict=True):
+        drawn = int(draws[number])
+        row, column, mirrored = drawn % 9, drawn // 9 % 9, drawn // 81 % 2
+        around = np.zeros((3, 40, 40), np.uint8)
+        around[:, 4:36, 4:36] = images[number]
+        wanted = around[:, row : row + 32, column : column + 32]
+        assert np.array_equal(image, wanted[:, :, ::-1] if mirrored else wanted)
+        seen.add((row, column, mirrored))
+    assert len(seen) > 140  # of 162, on the average 154
+    assert np.array_equal(image_sets.draw(500, 1, 2), draws)
+    for seed, epoch in ((1, 3), (2, 2)):
+        assert not np.array_equal(image_sets.draw(500, seed, epoch), draws)
+
+
+# ---- progress.py
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_now_and_then_where_nobody_looks() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(1000, "epoch 1/3", shown=True, stream=stream, clock=clock) as progress:
+        for _ in range(100):
+            clock.now += 0.5
+            progress.update(10, loss=0.25)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "epoch 1/3: 100 of 1000 images, loss 0.2500, 20 images/s, 45 s left"
+    assert len(lines) == 10  # each 5 s
+
+
+def test_a_long_epoch_has_few_lines_and_is_never_silent_for_long() -> None:
+    for step_s, expected in ((3, 20), (200, 1000)):
+        stream, clock = io.StringIO(), Clock()
+        with Progress(1000, "epoch", shown=True, stream=stream, clock=clock) as progress:
+            for _ in range(1000):
+                clock.now += step_s / 10 if expected == 20 else step_s
+                progress.update(1)
+        assert len(stream.getvalue().splitlines()) == expected
+
+
+def test_progress_counts_what_a_resumed_epoch_had_done_and_only_worker_0_shows_it() -> None:
+    clock = Clock()
+    for shown, expected in ((True, "epoch: 600 of 1000 images, 10 images/s, 40 s left\n"), (False, "")):
+        stream = io.StringIO()
+        with Progress(1000, "epoch", shown=shown, done=500, stream=stream, clock=clock) as progress:
+            clock.now += 10
+            progress.update(100)
+        assert stream.getvalue() == expected
+
+
+def test_a_bar_where_somebody_looks() -> None:
+    pytest.importorskip("tqdm", reason="tqdm is not installed")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with Progress(1000, "epoch 2", shown=True, stream=stream) as progress:
+        progress.update(1000, loss=0.5)
+    assert "\r" in stream.getvalue()
+    assert "epoch 2" in stream.getvalue()
+
+
+def test_batches_go_through(capsys: pytest.CaptureFixture[str]) -> None:
+    class Store:
+        rank = 0
+
+    assert list(batches_shown([3, 1, 2], 0, Store())) == [3, 1, 2]  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
