@@ -67,18 +67,24 @@ def unpack(record: bytes) -> tuple[ImageHeader, bytes]:
 def decode_image(content: bytes, *, color: bool = True) -> NDArray[np.uint8]:
     """The image in `content` (JPEG, PNG, whatever Pillow reads): uint8, (height, width, 3), red first; grey: 1 channel.
 
-    Transparency is left out. Raises ValueError for what is no image or a damaged one, UnsupportedError without Pillow.
+    Turned as its EXIF data says, as MXNet's `ImageRecordIter` does it; transparency is left out. Raises ValueError for
+    what is no image or a damaged one, UnsupportedError without Pillow.
     """
+    pixels = np.array(open_image(content).convert("RGB" if color else "L"))
+    return pixels if color else pixels[:, :, None]
+
+
+def open_image(content: bytes) -> Any:
+    """The decoded image as an object of Pillow's, turned as its EXIF data says. Raises as `decode_image` does."""
     try:
-        from PIL import Image  # noqa: PLC0415 - an extra
+        from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise UnsupportedError("images are decoded by Pillow, which is missing; pip install 'mpikv[images]'") from error
     try:
         with Image.open(io.BytesIO(content)) as image:
-            pixels = np.array(image.convert("RGB" if color else "L"))
+            return ImageOps.exif_transpose(image)
     except Exception as error:  # of a damaged image: many kinds, also SyntaxError
         raise ValueError(f"no image that Pillow can decode ({error}); it begins with {content[:8].hex(' ')}") from error
-    return pixels if color else pixels[:, :, None]
 
 
 class ImageRecords:
