@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.data.image_lists import Listed, read_folder, read_list, with_labels
-from mpikv.data.image_records import ImageHeader, open_image, pack, unpack
+from mpikv.data.image_records import ImageHeader, image_size, pack, turned, unpack
 from mpikv.data.progress import Progress
 from mpikv.data.record_file import RecordFile
 from mpikv.data.record_index import Index, index_path, read_index
@@ -105,7 +105,7 @@ def _content(path: str, options: argparse.Namespace) -> bytes:
     with open(path, "rb") as file:
         content = file.read()
     try:
-        image = open_image(content)
+        image = turned(content)
     except ValueError as error:
         raise _DamagedImageError(f"{path}: {error}") from error
     changed = options.resize or options.center_crop or options.grey or options.encoding or options.quality
@@ -150,11 +150,11 @@ def _described(record: bytes) -> str:
     """What is in a record: of an image its size, labels and id; else its first bytes."""
     try:
         header, content = unpack(record)
-        image = open_image(content)
+        width, height = image_size(content)
     except (ValueError, MpikvError):
         return record[:16].hex(" ") if record else "nothing"
     labels = ", ".join(f"{label:g}" for label in np.atleast_1d(header.label))
-    return f"image {image.width} x {image.height}, label {labels}, id {header.id}"
+    return f"image {width} x {height}, label {labels}, id {header.id}"
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -183,7 +183,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _undecodable(record: bytes) -> str:
     try:
-        open_image(unpack(record)[1])
+        turned(unpack(record)[1])
     except ValueError as error:
         return str(error)
     return ""
