@@ -15,6 +15,7 @@ from mpikv import models
 from mpikv._version import __version__
 from mpikv.bench.options import add_parser as add_bench
 from mpikv.bench.start import Parser
+from mpikv.data.records_options import add_parser as add_records
 from mpikv.launch.options import add_parser as add_launch
 from mpikv.launch.submit import add_parser as add_submit
 from mpikv.plan.options import add_parser as add_plan
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add_submit(commands)
     add_bench(commands)
     add_plan(commands)
+    add_records(commands)
     return parser
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpikv import checks
+from mpikv.data.parts import bounds, check_part
 from mpikv.files import open_regular
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -45,18 +46,33 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
     return np.frombuffer(raw, dtype=dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def open_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArray[Any]:
+def open_idx(
+    path: str | os.PathLike[str], *, ndim: int | None = None, num_parts: int = 1, part_index: int = 0
+) -> NDArray[Any]:
     """The array in the file, memory-mapped and read-only: nothing is read before it is used, and then from the file.
+
+    num_parts >= 1, 0 <= part_index < num_parts: one piece of it along the first axis, see parts.py.
 
     Elements of several bytes are big-endian, as they are in the file. A file packed with gzip cannot be mapped and is
     read as by `read_idx`. ndim, errors: as of `read_idx`.
     """
     name = checks.path("path", path)
+    check_part(num_parts, part_index)
+    array = _whole(name, ndim)
+    if num_parts == 1:
+        return array
+    if array.ndim == 0:
+        raise ValueError(f"{path}: an array without axes, which has no parts")
+    begin, end = bounds(len(array), num_parts, part_index)
+    return array[begin:end]
+
+
+def _whole(name: str, ndim: int | None) -> NDArray[Any]:
     with open_regular(name) as file:
         raw, size = file.read(_LONGEST_HEADER), os.fstat(file.fileno()).st_size
     if raw[:2] == _GZIP_MAGIC:
         return read_idx(name, ndim=ndim)
-    start, shape, dtype = _layout(path, raw, size, ndim)
+    start, shape, dtype = _layout(name, raw, size, ndim)
     if 0 in shape:  # no bytes cannot be mapped
         return np.empty(shape, dtype)
     return np.memmap(name, dtype, "r", start, shape)

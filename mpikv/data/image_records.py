@@ -67,18 +67,40 @@ def unpack(record: bytes) -> tuple[ImageHeader, bytes]:
 def decode_image(content: bytes, *, color: bool = True) -> NDArray[np.uint8]:
     """The image in `content` (JPEG, PNG, whatever Pillow reads): uint8, (height, width, 3), red first; grey: 1 channel.
 
-    Transparency is left out. Raises ValueError for what is no image or a damaged one, UnsupportedError without Pillow.
+    Turned as its EXIF data says, as MXNet's `ImageRecordIter` does it; transparency is left out. Raises ValueError for
+    what is no image or a damaged one, UnsupportedError without Pillow.
     """
+    pixels = np.array(turned(content).convert("RGB" if color else "L"))
+    return pixels if color else pixels[:, :, None]
+
+
+def turned(content: bytes) -> Any:
+    """The decoded image as an object of Pillow's, turned as its EXIF data says. Raises as `decode_image` does."""
+
+    def turn(image: Any) -> Any:
+        from PIL import ImageOps  # noqa: PLC0415 - an extra
+
+        return ImageOps.exif_transpose(image)
+
+    return _with_image(content, turn)
+
+
+def image_size(content: bytes) -> tuple[int, int]:
+    """Width and height of the image as it is stored; only its head is read. Raises as `decode_image` does."""
+    size: tuple[int, int] = _with_image(content, lambda image: image.size)
+    return size
+
+
+def _with_image(content: bytes, use: Callable[[Any], Any]) -> Any:
     try:
         from PIL import Image  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise UnsupportedError("images are decoded by Pillow, which is missing; pip install 'mpikv[images]'") from error
     try:
         with Image.open(io.BytesIO(content)) as image:
-            pixels = np.array(image.convert("RGB" if color else "L"))
+            return use(image)
     except Exception as error:  # of a damaged image: many kinds, also SyntaxError
         raise ValueError(f"no image that Pillow can decode ({error}); it begins with {content[:8].hex(' ')}") from error
-    return pixels if color else pixels[:, :, None]
 
 
 class ImageRecords:

@@ -153,6 +153,8 @@ class DataLoader:
             raise ValueError(f"the state is of other batches than this loader makes: {listed}")
         epoch = checks.whole("state['epoch']", given["epoch"], most=None)
         start, batches = (checks.whole(f"state[{name!r}]", given[name]) for name in ("start", "batches"))
+        if not isinstance(given["before"], list):
+            raise checks.wrong("state['before']", "a list", given["before"])
         before = [checks.whole("an example in state['before']", i) for i in given["before"]]
         if before and max(before) >= len(self._dataset):
             raise ValueError(f"state['before'] has example {max(before)}, this data set has {len(self._dataset)}")

@@ -84,8 +84,30 @@ class RecordFile:
         return self._read(self._file, self.offset(i))[0]
 
     def __iter__(self) -> Iterator[bytes]:
-        for _, record in self._walk():
+        for _, record in self.walk():
             yield record
+
+    def walk(self) -> Iterator[tuple[int, bytes]]:
+        """Each record's offset and its bytes, in order. Opens the file once more, to read ahead in it."""
+        if self._file.closed:
+            raise ValueError(f"{self.path} was closed")
+        file = FileBytes(self.path, AHEAD_BYTES)
+        try:
+            if self._index is not None:
+                yield from self._at_offsets(file, self._index.offsets)
+                return
+            at = self.begin
+            while at < self.end:
+                offset = at
+                try:
+                    record, at = self._read(file, offset)
+                except DamagedRecord as error:
+                    self._note(error)
+                    at = next_head(file, offset + 4)
+                else:
+                    yield offset, record
+        finally:
+            file.close()
 
     def offset(self, i: int) -> int:
         """Where record `i` (from the end if negative) begins, in bytes. Raises IndexError."""
@@ -135,35 +157,13 @@ class RecordFile:
     def _find_offsets(self) -> NDArray[np.int64]:
         found = array("q")
         if self._skips:
-            found.extend(offset for offset, _ in self._walk())
+            found.extend(offset for offset, _ in self.walk())
         else:
             at = self.begin
             while at < self.end:
                 found.append(at)
                 at = after_record(self._file, at)
         return np.array(found, dtype=np.int64)
-
-    def _walk(self) -> Iterator[tuple[int, bytes]]:
-        """Each record's offset and bytes. Reads ahead, so it has the file open for itself."""
-        if self._file.closed:
-            raise ValueError(f"{self.path} was closed")
-        file = FileBytes(self.path, AHEAD_BYTES)
-        try:
-            if self._index is not None:
-                yield from self._at_offsets(file, self._index.offsets)
-                return
-            at = self.begin
-            while at < self.end:
-                offset = at
-                try:
-                    record, at = self._read(file, offset)
-                except DamagedRecord as error:
-                    self._note(error)
-                    at = next_head(file, offset + 4)
-                else:
-                    yield offset, record
-        finally:
-            file.close()
 
     def _at_offsets(self, file: FileBytes, offsets: NDArray[np.int64]) -> Iterator[tuple[int, bytes]]:
         for offset in map(int, offsets):

@@ -99,6 +99,10 @@ def test_open_idx_maps(tmp_path: Path) -> None:
     assert isinstance(found, np.memmap)
     assert not found.flags.writeable
     assert np.array_equal(found, values)
+    parts = [open_idx(tmp_path / "f", num_parts=3, part_index=i).tolist() for i in range(3)]
+    assert parts == [[values[0].tolist()], [values[1].tolist()], []]
+    with pytest.raises(ValueError, match="part_index must be in"):
+        open_idx(tmp_path / "f", num_parts=3, part_index=3)
     (tmp_path / "f").write_bytes(idx_bytes(np.zeros((0, 28, 28))))
     assert open_idx(tmp_path / "f").shape == (0, 28, 28)
     (tmp_path / "f").write_bytes(gzip.compress(idx_bytes(np.arange(3))))

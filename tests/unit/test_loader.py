@@ -185,6 +185,7 @@ def test_an_iteration_that_is_no_longer_the_last_changes_nothing() -> None:
     [
         ({"batches": -1}, ValueError, r"state\['batches'\] must be at least 0"),
         ({"epoch": "1"}, TypeError, r"state\['epoch'\] is a whole number"),
+        ({"before": 3}, TypeError, r"state\['before'\] is a list, not int"),
         ({"more": 1}, ValueError, "state is none that a DataLoader gave"),
         ({"before": [23]}, ValueError, r"state\['before'\] has example 23, this data set has 23"),
         ({"of": {}}, ValueError, "of other batches than this loader makes: batch_size None .here 4."),

@@ -1,0 +1,110 @@
+"""Which images are packed, and with which labels: from a folder, or from a list as `im2rec` makes them.
+
+A list has a line for each image: a whole number, one label or several, and the path, with tabs between them. A folder
+is gone through in the order of names; each folder that has images in it is a class, numbered from 0 in that order, as
+`im2rec --list --recursive` does it. Source of the form: MXNet's tools/im2rec.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from mpikv.checks import shown
+
+EXTENSIONS = (".jpeg", ".jpg", ".png")
+
+
+class Listed(NamedTuple):
+    """An image to be packed. number: its id and its key in the index."""
+
+    number: int
+    labels: tuple[float, ...]
+    path: str
+
+
+class Folder(NamedTuple):
+    """The images of a folder, and its classes' names by their labels."""
+
+    images: list[Listed]
+    classes: list[str]
+
+
+def read_list(path: str, root: str | None = None) -> list[Listed]:
+    """The images of a list. root: where its paths begin; default the list's folder. Raises ValueError with the line."""
+    folder = root or os.path.dirname(path)
+    found: list[Listed] = []
+    seen: dict[int, int] = {}
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            words = [word.strip() for word in line.rstrip("\n").split("\t")]
+            where = f"{path}, line {line_number}"
+            try:
+                number, labels = int(words[0]), tuple(map(float, words[1:-1]))
+            except ValueError:
+                labels = ()
+            if not labels or not words[-1] or number < 0:
+                raise ValueError(
+                    f"{where}: {shown(line)}; expected a number, labels and a path, with tabs between them"
+                )
+            if seen.setdefault(number, line_number) != line_number:
+                raise ValueError(f"{where}: number {number} stands in line {seen[number]}, too")
+            found.append(Listed(number, labels, os.path.join(folder, words[-1])))
+    if not found:
+        raise ValueError(f"{path}: a list of no images")
+    return found
+
+
+def read_folder(folder: str, extensions: tuple[str, ...] = EXTENSIONS) -> Folder:
+    """The images in a folder and those below it. Raises ValueError where there are none."""
+    images: list[Listed] = []
+    classes: list[str] = []
+    for place, below, names in os.walk(folder, followlinks=True, onerror=_raise):
+        below.sort()
+        mine = [name for name in sorted(names) if Path(name).suffix.lower() in extensions]
+        for name in mine:
+            images.append(Listed(len(images), (float(len(classes)),), os.path.join(place, name)))
+        if mine:
+            classes.append(os.path.relpath(place, folder))
+    if not images:
+        raise ValueError(f"{folder}: no images in it, nor below it; looked for {', '.join(extensions)}")
+    return Folder(images, classes)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def with_labels(images: list[Listed], folder: str, label_file: str) -> list[Listed]:
+    """The images with the labels in a file: a line for each, the path from `folder` on, a tab, and the labels.
+
+    Raises ValueError where a line is wrong, an image has no line, or a line no image.
+    """
+    labels: dict[str, tuple[float, ...]] = {}
+    with open(label_file, encoding="utf-8", errors="surrogateescape") as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            words = line.rstrip("\n").split("\t")
+            name = os.path.normpath(words[0])
+            try:
+                values = tuple(map(float, words[1:]))
+            except ValueError:
+                values = ()
+            if not values:
+                raise ValueError(f"{label_file}, line {line_number}: {shown(line)}; expected a path, a tab and labels")
+            if name in labels:
+                raise ValueError(f"{label_file}, line {line_number}: {shown(name)} has labels already")
+            labels[name] = values
+    found = []
+    for image in images:
+        name = os.path.relpath(image.path, folder)
+        if name not in labels:
+            raise ValueError(f"{label_file}: no labels for {shown(name)}, which is in {folder}")
+        found.append(image._replace(labels=labels.pop(name)))
+    if labels:
+        raise ValueError(f"{label_file}: labels for {shown(next(iter(labels)))}, which is not in {folder}")
+    return found
