@@ -113,6 +113,11 @@ def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
     return {"learning_rate": options.lr or 0.001, "wd": options.wd}
 
 
+def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
+    """Images to train on."""
+    return min(len(images.train), options.num_examples or len(images.train))
+
+
 @dataclass
 class Run:
     """A training. nets: replicas of the model, one per device; the trainer's is the first."""
@@ -142,17 +147,14 @@ class Run:
 
         start: how many images of the epoch are done already. Leaves out what makes no whole step.
         """
-        n, size, seed = len(self.images.train_x), self.options.batch_size, self.options.seed
+        n, size, seed = num_examples(self.options, self.images), self.options.batch_size, self.options.seed
         sampler = SplitSampler.for_store(n, self.store, seed=seed, last="drop")
         sampler.set_epoch(epoch, start)
         mine, draws = sampler.indices(), image_sets.draw(n, seed, epoch)
         for step in range((n - start) // self.together):
             batch = mine[step * size : (step + 1) * size]
-            if self.options.no_augment:
-                x = self.images.train_x[batch]
-            else:
-                x = image_sets.changed(self.images.train_x, batch, draws)
-            yield self.images.scaled(x), self.images.train_y[batch]
+            x, y = self.images.train.take(batch)
+            yield self.images.scaled(x if self.options.no_augment else image_sets.changed(x, draws[batch])), y
 
     def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
         """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses."""
@@ -178,7 +180,7 @@ class Run:
 
     def epoch(self, epoch: int, start: int) -> tuple[float, float]:
         """An epoch without its first `start` images: the mean loss of this worker's images, images/s of all workers."""
-        n, options, trainer = len(self.images.train_x), self.options, self.trainer
+        n, options, trainer = num_examples(self.options, self.images), self.options, self.trainer
         rate = optimizer_params(options)["learning_rate"]
         for net in self.nets:
             net.train()
@@ -205,7 +207,7 @@ class Run:
         Synchronous: every worker takes its part, and the store adds up. Asynchronous: worker 0 does it alone with the
         weights of the moment, as the others have no reason to wait.
         """
-        n = len(self.images.test_y)
+        n = len(self.images.test)
         if self.asynchronous:
             self.trainer.pull_weights()
             self.spread()
@@ -223,14 +225,14 @@ class Run:
         net.eval()
         correct = 0
         for begin in range(0, len(part), EVALUATION_BATCH):
-            batch = part[begin : begin + EVALUATION_BATCH]
-            scores = net(torch.from_numpy(self.images.scaled(self.images.test_x[batch])).to(device))
-            correct += int((scores.argmax(1).cpu().numpy() == self.images.test_y[batch]).sum())
+            x, y = self.images.test.take(part[begin : begin + EVALUATION_BATCH])
+            scores = net(torch.from_numpy(self.images.scaled(x)).to(device))
+            correct += int((scores.argmax(1).cpu().numpy() == y).sum())
         return correct
 
     def train(self) -> float | None:
         """All epochs that are left; the last test accuracy, or None where a signal has stopped it."""
-        options, trainer, n = self.options, self.trainer, len(self.images.train_x)
+        options, trainer, n = self.options, self.trainer, num_examples(self.options, self.images)
         first_epoch, start = divmod(int(trainer.examples), n)
         result = None
         for epoch in range(first_epoch, options.epochs):
@@ -277,12 +279,9 @@ def load(options: argparse.Namespace, store: KVStore) -> ImageSet:
     problem: Exception | None = None
     try:
         images = DATASETS[options.dataset](options.data_dir)
-        images = images if options.num_examples is None else images.first(options.num_examples)
-        together = options.batch_size * store.num_workers
-        if together > len(images.train_x):
-            problem = ValueError(
-                f"a step takes {together} images, and there are {len(images.train_x)}: lower --batch-size"
-            )
+        together, n = options.batch_size * store.num_workers, num_examples(options, images)
+        if together > n:
+            problem = ValueError(f"a step takes {together} images, and there are {n}: lower --batch-size")
     except (OSError, ValueError, MpikvError) as error:
         problem = error
     end_if_wrong(store, "images", problem)
