@@ -58,25 +58,16 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dataset", choices=sorted(DATASETS), default="cifar10", help="(cifar10)")
     add("--data-dir", help="where its files are (data/cifar10 of this clone; Debian's or scripts/demo's Fashion-MNIST)")
     add("--model", choices=sorted(NETWORKS), default="resnet18", help="(resnet18)")
-    add(
-        "--kv-store",
-        "--kvstore",
-        default="dist_sync",
-        metavar="TYPE",
-        help="local, dist_sync, dist_async, ... (dist_sync)",
-    )
+    add("--kv-store", "--kvstore", default="dist_sync", metavar="TYPE", help="dist_sync, dist_async, ... (dist_sync)")
     add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
     add("--batch-size", type=int, default=64, help="images of one worker in a step, shared by its devices (64)")
     add("--epochs", "--num-epochs", type=int, default=5, help="(5)")
     add("--max-steps", type=int, help="stop after so many steps")
     add("--num-examples", type=int, help="train on the first N images only")
-    add("--optimizer", default="adam", help=f"one of {', '.join(optimizers.names())} (adam)")
+    names = optimizers.names()
+    add("--optimizer", choices=names, default="adam", metavar="NAME", help=f"one of {', '.join(names)} (adam)")
     add("--lr", type=float, help="learning rate (0.001; optimizers with momentum 0.05)")
-    add(
-        "--lr-steps",
-        default="",
-        help="epochs, whole or part, after which the rate is multiplied by --lr-factor, as in 6,9",
-    )
+    add("--lr-steps", default="", help="epochs after which --lr-factor multiplies the rate, as in 6,9 or 0.75")
     add("--lr-factor", type=float, default=0.1, help="(0.1)")
     add("--momentum", type=float, default=0.9, help=f"for {', '.join(sorted(WITH_MOMENTUM))} (0.9)")
     add("--wd", type=float, default=0.0, help="weight decay (0)")
@@ -100,17 +91,16 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     options.devices = [torch.device("cuda", gpu) for gpu in gpus] or [torch.device("cpu")] * options.num_devices
     if options.batch_size < len(options.devices):
-        parser.error(
-            f"--batch-size {options.batch_size} is less than an image for each of {len(options.devices)} devices"
-        )
+        parser.error(f"--batch-size {options.batch_size} is less than the number of devices, {len(options.devices)}")
     return options
 
 
 def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
     """The optimizer's arguments."""
+    found = {"learning_rate": 0.001 if options.lr is None else options.lr, "wd": options.wd}
     if options.optimizer in WITH_MOMENTUM:
-        return {"learning_rate": options.lr or 0.05, "momentum": options.momentum, "wd": options.wd}
-    return {"learning_rate": options.lr or 0.001, "wd": options.wd}
+        found.update(learning_rate=0.05 if options.lr is None else options.lr, momentum=options.momentum)
+    return found
 
 
 def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
@@ -265,10 +255,8 @@ def end_if_wrong(store: KVStore, what: str, error: Exception | None) -> None:
     if error is not None and store.rank == 0:
         print(f"image_classification.py: {error}", file=sys.stderr, flush=True)
     wrong = np.array([error is not None], dtype=np.int64)
-    store.broadcast(
-        f"wrong {what}", wrong, out=wrong
-    )  # so all end by themselves, and nobody complains of another's end
-    if wrong[0]:
+    store.broadcast(f"wrong {what}", wrong, out=wrong)
+    if wrong[0]:  # all end by themselves, and nobody complains of another's end
         raise SystemExit(1)
     if error is not None:
         raise SystemExit(f"image_classification.py: {error}")

@@ -209,10 +209,11 @@ def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: p
     assert str(tmp_path / "damaged") in ends("--data-dir", data, "--batch-size", 8, "--resume", tmp_path / "damaged")
     for line, words in (
         (["--batch-size", "0"], "--batch-size must be at least 1"),
-        (["--batch-size", "2", "--num-devices", "3"], "less than an image for each of 3 devices"),
+        (["--batch-size", "2", "--num-devices", "3"], "less than the number of devices, 3"),
         (["--lr-steps", "1,x"], "numbers with commas between them"),
         (["--gpus", "99"], "PyTorch sees"),
         (["--model", "alexnet"], "invalid choice: 'alexnet'"),
+        (["--optimizer", "gradient"], "invalid choice: 'gradient'"),
     ):
         with pytest.raises(SystemExit):
             image_classification.arguments(line)
