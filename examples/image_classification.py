@@ -58,25 +58,16 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dataset", choices=sorted(DATASETS), default="cifar10", help="(cifar10)")
     add("--data-dir", help="where its files are (data/cifar10 of this clone; Debian's or scripts/demo's Fashion-MNIST)")
     add("--model", choices=sorted(NETWORKS), default="resnet18", help="(resnet18)")
-    add(
-        "--kv-store",
-        "--kvstore",
-        default="dist_sync",
-        metavar="TYPE",
-        help="local, dist_sync, dist_async, ... (dist_sync)",
-    )
+    add("--kv-store", "--kvstore", default="dist_sync", metavar="TYPE", help="dist_sync, dist_async, ... (dist_sync)")
     add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
     add("--batch-size", type=int, default=64, help="images of one worker in a step, shared by its devices (64)")
     add("--epochs", "--num-epochs", type=int, default=5, help="(5)")
     add("--max-steps", type=int, help="stop after so many steps")
     add("--num-examples", type=int, help="train on the first N images only")
-    add("--optimizer", default="adam", help=f"one of {', '.join(optimizers.names())} (adam)")
+    names = optimizers.names()
+    add("--optimizer", choices=names, default="adam", metavar="NAME", help=f"one of {', '.join(names)} (adam)")
     add("--lr", type=float, help="learning rate (0.001; optimizers with momentum 0.05)")
-    add(
-        "--lr-steps",
-        default="",
-        help="epochs, whole or part, after which the rate is multiplied by --lr-factor, as in 6,9",
-    )
+    add("--lr-steps", default="", help="epochs after which --lr-factor multiplies the rate, as in 6,9 or 0.75")
     add("--lr-factor", type=float, default=0.1, help="(0.1)")
     add("--momentum", type=float, default=0.9, help=f"for {', '.join(sorted(WITH_MOMENTUM))} (0.9)")
     add("--wd", type=float, default=0.0, help="weight decay (0)")
@@ -100,17 +91,21 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     options.devices = [torch.device("cuda", gpu) for gpu in gpus] or [torch.device("cpu")] * options.num_devices
     if options.batch_size < len(options.devices):
-        parser.error(
-            f"--batch-size {options.batch_size} is less than an image for each of {len(options.devices)} devices"
-        )
+        parser.error(f"--batch-size {options.batch_size} is less than the number of devices, {len(options.devices)}")
     return options
 
 
 def optimizer_params(options: argparse.Namespace) -> dict[str, Any]:
     """The optimizer's arguments."""
+    found = {"learning_rate": 0.001 if options.lr is None else options.lr, "wd": options.wd}
     if options.optimizer in WITH_MOMENTUM:
-        return {"learning_rate": options.lr or 0.05, "momentum": options.momentum, "wd": options.wd}
-    return {"learning_rate": options.lr or 0.001, "wd": options.wd}
+        found.update(learning_rate=0.05 if options.lr is None else options.lr, momentum=options.momentum)
+    return found
+
+
+def num_examples(options: argparse.Namespace, images: ImageSet) -> int:
+    """Images to train on."""
+    return min(len(images.train), options.num_examples or len(images.train))
 
 
 @dataclass
@@ -142,17 +137,14 @@ class Run:
 
         start: how many images of the epoch are done already. Leaves out what makes no whole step.
         """
-        n, size, seed = len(self.images.train_x), self.options.batch_size, self.options.seed
+        n, size, seed = num_examples(self.options, self.images), self.options.batch_size, self.options.seed
         sampler = SplitSampler.for_store(n, self.store, seed=seed, last="drop")
         sampler.set_epoch(epoch, start)
         mine, draws = sampler.indices(), image_sets.draw(n, seed, epoch)
         for step in range((n - start) // self.together):
             batch = mine[step * size : (step + 1) * size]
-            if self.options.no_augment:
-                x = self.images.train_x[batch]
-            else:
-                x = image_sets.changed(self.images.train_x, batch, draws)
-            yield self.images.scaled(x), self.images.train_y[batch]
+            x, y = self.images.train.take(batch)
+            yield self.images.scaled(x if self.options.no_augment else image_sets.changed(x, draws[batch])), y
 
     def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
         """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses."""
@@ -178,7 +170,7 @@ class Run:
 
     def epoch(self, epoch: int, start: int) -> tuple[float, float]:
         """An epoch without its first `start` images: the mean loss of this worker's images, images/s of all workers."""
-        n, options, trainer = len(self.images.train_x), self.options, self.trainer
+        n, options, trainer = num_examples(self.options, self.images), self.options, self.trainer
         rate = optimizer_params(options)["learning_rate"]
         for net in self.nets:
             net.train()
@@ -205,7 +197,7 @@ class Run:
         Synchronous: every worker takes its part, and the store adds up. Asynchronous: worker 0 does it alone with the
         weights of the moment, as the others have no reason to wait.
         """
-        n = len(self.images.test_y)
+        n = len(self.images.test)
         if self.asynchronous:
             self.trainer.pull_weights()
             self.spread()
@@ -223,14 +215,14 @@ class Run:
         net.eval()
         correct = 0
         for begin in range(0, len(part), EVALUATION_BATCH):
-            batch = part[begin : begin + EVALUATION_BATCH]
-            scores = net(torch.from_numpy(self.images.scaled(self.images.test_x[batch])).to(device))
-            correct += int((scores.argmax(1).cpu().numpy() == self.images.test_y[batch]).sum())
+            x, y = self.images.test.take(part[begin : begin + EVALUATION_BATCH])
+            scores = net(torch.from_numpy(self.images.scaled(x)).to(device))
+            correct += int((scores.argmax(1).cpu().numpy() == y).sum())
         return correct
 
     def train(self) -> float | None:
         """All epochs that are left; the last test accuracy, or None where a signal has stopped it."""
-        options, trainer, n = self.options, self.trainer, len(self.images.train_x)
+        options, trainer, n = self.options, self.trainer, num_examples(self.options, self.images)
         first_epoch, start = divmod(int(trainer.examples), n)
         result = None
         for epoch in range(first_epoch, options.epochs):
@@ -263,10 +255,8 @@ def end_if_wrong(store: KVStore, what: str, error: Exception | None) -> None:
     if error is not None and store.rank == 0:
         print(f"image_classification.py: {error}", file=sys.stderr, flush=True)
     wrong = np.array([error is not None], dtype=np.int64)
-    store.broadcast(
-        f"wrong {what}", wrong, out=wrong
-    )  # so all end by themselves, and nobody complains of another's end
-    if wrong[0]:
+    store.broadcast(f"wrong {what}", wrong, out=wrong)
+    if wrong[0]:  # all end by themselves, and nobody complains of another's end
         raise SystemExit(1)
     if error is not None:
         raise SystemExit(f"image_classification.py: {error}")
@@ -277,12 +267,9 @@ def load(options: argparse.Namespace, store: KVStore) -> ImageSet:
     problem: Exception | None = None
     try:
         images = DATASETS[options.dataset](options.data_dir)
-        images = images if options.num_examples is None else images.first(options.num_examples)
-        together = options.batch_size * store.num_workers
-        if together > len(images.train_x):
-            problem = ValueError(
-                f"a step takes {together} images, and there are {len(images.train_x)}: lower --batch-size"
-            )
+        together, n = options.batch_size * store.num_workers, num_examples(options, images)
+        if together > n:
+            problem = ValueError(f"a step takes {together} images, and there are {n}: lower --batch-size")
     except (OSError, ValueError, MpikvError) as error:
         problem = error
     end_if_wrong(store, "images", problem)

@@ -77,9 +77,8 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name])) for name in b)
 
 
-@pytest.mark.parametrize("model", ["small", "lenet"])
-def test_it_learns_and_all_workers_have_the_same_model(model: str, data: Path) -> None:
-    found = train(data, 3, "--model", model, "--batch-size", 8, "--epochs", 8, "--no-augment", "--lr", 0.01)
+def test_it_learns_and_all_workers_have_the_same_model(data: Path) -> None:
+    found = train(data, 3, "--model", "small", "--batch-size", 8, "--epochs", 8, "--no-augment", "--lr", 0.01)
     assert found[0][0] is not None
     assert found[0][0] > 0.5  # guessing gives 0.1
     for _, steps, examples, state in found:
@@ -124,6 +123,32 @@ def test_a_resumed_run_is_the_same_run(workers: int, devices: int, stop: int, da
     assert again[0][1:3] == (steps, 160)
     for (*_, state), (*_, wanted) in zip(again, through, strict=True):
         assert same(state, wanted)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_a_run_that_is_told_to_stop_saves_what_it_has(
+    kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an epoch, by one worker; and goes on as if nothing had happened."""
+    line = ["--model", "small", "--batch-size", 8, "--epochs", 2, "--save", tmp_path / "run"]
+    through = train(data, 2, *line, kind=kind)
+    gradients = image_classification.Run.gradients
+
+    def stopping(run: Any, x: Any, y: Any) -> float:
+        if run.trainer.steps == 2 and run.store.rank == 1:
+            run.store.request_stop()
+        return gradients(run, x, y)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(image_classification.Run, "gradients", stopping)
+        stopped = train(data, 2, *line, kind=kind)
+    assert [result for result, *_ in stopped] == [None, None]
+    assert 0 < stopped[0][1] < 10
+    again = train(data, 2, *line, "--resume", tmp_path / "run", kind=kind)
+    assert again[0][1:3] == through[0][1:3] == (10, 160)
+    if kind == "dist_sync":
+        assert again[0][0] == through[0][0]
+        assert same(again[0][3], through[0][3])
 
 
 def test_another_number_of_workers_goes_on(data: Path, tmp_path: Path) -> None:
@@ -179,15 +204,16 @@ def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: p
     assert "a step takes 256 images, and there are 80: lower --batch-size" in ends(
         "--data-dir", data, "--batch-size", 128
     )
-    assert "there is no such file" in ends("--data-dir", data, "--resume", nowhere)
+    assert "there is no such file" in ends("--data-dir", data, "--batch-size", 8, "--resume", nowhere)
     (tmp_path / "damaged").write_bytes(b"what is this")
-    assert str(tmp_path / "damaged") in ends("--data-dir", data, "--resume", tmp_path / "damaged")
+    assert str(tmp_path / "damaged") in ends("--data-dir", data, "--batch-size", 8, "--resume", tmp_path / "damaged")
     for line, words in (
         (["--batch-size", "0"], "--batch-size must be at least 1"),
-        (["--batch-size", "2", "--num-devices", "3"], "less than an image for each of 3 devices"),
+        (["--batch-size", "2", "--num-devices", "3"], "less than the number of devices, 3"),
         (["--lr-steps", "1,x"], "numbers with commas between them"),
         (["--gpus", "99"], "PyTorch sees"),
         (["--model", "alexnet"], "invalid choice: 'alexnet'"),
+        (["--optimizer", "gradient"], "invalid choice: 'gradient'"),
     ):
         with pytest.raises(SystemExit):
             image_classification.arguments(line)
