@@ -18,6 +18,12 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
 | `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
 | `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
+
+One more is of the process rather than of a store, and no field of `Config`:
+
+| variable | default | meaning |
+|---|---|---|
+| `MPIKV_TRACEBACK` | short | `short`: a mistake in a call is one line of one rank; `full`: all frames of every rank |
 """
 
 from __future__ import annotations
@@ -154,6 +160,10 @@ VARIABLES = (
 )
 
 
+TRACEBACK = Variable("MPIKV_TRACEBACK", "", _one_of("short", "full"))
+KNOWN = tuple(variable.name for variable in (*VARIABLES, TRACEBACK))
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings of one store. The fields and their meaning stand in the table at the top of this file."""
@@ -185,7 +195,7 @@ class Config:
         """Read the variables in force. Raises ConfigError that names the variable, its text and what is valid."""
         environ = dict(os.environ) if environ is None else options("environ", environ)
         values = {}
-        for variable in VARIABLES:
+        for variable in (*VARIABLES, TRACEBACK):
             text = environ.get(variable.name, "")
             if not isinstance(text, str):
                 raise wrong(variable.name, "a str", text)
@@ -197,6 +207,7 @@ class Config:
             except ValueError as error:
                 what = f"{variable.name}={shown(text)}"
                 raise ConfigError(f"{what} {error}; set it to a valid value or unset it") from None
+        values.pop(TRACEBACK.field, None)
         return cls(**values)
 
     def with_(self, **changes: Any) -> Config:
@@ -219,9 +230,14 @@ def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
     """Variables in force that nothing reads, each with the nearest valid name or None: most are typing errors."""
-    known = [variable.name for variable in VARIABLES]
     return {
-        name: next(iter(difflib.get_close_matches(name, known, n=1)), None)
+        name: next(iter(difflib.get_close_matches(name, KNOWN, n=1)), None)
         for name in variables_in_force(environ)
-        if name not in known
+        if name not in KNOWN
     }
+
+
+def wants_full_tracebacks(environ: Mapping[str, str] | None = None) -> bool:
+    """What MPIKV_TRACEBACK says, when an error is told that may be one of the settings."""
+    environ = os.environ if environ is None else environ
+    return environ.get(TRACEBACK.name, "").strip().lower() == "full"

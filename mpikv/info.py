@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mpikv import placement_map
 from mpikv._version import __version__
-from mpikv.config import AUTO_INTERFACE, VARIABLES, Config, unknown_variables, variables_in_force
+from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
 from mpikv.placement_map import ranges
 from mpikv.server.roles import assign
@@ -210,7 +210,7 @@ def _role_rows(
 
 def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
     """Every `MPIKV_*` variable in force, what is wrong with it, and names that nothing reads."""
-    known = {variable.name: variable for variable in VARIABLES}
+    known = {variable.name: variable for variable in (*VARIABLES, TRACEBACK)}
     unknown = unknown_variables(environ)
     in_force = variables_in_force(environ)
     for name, text in in_force.items():

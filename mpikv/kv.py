@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mpikv import notices
 from mpikv import spec as store_spec
 from mpikv.checks import wrong
 from mpikv.config import Config
@@ -29,7 +30,7 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.transports import abort, bell, library, shm, signals
+from mpikv.transports import abort, bell, launcher, library, shm, signals
 from mpikv.transports.base import Transport
 from mpikv.transports.local import LocalTransport, local_transport, ranks_here
 from mpikv.transports.topology import pretended
@@ -42,6 +43,7 @@ __all__ = ["KVStore", "create"]
 _served: list[tuple[weakref.ref[KVStore], MPI.Group]] = []  # stores that server ranks serve or served, and these ranks
 
 
+@abort.tells
 def create(
     name: str = "local",
     *,
@@ -75,6 +77,9 @@ def create(
         abort.install_early(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
         raise
     if not spec.distributed:
+        notices.warn_of_separate_ranks(f"kv.create({name!r}) is of one process")
+        if launcher.find() is None:
+            abort.install_alone()
         store = KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device, stop_file=config.stop_file)
         return _listening(store, config)
     return _create_distributed(name.lower(), spec, config, comm)
@@ -94,6 +99,7 @@ def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) 
 
 def _config(config: Any) -> Config:
     if config is None:
+        notices.warn_of_unread()
         return Config.from_environ()
     if not isinstance(config, Config):
         raise wrong("config", "an mpikv.Config or None", config)
@@ -124,6 +130,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     world = MPI.COMM_WORLD
     if world.Get_size() > 1:
         abort.install(world.Get_rank(), world.Get_size())
+    else:
+        abort.install_alone()
     library.check_launcher(world.Get_size())
     if comm is None:
         comm = world

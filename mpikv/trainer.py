@@ -34,6 +34,7 @@ from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_shares import Share, Shares, positive
 from mpikv.trainer_store import place_gradients, store_of, updates_on_store
+from mpikv.transports.abort import tells
 
 
 class Handed(NamedTuple):
@@ -71,6 +72,7 @@ class Trainer(TrainerFiles):
     Raises TypeError or ValueError for parameters or optimizers that are none; what `kv.create` and `init` raise.
     """
 
+    @tells
     def __init__(  # noqa: PLR0917 - gluon's
         self,
         params: Any,

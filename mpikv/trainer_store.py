@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpikv import arrays, checks, kv, spec
+from mpikv import arrays, checks, kv, notices, spec
 from mpikv.checks import shown
 from mpikv.kvstore import KVStore
 from mpikv.parameter import list_data, place_grad
@@ -13,12 +13,16 @@ from mpikv.parameter import list_data, place_grad
 
 def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
     """The store that a Trainer's argument means."""
-    if kvstore is None or isinstance(kvstore, KVStore):
+    if isinstance(kvstore, KVStore):
         return kvstore
-    if isinstance(kvstore, str):
-        wanted = spec.parse(kvstore)  # an unknown name must not pass, even where no store is made
-        return kv.create(kvstore) if several_devices or wanted.distributed else None
-    raise checks.wrong("kvstore", "a type such as 'dist_sync', a store or None", kvstore)
+    if kvstore is not None and not isinstance(kvstore, str):
+        raise checks.wrong("kvstore", "a type such as 'dist_sync', a store or None", kvstore)
+    # An unknown name must not pass, even where no store is made.
+    if kvstore is not None and (spec.parse(kvstore).distributed or several_devices):
+        return kv.create(kvstore)
+    notices.warn_of_unread()
+    notices.warn_of_separate_ranks(f"Trainer(kvstore={kvstore!r}) has no store")
+    return None
 
 
 def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:

@@ -27,6 +27,7 @@ from mpikv import checks
 from mpikv.arrays import as_host
 from mpikv.checks import shown
 from mpikv.devices import Device, put, several
+from mpikv.transports.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]
 _LAST: tuple[Last, ...] = ("uneven", "drop", "wrap")
@@ -57,6 +58,7 @@ class SplitSampler:
     Local, no messages. Raises TypeError for values that are no integers, ValueError for those out of range.
     """
 
+    @tells
     def __init__(
         self,
         length: int,

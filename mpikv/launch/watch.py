@@ -25,6 +25,7 @@ from mpikv.launch.output import ERR, OUT, Output
 from mpikv.launch.placement import Block
 from mpikv.launch.processes import die_with_parent, is_alive
 from mpikv.launch.ranks import FAILED, IDLE_SERVERS, Rank, Verdict, expected, first_failure, judge
+from mpikv.transports.abort import MISTAKE
 
 LAST_WORDS_S = 1.0
 KILL_MPIRUN_S = 1.5  # from SIGKILL of the ranks to SIGTERM of mpirun, and from that to its SIGKILL
@@ -34,7 +35,8 @@ TICK_S = 0.25
 READ_BYTES = 1 << 16
 # How MPICH and Intel MPI say it in the rank's own output, and how ours does under any MPI (transports/abort.py)
 ABORTED = re.compile(
-    rb"^(?:.*application called MPI_Abort\(\w+, (-?\d+)\)|\[rank \d+ of \d+ on \S+\] ends the job with status (\d+)$)",
+    rb"^(?:.*application called MPI_Abort\(\w+, (-?\d+)\)|\[rank \d+ of \d+ on \S+\] ends the job with status (\d+)$"
+    rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",
     re.MULTILINE,
 )
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Open MPI 5, when its child was quicker (PRRTE, plm_ssh_module.c)
@@ -214,7 +216,7 @@ class Watch:
             said = None if rank.aborted else ABORTED.search(body)
             if said is not None:
                 self._reports += 1
-                rank.aborted, rank.abort_status = self._reports, int(said[1] or said[2])
+                rank.aborted, rank.abort_status = self._reports, int(said[1] or said[2] or MISTAKE)
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
         elif kind == channel.ENDED:
             self._ended(peer.rank, json.loads(body))

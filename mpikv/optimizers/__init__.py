@@ -31,6 +31,7 @@ from mpikv.optimizers.sgd import NAG, SGD
 from mpikv.optimizers.signum import Signum
 from mpikv.optimizers.test import Test
 from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
+from mpikv.transports.abort import tells
 
 __all__ = [
     "DCASGD",
@@ -96,6 +97,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_registry))
 
 
+@tells
 def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[Any, Any], **kwargs: Any) -> Optimizer:
     """An optimizer from a name, an Optimizer class, a callable, or a torch.optim class or (class, kwargs).
 

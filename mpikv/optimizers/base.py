@@ -35,6 +35,7 @@ from mpikv.optimizers.identity import identity
 from mpikv.optimizers.numeric import check_array, round_into, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule_from_config
 from mpikv.optimizers.scratch import SCRATCH
+from mpikv.transports.abort import tells
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -138,6 +139,7 @@ class Optimizer:
                 raise TypeError(f"{cls.__name__} takes {what} by name: {', '.join(cls._parameters())}")
         return super().__new__(cls)
 
+    @tells
     def __init__(self, learning_rate: float | None = None, **common: Unpack[Common]) -> None:
         unknown = sorted(set(common) - set(Common.__annotations__))
         if unknown:

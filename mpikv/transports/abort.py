@@ -5,33 +5,51 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
 `python -m mpi4py` does, and more:
 
 - an uncaught exception prints its traceback, each line with this rank and host, and aborts the job with status 1;
+- a mistake in a call (see tracebacks.py) prints one line, and ends the job with status 2;
 - `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job ends with it;
 - SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
+
+Ranks run the same program, so that most errors are made by all of them. Rank 0 tells its own at once, and the others
+wait for their turn: rank 0's end is theirs. So one rank tells, without a message between them, and a rank whose error
+is its own tells it a second or two later. MPI_Abort has the library print a box of its own, so that a mistake ends the
+process instead where `mpirun` takes that for the end of the job, and hydra is told by itself (see unmet.py).
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import signal
 import socket
 import sys
 import threading
-import traceback
+import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from mpikv import tracebacks
+from mpikv.config import wants_full_tracebacks
 from mpikv.observe.activity import Activity
 from mpikv.transports import launcher, printed, unmet
 from mpikv.transports.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
+TURN_S = 1.0  # from an error of all ranks to rank 0's having told it: they meet in calls, so that it comes at once
+SLOW_TURN_S = 2.5  # the same where hydra is to end the others (see unmet.py), or ranks have not met in MPI_Init
+BETWEEN_S = 0.3  # from one rank's turn to the next one's
+LONGEST_TURN_S = 4.0
+MISTAKE = 2  # the status, as argparse has it
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Guard(TakesSignals):
     """This process's hooks. Held by `sys.exit` itself, so that there is one per process and no module state."""
 
     def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
         self.label = f"rank {rank} of {size} on {socket.gethostname()}"
         self.exit_status = 0
         self._pid = os.getpid()
@@ -65,16 +83,38 @@ class Guard(TakesSignals):
         return signal.SIG_DFL
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the traceback with this rank in front of every line, and end the job."""
+        """Tell the error, with this rank, and end the job."""
         if self.is_child():
             self._before(kind, error, trace)
+        elif kind is KeyboardInterrupt:
+            self.say(tracebacks.folded(error), 130)
+            abort(130)
+        else:
+            self.tell(error.with_traceback(trace))
+
+    def tell(self, error: BaseException) -> None:
+        """Tell an error and end the job."""
+        found = None if wants_full_tracebacks() else tracebacks.mistake(error)
+        if found is None:
+            self.fail(tracebacks.full(error) if wants_full_tracebacks() else tracebacks.folded(error))
             return
-        self.fail("".join(traceback.format_exception(kind, error, trace)), 130 if kind is KeyboardInterrupt else 1)
+        self._wait_for_turn()
+        self._print(f"mpikv: error: [{self.label}] {found}\n")
+        abort(MISTAKE, quietly=True)
 
     def fail(self, text: str, status: int = 1) -> None:
         """Print `text` with this rank in front of every line, and end the job with `status`."""
+        if not wants_full_tracebacks():
+            self._wait_for_turn()
         self.say(text, status)
         abort(status)
+
+    def _wait_for_turn(self) -> None:
+        """Let ranks before this one tell the same, and end this one meanwhile."""
+        if self._rank > 0:
+            slowly = launcher.HYDRA in os.environ or not (is_running() or unmet.meet())
+            turn_s = SLOW_TURN_S if slowly else TURN_S
+            time.sleep(min(turn_s + BETWEEN_S * (self._rank - 1), LONGEST_TURN_S))
 
     def say(self, text: str, status: int) -> None:
         """Print `text` before the job's end.
@@ -83,14 +123,17 @@ class Guard(TakesSignals):
         lines are one write: line by line, those of ranks that fail together would be mixed, and the first rank to be
         done would end the job in the middle of the others' lines.
         """
-        sys.stdout.flush()
         lines = [*text.rstrip().splitlines(), f"ends the job with status {status}"]
+        self._print("".join(f"[{self.label}] {line}\n" for line in lines))
+
+    def _print(self, text: str) -> None:
+        sys.stdout.flush()
         # torch.distributed collects what the hooks before its own print, and writes it when they return: this one never
         # does.
         stream = sys.stderr
         if isinstance(stream, io.StringIO) and sys.__stderr__ is not None:
             stream = sys.__stderr__
-        stream.write("".join(f"[{self.label}] {line}\n" for line in lines))
+        stream.write(text)
         stream.flush()
 
     def _remember_exit(self, status: Any = None, /) -> None:
@@ -133,24 +176,71 @@ def install_early(*, others_wait: bool) -> None:
     if mpi and mpi.Is_initialized():
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
-    elif others_wait and (started_by := launcher.find()) and started_by.size > 1:
+            return
+    elif (started_by := launcher.find()) and started_by.size > 1:
         install(launcher.said_rank(os.environ), started_by.size)
-        unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same
+        if others_wait:
+            unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same
+        return
+    install_alone()
+
+
+def install_alone() -> None:
+    """The hook of a process without other ranks, unless it has one."""
+    if not isinstance(getattr(sys.excepthook, "__self__", None), Alone):
+        sys.excepthook = Alone().excepthook
+
+
+class Alone:
+    """The hook of a process without other ranks: a mistake is one line there, too."""
+
+    def __init__(self) -> None:
+        self._before = sys.excepthook
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Tell a mistake, and end the program with its status; leave everything else to the hook of before."""
+        at_a_prompt = hasattr(sys, "ps1") or sys.flags.inspect
+        found = None if wants_full_tracebacks() or at_a_prompt else tracebacks.mistake(error.with_traceback(trace))
+        if found is None:
+            self._before(kind, error, trace)
+            return
+        print(f"mpikv: error: {found}", file=sys.stderr, flush=True)
+        raise SystemExit(MISTAKE)  # Python ends the program as if it had said so, with what is to be done at its exit
+
+
+def tells(call: Call) -> Call:
+    """A decorator of public calls that a program may make before it makes a store: their errors are told as above."""
+
+    @functools.wraps(call)
+    def call_and_tell(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            install_early(others_wait=False)
+            raise
+
+    return call_and_tell  # type: ignore[return-value] # it is called as `call` is
 
 
 def fatal(error: BaseException) -> None:
     """A service of a progress engine failed. Other ranks need it, so the job ends; alone, the next wait raises it."""
     present = guard()
     if present is not None:
-        present.fail("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        present.tell(error)
 
 
-def abort(status: int) -> None:
-    """End every process of the job with `status`."""
-    printed.wait_until_read(FLUSH_S)
+def is_running() -> bool:
+    """Whether MPI is initialised."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized():
-        unmet.end_job(status)
-    elif not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(status)
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def abort(status: int, *, quietly: bool = False) -> None:
+    """End every process of the job with `status`. quietly: without the library's own words, where that is possible."""
+    printed.wait_until_read(FLUSH_S)
+    by_exit = quietly and launcher.ends_jobs()
+    if not is_running():
+        unmet.end_job(status, by_exit=by_exit)
+    elif not by_exit and not (quietly and unmet.tell_hydra(status)) and not sys.modules["mpi4py.MPI"].Is_finalized():
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
     os._exit(status)

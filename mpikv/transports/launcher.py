@@ -23,6 +23,7 @@ from mpikv.errors import ConfigError
 PROGRAMS = re.compile(r"(mpirun|mpiexec|prterun|prted?|orterun|orted|hydra_\w+|srun|slurmstepd)([.-].*)?")
 OPEN_MPI = "Open MPI"  # as mpi4py's get_vendor says it
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
+OPEN_MPI_PROGRAMS = ("mpirun", "mpiexec", "prte", "orte", "orted")
 HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
 # run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
@@ -46,10 +47,31 @@ class Launcher(NamedTuple):
 def find(environ: Mapping[str, str] | None = None) -> Launcher | None:
     """The launcher of this process, or None where it was started alone."""
     environ = os.environ if environ is None else environ
-    for variable in SIZES:
-        if environ.get(variable, "").isdigit():
-            return Launcher(int(environ[variable]), variable, program())
-    return None
+    variable = _size_variable(environ)
+    return None if variable is None else Launcher(int(environ[variable]), variable, program())
+
+
+def size(environ: Mapping[str, str]) -> int:
+    """How many ranks the environment says were started; 1 where it says nothing."""
+    variable = _size_variable(environ)
+    return 1 if variable is None else int(environ[variable])
+
+
+def _size_variable(environ: Mapping[str, str]) -> str | None:
+    return next((name for name in SIZES if environ.get(name, "").isdigit()), None)
+
+
+def ends_jobs(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a rank that ends its process, with MPI initialised and a status other than 0, has ended the job with it.
+
+    Open MPI's mpirun does so, but not with fault tolerance, where the others are to go on; hydra may give the status of
+    a rank that it has killed then; `srun` needs an option.
+    """
+    environ = os.environ if environ is None else environ
+    tolerant = environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")
+    started_by = find(environ)
+    of_open_mpi = started_by is not None and os.path.basename(started_by.program).startswith(OPEN_MPI_PROGRAMS)
+    return of_open_mpi and OPEN_MPI_SIZE in environ and not tolerant
 
 
 def let_rank_0_speak(limit_s: float = SILENT_S) -> None:

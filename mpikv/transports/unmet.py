@@ -26,6 +26,7 @@ from mpikv.transports import launcher, printed
 from mpikv.transports.loaded import function, loaded_path
 
 PASS_ON_S = 1.0  # for what is printed to get from hydra's process here to mpirun, which the end reaches by another way
+MEETING = "mpikv-meeting"  # the thread in MPI_Init, which a process comes to once
 MEET_S = 10.0  # ranks of one job start together; those that come later will find it ended
 
 
@@ -41,10 +42,13 @@ def _at_exit(pid: int) -> None:
         end_job(1)
 
 
-def end_job(status: int) -> None:
-    """End every process of the job with `status`, this one too. Returns where that could not be done."""
-    if not tell_hydra(status) and "PMIX_RANK" in os.environ:  # mpirun of Open MPI 4 and 5, srun --mpi=pmix
-        _abort_open_mpi(status)
+def end_job(status: int, *, by_exit: bool = False) -> None:
+    """End every process of the job with `status`, this one too. Returns where that could not be done.
+
+    by_exit: the caller ends this process, and so the job, where MPI_Abort would print a box.
+    """
+    if not tell_hydra(status) and meet() and not by_exit:
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(status)
 
 
 def tell_hydra(status: int) -> bool:
@@ -66,7 +70,10 @@ def _is_socket(fd: int) -> bool:
         return False
 
 
-def _abort_open_mpi(status: int) -> None:
+def meet() -> bool:
+    """Come to MPI_Init under Open MPI, after all. Whether the ranks have met there. Blocks, at most MEET_S."""
+    if "PMIX_RANK" not in os.environ:  # mpirun of Open MPI 4 and 5, srun --mpi=pmix
+        return False
     try:
         import mpi4py  # noqa: PLC0415 - whatever failed before may be what is missing
 
@@ -75,12 +82,16 @@ def _abort_open_mpi(status: int) -> None:
 
         launcher.check_before_init(MPI.get_vendor()[0], loaded_path())
     except (ImportError, RuntimeError, ConfigError):
-        return
+        return False
     init = function("MPI_Init")  # not mpi4py's, which would hold the interpreter until it returns
     if MPI.get_vendor()[0] != launcher.OPEN_MPI or init is None:
-        return
-    meeting = threading.Thread(target=init, args=(None, None), daemon=True)
-    meeting.start()
-    meeting.join(MEET_S)
-    if not meeting.is_alive() and MPI.Is_initialized():
-        MPI.COMM_WORLD.Abort(status)
+        return False
+    meeting = next((thread for thread in threading.enumerate() if thread.name == MEETING), None)
+    if meeting is None and not MPI.Is_initialized():
+        meeting = threading.Thread(target=init, args=(None, None), daemon=True, name=MEETING)
+        meeting.start()
+    if meeting is not None:
+        meeting.join(MEET_S)
+        if meeting.is_alive():
+            return False
+    return bool(MPI.Is_initialized())

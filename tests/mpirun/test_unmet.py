@@ -30,8 +30,10 @@ def test_ends_and_says_why(mpi, case: str) -> None:
     assert job.ranks_left == [], job.output
     assert "survived" not in job.stdout, job.output
     if case in CASES:
-        assert re.search(rf"\[rank 1 of 3 on [^\s\]]+\] .*{CASES[case]}", job.output), job.output
-        assert re.search(r"\[rank 1 of 3 on [^\s\]]+\] ends the job with status 1", job.output), job.output
+        (line,) = re.findall(r"^mpikv: error: \[rank 1 of 3 on [^\s\]]+\] (.*)$", job.output, re.MULTILINE)
+        assert re.match(CASES[case] + r".* \(tests/mpirun/unmet_program.py:\d+\)$", line), job.output
+        assert "Traceback" not in job.output
+        assert job.status == 2
     if mpi.kind == "openmpi" and case != "others never come":
         assert "rank 0 comes" in job.stdout, job.output
         assert "rank 2 comes" in job.stdout, job.output

@@ -132,6 +132,8 @@ def test_a_rank_that_ends_the_job_is_to_blame(line: str, tmp_path: Path) -> None
     job = Job([afterwards, f'echo "{line}" >&2; touch {tmp_path}/said; sleep 300'])
     host = socket.gethostname()
     assert job.run() == Verdict(3, f"worker 1 on {host} called MPI_Abort with status 3")
+    job = Job([afterwards, f'echo "mpikv: error: [rank 1 of 2 on h] x" >&2; touch {tmp_path}/said; sleep 300'])
+    assert job.run() == Verdict(2, f"worker 1 on {host} called MPI_Abort with status 2")
     job = Job([afterwards, f'echo "some {line[1:9]}" >&2; sleep 300'])
     assert job.run() == Verdict(14, f"worker 0 on {host} ended with status 14")
 

@@ -1,0 +1,77 @@
+"""What may surprise a user, told once, by one rank, as a Python warning at the line of the program where it begins.
+
+Variables that look as if they said something to this library, and say nothing; and a program that was started as
+several ranks whose stores do not reach each other, so that each of them trains a model of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+
+from mpikv import tracebacks
+from mpikv.config import unknown_variables
+from mpikv.transports import abort, launcher
+
+DMLC = "DMLC_"
+# What MXNet's users find here instead. The README has the whole table.
+COUNTERPARTS: Mapping[str, str] = {
+    "DMLC_ROLE": "roles follow from MPIKV_NUM_SERVERS",
+    "DMLC_NUM_WORKER": "mpirun -n, less the servers",
+    "DMLC_NUM_SERVER": "MPIKV_NUM_SERVERS",
+    "DMLC_PS_ROOT_URI": "MPI introduces the ranks",
+    "DMLC_PS_ROOT_PORT": "MPI introduces the ranks",
+    "DMLC_TRACKER_URI": "MPI introduces the ranks",
+    "DMLC_TRACKER_PORT": "MPI introduces the ranks",
+    "DMLC_RANK": "store.rank",
+    "DMLC_WORKER_ID": "store.rank",
+    "DMLC_INTERFACE": "MPIKV_INTERFACE",
+    "DMLC_NODE_HOST": "MPI chooses; MPIKV_INTERFACE",
+}
+
+
+def unread(environ: Mapping[str, str]) -> str:
+    """What to say of variables that nothing reads, "" where there are none."""
+    found = [
+        f"{name} (did you mean {nearest}?)" if nearest else f"{name} (there is no such setting)"
+        for name, nearest in unknown_variables(environ).items()
+    ]
+    others = sorted(name for name in environ if name.startswith(DMLC))
+    found += [f"{name} (here: {COUNTERPARTS.get(name, 'see the table in the README')})" for name in others]
+    if not found:
+        return ""
+    what = "this variable is" if len(found) == 1 else "these variables are"
+    return f"mpikv: {what} set, and mpikv does not read {'it' if len(found) == 1 else 'them'}: {'; '.join(found)}"
+
+
+def warn_of_unread(environ: Mapping[str, str] | None = None) -> None:
+    """Warn of such variables. Local."""
+    environ = os.environ if environ is None else environ
+    text = unread(environ)
+    if text:
+        warn(text, environ)
+
+
+def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) -> None:
+    """Warn where several ranks were started, and `what` exchanges nothing between them. Local.
+
+    Not where the process has a store that does: then it is meant so.
+    """
+    environ = os.environ if environ is None else environ
+    size = launcher.size(environ)
+    if size > 1 and abort.guard() is None:
+        text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
+        warn(f"{text}; for one model take 'dist_sync'", environ)
+
+
+def warn(text: str, environ: Mapping[str, str]) -> None:
+    """Warn once for each place in the user's program, on the rank that the launcher calls 0."""
+    if launcher.size(environ) > 1 and launcher.said_rank(environ) != 0:
+        return
+    frame = tracebacks.caller()
+    if frame is None:
+        warnings.warn(text, UserWarning, stacklevel=2)
+    else:
+        seen = frame.f_globals.setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=seen)
