@@ -28,7 +28,7 @@ def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: in
     assert (job.status, job.stdout.count("right")) == (0, workers), job.output
 
 
-@pytest.mark.parametrize("way", ["memory", "servers"])
+@pytest.mark.parametrize("way", ["memory", "native", "hosts", "servers"])
 def test_different_rates_end_the_job(mpi, way: str) -> None:
     job = mpirun(3, ["python", PROGRAM, "rates"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output
