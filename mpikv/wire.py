@@ -4,13 +4,15 @@ Tags. One tag each for control messages, requests to servers and optimizer state
 payload tags that each client uses in turn, and above them `TAGS_PER_KEY` tags for each key's collectives, so that two
 keys never meet in whatever order ranks push them.
 
+A message of a collective is values alone, but for the notes of collectives/labelled.py.
+
 A message to a server is one request or several, each the header below and then its payload's bytes. A large payload
 does not stand behind its header: it waits at the client, cut into partitions, under a tag that the header names, until
 the server fetches it, straight from the array that it is in. A reply is the payload alone, in the same partitions: the
 client named its tag and knows its size. The answers to several pulls of one message under one tag are one message.
 
-A control message is JSON in UTF-8; control messages are sent at `init`, barriers, errors and the end, never in a
-training step.
+A control message is JSON in UTF-8; control messages are sent at `init`, barriers, errors and the end, and in a training
+step only where workers that update by themselves change attributes (control/contests.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 3
+VERSION = 4
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2

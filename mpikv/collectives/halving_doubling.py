@@ -49,13 +49,14 @@ def reduce_scatter(
     core, me = _check(group, chunks), group.rank
     if buf.size == 0:
         return
+    room = group.room(buf.dtype)
     if me >= core:
         yield group.isend(buf, me - core, tag)
         return
     if me + core < group.size:
-        folded = np.empty_like(buf)
+        folded = np.empty(buf.size + room, buf.dtype)
         yield group.irecv(folded, me + core, tag)
-        combine(buf, folded, out=buf)
+        combine(buf, folded[: buf.size], out=buf)
         del folded
     low, high = 0, core  # the chunks that this rank still adds
     while high - low > 1:
@@ -65,8 +66,9 @@ def reduce_scatter(
         kept, given = buf[chunks[keep[0]] : chunks[keep[1]]], buf[chunks[give[0]] : chunks[give[1]]]
         send = group.isend(given, partner, tag) if given.size else None
         if kept.size:
-            scratch = np.empty_like(kept)
+            scratch = np.empty(kept.size + room, buf.dtype)
             yield group.irecv(scratch, partner, tag)
+            scratch = scratch[: kept.size]
             # The lower rank's part stands first on both sides of every exchange, for bits that depend on ranks alone.
             combine(*((kept, scratch) if me < partner else (scratch, kept)), out=kept)
         if send is not None:

@@ -28,7 +28,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.collectives import halving_doubling, naive
 from mpikv.collectives.ring import Circle, passing
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
 from mpikv.keys import even_bounds
 from mpikv.transports.base import Group, Steps
 from mpikv.transports.topology import topology
@@ -69,7 +69,7 @@ class Lanes:
         self.host, self.place = found.host_of[group.rank], found.local_rank[group.rank]
         ranks_here = found.hosts[self.host]
         self.n_here = len(ranks_here)
-        self.local = Group(group.transport, [group.ranks[rank] for rank in ranks_here])
+        self.local = group.part(ranks_here)
         # of each lane and host: the chunks of the ranks of the lane, its carrier's first
         self.chunks = [
             [[(chunks[rank], chunks[rank + 1]) for rank in ranks[lane :: self.n_lanes]] for ranks in found.hosts]
@@ -77,7 +77,7 @@ class Lanes:
         ]
         self.carries = self.place < self.n_lanes
         if self.carries:
-            self.across = Group(group.transport, [group.ranks[ranks[self.place]] for ranks in found.hosts])
+            self.across = group.part([ranks[self.place] for ranks in found.hosts])
         # of each rank of this host beyond the carriers: its place and the segments of its chunk
         self.guests = {
             place: list(cut((chunks[rank], chunks[rank + 1]), buf.itemsize, LINK_SEGMENT_BYTES))
@@ -109,17 +109,25 @@ class Lanes:
         """From ranks of this host, by place, into the buffer."""
         return Receiver(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW)
 
+    def results(self) -> Receiver:
+        """The sums of this guest's own chunk, from its carrier."""
+        views = [self.view(span) for span in self.guests[self.place]]
+        targets = scratch(self.local, views, LINK_WINDOW)
+
+        def take(i: int) -> None:
+            views[i][...] = targets[i][: views[i].size]
+
+        carrier = self.place % self.n_lanes
+        return Receiver(self.local, [(carrier, target) for target in targets], self.tag, LINK_WINDOW, take=take)
+
     def collector(self, segments: Sequence[Span], combine: np.ufunc) -> Receiver:
         """From all other ranks of this host, each segment in turn, combined with the buffer."""
         sources = [(self.place + i) % self.n_here for i in range(1, self.n_here)]
         views = [self.view(span) for span in segments for _ in sources]
-        scratch = np.empty(
-            (min(LINK_WINDOW, len(views)), max((view.size for view in views), default=0)), self.buf.dtype
-        )
-        targets = [scratch[i % LINK_WINDOW, : view.size] for i, view in enumerate(views)]
+        targets = scratch(self.local, views, LINK_WINDOW)
 
         def add(i: int) -> None:
-            combine(targets[i], views[i], out=views[i])
+            combine(targets[i][: views[i].size], views[i], out=views[i])
 
         return Receiver(
             self.local, list(zip(sources * len(segments), targets, strict=True)), self.tag, LINK_WINDOW, take=add
@@ -175,7 +183,7 @@ def reduce_scatter(
     lane = Lanes(group, buf, chunks, tag)
     stages: list[Stage] = [lane.sender(lane.by_lane(reducing=True), _all)]
     if not lane.carries:
-        stages.append(lane.receiver([(lane.place % lane.n_lanes, span) for span in lane.guests[lane.place]]))
+        stages.append(lane.results())
         yield from drive(*stages)
         return
     steps = lane.steps(lane.place, reducing=True)

@@ -11,20 +11,27 @@ a round before it is complete, and none of its elements changes until all ranks 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.collectives.labelled import Comparison, Said
 from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
 # Words of each rank. Where its values are, and where it adds up; segments of the guests' chunks that are added up; that
 # a guest has updated its chunk; segments of its lane that are in the result; and from FILLED on, for each lane, those
-# that its carrier may read.
-VALUES, TOTALS, REDUCED, UPDATED, GATHERED, FILLED = range(6)
-ROUND_BITS = 32  # a round's count stays below
-COUNT_MASK = (1 << ROUND_BITS) - 1
+# that its carrier may read. DIGEST and FACTOR: what it says of its values (labelled.py).
+VALUES, TOTALS, DIGEST, FACTOR, REDUCED, UPDATED, GATHERED, FILLED = range(8)
+ROUND_BITS = 32  # a round's count stays below, with the flags of the one who counts above it
+FLAGS_BITS = 2
+COUNT_BITS = ROUND_BITS - FLAGS_BITS
+COUNT_MASK = (1 << COUNT_BITS) - 1
+
+
+_AS_FLOAT, _AS_WORD = struct.Struct("=d"), struct.Struct("=Q")
 
 
 def place_bytes(n_elems: int, itemsize_bytes: int, wire_itemsize_bytes: int, n_ranks: int) -> int:
@@ -66,6 +73,7 @@ class HostKey:
         self.own = memory.array(after_counters + memory.rank * per_rank_bytes, n_elems, wire_dtype)
         self.value = memory.array(after_counters + memory.size * per_rank_bytes, n_elems, dtype)
         self._round = 0
+        self._comparison: Comparison | None = None
         self._copied = False
         self._seen = b""
         self._on_count = on_count
@@ -77,9 +85,13 @@ class HostKey:
 
     # --- rounds
 
-    def begin(self, values: HostArray, totals: HostArray) -> None:
+    def begin(self, values: HostArray, totals: HostArray, comparison: Comparison | None = None) -> None:
         """The next round begins: where this rank's values are, and where it adds up, as far as others read there."""
         self._round += 1
+        self._comparison = comparison
+        if comparison is not None:
+            self._words[self._me + DIGEST] = comparison.own.digest
+            (self._words[self._me + FACTOR],) = _AS_WORD.unpack(_AS_FLOAT.pack(comparison.own.factor))
         self._copied |= values is self.own or totals is self.own
         self._words[self._me + VALUES] = self._memory.offset_of(values) or 0
         self._words[self._me + TOTALS] = self._memory.offset_of(totals) or 0
@@ -92,19 +104,31 @@ class HostKey:
         """The array that a rank named; after it has counted something in this round."""
         return self._memory.array(self._words[place * self._stride + word], self._n_elems, self._wire_dtype)
 
+    def said_by(self, place: int) -> Said:
+        """What a rank says of its values, where labels are compared; after it has counted something in this round."""
+        at = place * self._stride
+        (factor,) = _AS_FLOAT.unpack(_AS_WORD.pack(self._words[at + FACTOR]))
+        return Said(self._words[at + DIGEST], factor)
+
     def count(self, word: int, done: int) -> None:
-        """Say how much this rank has done in this round."""
+        """Say how much this rank has done in this round, and what it knows of the labels by now."""
         if not ORDERED:
             fence()
-        self._words[self._me + word] = (self._round << ROUND_BITS) + done
+        flags = 0 if self._comparison is None else self._comparison.flags
+        self._words[self._me + word] = (self._round << ROUND_BITS) + (flags << COUNT_BITS) + done
         self._on_count()
 
     def counted(self, place: int, word: int) -> int:
-        """How much another rank has done in this round."""
+        """How much another rank has done in this round. What it knew of the labels is known here then."""
         done = self._words[place * self._stride + word] - (self._round << ROUND_BITS)
         if not ORDERED:
             fence()
-        return min(max(done, 0), COUNT_MASK)
+        if done > COUNT_MASK:
+            if done >> ROUND_BITS:
+                return (1 << ROUND_BITS) - 1  # a later round
+            if self._comparison is not None:
+                self._comparison.flags |= done >> COUNT_BITS
+        return max(done, 0) & COUNT_MASK
 
     def changed(self) -> bool:
         """Whether any rank has counted something since this was last asked."""

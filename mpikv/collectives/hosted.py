@@ -21,6 +21,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.collectives.hierarchical import Lanes
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
+from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.transports.base import Group, Steps
@@ -59,10 +60,12 @@ class _Collect:
         segments: Sequence[Span],
         *,
         combine: np.ufunc,
+        comparison: Comparison | None,
     ) -> None:
-        self._key, self._segments, self._combine = key, segments, combine
+        self._key, self._segments, self._combine, self._comparison = key, segments, combine, comparison
         self._values, self._totals = values, totals
         self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
+        self._ratios = [1.0] * len(self._others)
         self._word = FILLED + lanes.place
         self._ready = 0  # as far as known
         self.count = 0
@@ -74,11 +77,16 @@ class _Collect:
             self._ready = min(counts, default=len(self._segments))
             if self.count >= self._ready:
                 return False
+        if self._comparison is not None and not self.count:
+            self._ratios = [self._comparison.ratio(self._key.said_by(place)) for place in self._others]
         begin, end = self._segments[self.count]
         own, total = self._values[begin:end], self._totals[begin:end]
-        for place in self._others:
+        for place, ratio in zip(self._others, self._ratios, strict=True):
+            values = self._key.array_of(place, VALUES)[begin:end]
+            if ratio != 1.0:
+                values = values * values.dtype.type(ratio)
             # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
-            self._combine(self._key.array_of(place, VALUES)[begin:end], own, out=total)
+            self._combine(values, own, out=total)
             own = total
         if own is not total and self._values is not self._totals:
             total[...] = own
@@ -168,16 +176,18 @@ def reduce_scatter(
     *,
     changeable: bool,
     combine: np.ufunc = np.add,
+    comparison: Comparison | None = None,
 ) -> Steps[HostArray]:
     """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own chunk.
 
     values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
-    ended, but by us where it is `changeable`. Collective. Yields each request it must wait for.
+    ended, but by us where it is `changeable`. comparison: that of `group`, where labels are compared. Collective.
+    Yields each request it must wait for.
     """
     lanes = Lanes(group, values, chunks, tag)
     shared = key.is_shared(values)
     totals = values if changeable and (shared or not lanes.hosted()) else key.own
-    key.begin(values if shared else key.own, totals)
+    key.begin(values if shared else key.own, totals, comparison)
     lanes.buf = totals
     outgoing = lanes.by_lane(reducing=True)
     stages: list[Stage] = []
@@ -192,10 +202,12 @@ def reduce_scatter(
         through = [span for place, span in lanes.guests_of(carrier) if owned and place <= lanes.place]
         stages.append(_Follow(key, REDUCED, {carrier: through}))
         yield from drive(*stages)
+        if owned and comparison is not None:
+            comparison.units = key.said_by(carrier).factor
         return key.array_of(carrier, TOTALS) if owned else values
     steps = lanes.steps(lanes.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collect = _Collect(key, lanes, values, totals, segments, combine=combine)
+    collect = _Collect(key, lanes, values, totals, segments, combine=combine, comparison=comparison)
     stages.append(collect)
     hosted = [span for _, span in lanes.hosted()]
     if lanes.short:

@@ -43,7 +43,7 @@ def reduce_scatter(
     if own.size:
         for source in range(group.size):
             if source != me:
-                incoming[source] = np.empty_like(own)
+                incoming[source] = np.empty(own.size + group.room(buf.dtype), buf.dtype)
                 receives[source] = group.irecv(incoming[source], source, tag)
     sends = [
         group.isend(buf[chunks[owner] : chunks[owner + 1]], owner, tag)
@@ -55,7 +55,7 @@ def reduce_scatter(
         for source in range(group.size):
             if source != me:
                 yield receives[source]
-            part = own if source == me else incoming.pop(source)
+            part = own if source == me else incoming.pop(source)[: own.size]
             if source == 0:
                 total = part
             else:

@@ -2,7 +2,8 @@
 
 MPI matches its collectives by their order on a communicator, and ranks may push keys in any order. So each key has a
 duplicated communicator of its own, made when the key is initialised; that is what this algorithm costs beyond MPI's
-own price, and MPICH has about 2000 of them. The order of addition is MPI's.
+own price, and MPICH has about 2000 of them. Before each round an MPI_Iallgather of 32 bytes compares the workers'
+labels. The order of addition is MPI's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv.arrays import HostArray
+from mpikv.collectives.labelled import NOTE_BYTES, Comparison, said_in
 from mpikv.errors import UnsupportedError
 from mpikv.keys import even_bounds
 from mpikv.transports.base import Steps
@@ -52,6 +54,17 @@ def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
             f"no communicator left for another key ({error}): MPIKV_ALGORITHM=native needs one for each"
         ) from error
     return own
+
+
+def ratio(comm: MPI.Intracomm, comparison: Comparison) -> Steps[float]:
+    """Tell all ranks what this one says of its values: what they are to be multiplied by before they are added.
+
+    MPI's reductions cannot tell anybody, so this takes an MPI_Iallgather of its own. Collective.
+    """
+    own = np.frombuffer(comparison.own.as_bytes(), np.uint8)
+    notes = np.empty((comm.Get_size(), NOTE_BYTES), np.uint8)
+    yield MpiRequest(comm.Iallgather([own, MPI.BYTE], [notes, MPI.BYTE]), (own, notes))
+    return comparison.ratio_of_all([said_in(note) for note in notes])
 
 
 def reduce_scatter(

@@ -28,6 +28,7 @@ from mpikv.collectives.stages import (
     Span,
     cut,
     drive,
+    scratch,
 )
 from mpikv.keys import even_bounds
 from mpikv.transports.base import Group, Steps
@@ -83,12 +84,10 @@ class Circle:
         before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
         incoming, outgoing = views[self._n_first :], views[: len(views) - len(steps[-1])]
         if reducing:
-            longest = max((view.size for view in incoming), default=0)
-            scratch = np.empty((min(window, len(incoming)), longest), buf.dtype)
-            targets = [scratch[i % window, : view.size] for i, view in enumerate(incoming)]
+            targets = scratch(group, incoming, window)
 
             def add(i: int) -> None:
-                combine(targets[i], incoming[i], out=incoming[i])
+                combine(targets[i][: incoming[i].size], incoming[i], out=incoming[i])
 
             def contributed() -> int:
                 return self._ready() - self._n_first

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from mpikv.arrays import HostArray
 from mpikv.transports.base import Group, Request, Steps
 
@@ -68,6 +70,15 @@ def cut(span: Span, itemsize_bytes: int, segment_bytes: int) -> Iterator[Span]:
     step = max(1, segment_bytes // itemsize_bytes)
     for first in range(*span, step):
         yield first, min(first + step, span[1])
+
+
+def scratch(group: Group, views: Sequence[HostArray], window: int) -> list[HostArray]:
+    """Arrays to receive values into that are to be combined with `views`, `window` of them at a time."""
+    longest = max((view.size for view in views), default=0)
+    dtype = views[0].dtype if views else np.dtype(np.uint8)
+    room = group.room(dtype)
+    rows = np.empty((min(window, len(views)), longest + room), dtype)
+    return [rows[i % window, : view.size + room] for i, view in enumerate(views)]
 
 
 class Sender:

@@ -1,19 +1,23 @@
-"""What workers do when they push one round under different labels (labels.py), without a message while they do not.
+"""Who has pushed a round under which label (labels.py): what workers tell each other where labels differ.
 
-The rounds of one key, bucket or trainer are a *series*. Every worker compares the label of a round with that of the
-series' last round. Where it is the same on all workers nothing happens. A worker whose label has changed holds its
-contribution back and brings its label to worker 0, who asks those for theirs that have not come by themselves, and
-tells all what the round is added in: its units, the factor that every contribution is brought to. Nobody can end the
-round meanwhile, since the worker that started this has contributed nothing, and it contributes only after everybody
-else has answered; so everybody who updates something knows that there is a verdict to wait for.
+Where the store updates, messages compare labels on their way (collectives/labelled), and every worker knows in the same
+round that they differ in what must be equal. Then each brings its labels to worker 0, who tells all who has brought
+what: a *dispute*.
+
+The steps of a trainer that updates by itself have no owner who compares; they are a *series*. Every worker compares its
+label with that of the series' last round. Where it is the same on all workers nothing happens. A worker whose label has
+changed holds its contribution back and brings its label to worker 0, who asks those for theirs that have not come by
+themselves, and tells all what the round is added in: its units, the factor that every contribution is brought to.
+Nobody can end the round meanwhile, since the worker that started this has contributed nothing, and it contributes only
+after everybody else has answered; so everybody who updates something knows that there is a verdict to wait for.
 
 Who has not changed may have contributed already, in the factor that was common so far, and then that is the unit. After
 a round with different factors none is common, so every worker brings its label to the next one by itself. When labels
 differ in anything else the round is added up all the same, so that no message is left over, but nobody updates
 anything, and all of them raise.
 
-Cost: nothing while labels stay as they are; two messages per worker and step in which they change, however many keys
-it has (those asked for theirs: one more). The judge is pure: no clock, no MPI.
+Cost: nothing while labels stay as they are. A dispute: two messages per worker. A series: two per worker and step in
+which they change (those asked for theirs: one more). The judge is pure: no clock, no MPI.
 """
 
 from __future__ import annotations
@@ -35,13 +39,14 @@ Labels = tuple[Label | None, ...]  # of a round, one for each of its keys; None:
 class Verdict(NamedTuple):
     """How a round is added.
 
-    units: for each of its keys the factor that contributions are brought to. text: who brought which labels, where
-    they differ. mixed: they differ. wrong: in more than the factor, or in a way that cannot be scaled.
+    series: its number, or the id of a key in a dispute. units: the factor that contributions are brought to. text: who
+    brought which labels, where they differ. mixed: they differ. wrong: in more than the factor, or in a way that cannot
+    be scaled.
     """
 
     series: int
     round: int
-    units: Sequence[float | None]
+    units: float
     text: str
     mixed: bool
     wrong: bool
@@ -85,20 +90,15 @@ def judged(found: Sequence[Brought], names: Sequence[str]) -> Verdict:
     series, round_ = found[0][:2]
     # Those who hold nothing back have contributed in the factor that was common in the round before.
     reference = next((one for one in found if not one.held), found[0])
-    units: list[float | None] = []
-    text, mixed, wrong = "", False, False
-    for i, first in enumerate(reference.labels):
-        labels = [label for one in found if (label := one.labels[i]) is not None]
-        if first is None or len(labels) < len(found):
-            units.append(None)
-            continue
-        units.append(first.factor)
-        if different := disagreement(labels, names):
-            return Verdict(series, round_, (), different, mixed=True, wrong=True)
-        if any(label.factor != first.factor for label in labels):
-            text, mixed = factors_text(labels, names), True
-            wrong |= first.factor == 0.0
-    return Verdict(series, round_, units, text, mixed, wrong)
+    units = next((label.factor for label in reference.labels if label is not None), 1.0)
+    text, wrong = "", False
+    for of_key in zip(*(one.labels for one in found), strict=True):
+        labels = [label for label in of_key if label is not None]
+        if different := disagreement(labels, names) if len(labels) == len(found) else "":
+            return Verdict(series, round_, units, different, mixed=True, wrong=True)
+        if len({label.factor for label in labels}) > 1:
+            text, wrong = factors_text(labels, names), wrong or units == 0.0
+    return Verdict(series, round_, units, text, bool(text), wrong)
 
 
 @dataclass
@@ -131,7 +131,8 @@ class Judge:
         """Whom to ask for which rounds now: those who have not come by themselves."""
         asks: dict[int, list[tuple[int, int]]] = {}
         for item, open_ in self._open.items():
-            if not open_.asked and now_s - open_.since_s >= ASK_AFTER_S:
+            # All workers come to a dispute, of a key, by themselves.
+            if item[0] < 0 and not open_.asked and now_s - open_.since_s >= ASK_AFTER_S:
                 open_.asked = True
                 for worker in range(len(self._names)):
                     if worker not in open_.found:
@@ -139,22 +140,42 @@ class Judge:
         return asks
 
 
+class Dispute:
+    """A request that is done when worker 0 has said who has brought what."""
+
+    def __init__(self) -> None:
+        self._verdict: Verdict | None = None
+
+    def decide(self, verdict: Verdict) -> None:
+        """Worker 0 has."""
+        self._verdict = verdict
+
+    def test(self) -> bool:
+        """Whether it has."""
+        return self._verdict is not None
+
+    def error(self, what: str, round_: int, *, exact: bool) -> ConfigError:
+        """Once it is done. exact: values are integers."""
+        assert self._verdict is not None
+        why = ", which integers cannot be scaled by" if exact and not self._verdict.wrong else ""
+        return ConfigError(refusal(what, round_, f"{why}: {self._verdict.text}"))
+
+
 class Series:
     """One worker's side of one series. A request that is done unless the round under way waits for a verdict.
 
-    base: the labels of round 0, the same on all workers. bring: takes labels to worker 0. exact: values are integers,
+    base: the label of round 0, the same on all workers. bring: takes labels to worker 0. exact: values are integers,
     which cannot be scaled. what: in errors.
     """
 
     def __init__(
-        self, number: int, base: Labels, bring: Callable[[Brought], None], *, what: str, exact: bool = False
+        self, number: int, base: Label, bring: Callable[[Brought], None], *, what: str, exact: bool = False
     ) -> None:
         self.number = number
         self.round = 0  # the last that has begun
-        self._base = base
+        self._base = self._label = base
         self._bring = bring
         self._what, self._exact = what, exact
-        self._labels = base
         self._asked = 0  # the newest round that worker 0 asked about before it began here
         self._mixed = False
         self._contested = False
@@ -162,37 +183,28 @@ class Series:
         self._over = False  # whether `end` has been called for this round
         self.late = False  # the verdict came after that
 
-    def restart(self, base: Labels) -> None:
-        """All workers have agreed on new labels."""
-        self._base, self._mixed = base, False
-
-    def begin(self, labels: Labels, *, contributed: bool = False) -> bool:
-        """The next round; whether its contribution must be held back until this request is done.
+    def begin(self, label: Label, *, contributed: bool = False) -> None:
+        """The next round; its contribution must be held back until this request is done.
 
         contributed: some of it has left already, when the next round was `usual`.
         """
         self.round += 1
-        self._contested = not self.usual(labels, self.round)
-        self._labels, self._verdict, self._over, self.late = labels, None, False, False
+        self._contested = not self.usual(label, self.round)
+        self._label, self._verdict, self._over, self.late = label, None, False, False
         if self._contested:
-            self._bring(Brought(self.number, self.round, not contributed, labels))
-        return self._contested and not contributed
+            self._bring(Brought(self.number, self.round, not contributed, (label,)))
 
-    def usual(self, labels: Labels, round_: int) -> bool:
-        """Whether a round under these labels is as the one before, as far as is known here."""
-        if self._mixed or self._asked == round_:
-            return False
-        return labels == self._base or all(
-            one is None or one == base for one, base in zip(labels, self._base, strict=True)
-        )
+    def usual(self, label: Label, round_: int) -> bool:
+        """Whether a round under this label is as the one before, as far as is known here."""
+        return not self._mixed and self._asked != round_ and label == self._base
 
     def ask(self, round_: int) -> None:
-        """Worker 0 wants this worker's labels of a round."""
+        """Worker 0 wants this worker's label of a round."""
         if round_ > self.round:
             self._asked = round_
         elif round_ == self.round and not self._contested:
             self._contested = True
-            self._bring(Brought(self.number, round_, False, self._labels))
+            self._bring(Brought(self.number, round_, False, (self._label,)))
 
     def decide(self, verdict: Verdict) -> None:
         """Worker 0 has decided on a round."""
@@ -206,39 +218,29 @@ class Series:
     # --- once it is done
 
     @property
-    def wrong(self) -> bool:
-        """Whether nothing may be updated in this round."""
+    def _wrong(self) -> bool:
         verdict = self._verdict
         return verdict is not None and (verdict.wrong or (verdict.mixed and self._exact))
 
     @property
-    def units(self) -> Sequence[float | None] | None:
-        """The factors to update with, one for each key; None: this worker's own, as everybody's."""
-        return None if self._verdict is None or self.wrong or not self._verdict.mixed else self._verdict.units
+    def units(self) -> float | None:
+        """The factor to update with; None: this worker's own, as everybody's."""
+        return None if self._verdict is None or self._wrong or not self._verdict.mixed else self._verdict.units
 
     @property
-    def ratios(self) -> list[float]:
-        """What this worker's contribution is to be multiplied by, key by key."""
+    def ratio(self) -> float:
+        """What this worker's contribution is to be multiplied by."""
         units = self.units
-        if units is None:
-            return [1.0] * len(self._labels)
-        return [
-            1.0 if label is None or unit is None or label.factor == unit else label.factor / unit
-            for label, unit in zip(self._labels, units, strict=True)
-        ]
+        return 1.0 if units is None or self._label.factor == units else self._label.factor / units
 
-    def end(self, round_: int | None = None) -> None:
-        """The round is over. Raises ConfigError, on every worker, where nothing was updated.
-
-        round_: its number as the user counts.
-        """
+    def end(self) -> None:
+        """The round is over. Raises ConfigError, on every worker, where nothing was updated."""
         self._over = True
         if not self._contested:
             return
         verdict = self._verdict
         assert verdict is not None
-        if self.wrong:
+        if self._wrong:
             why = "" if verdict.wrong else ", which integers cannot be scaled by"
-            raise ConfigError(refusal(self._what, round_ or self.round, f"{why}: {verdict.text}", late=self.late))
-        self._mixed = verdict.mixed
-        self._base = tuple(base if one is None else one for one, base in zip(self._labels, self._base, strict=True))
+            raise ConfigError(refusal(self._what, self.round, f"{why}: {verdict.text}", late=self.late))
+        self._mixed, self._base = verdict.mixed, self._label

@@ -25,7 +25,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
-from mpikv.control.contests import Brought, Judge, Labels, Series
+from mpikv.control.contests import Brought, Dispute, Judge, Labels, Series
 from mpikv.control.contests import Verdict as Units
 from mpikv.control.leaving import Departures, Fewest
 from mpikv.control.stop import Answer, Leader, Order, Reader
@@ -147,6 +147,7 @@ class Control:
         self._wished = False
         self._ended = False  # all workers have closed the store
         self._series: dict[int, Series] = {}
+        self._disputes: dict[int, Dispute] = {}
         self._asked_for: dict[int, int] = {}  # rounds of series that are not there yet
         self._brought: list[Brought] = []  # labels that wait to be sent, those of several series in one message
         self._late: Series | None = None  # what was decided on after its round had ended here, to be raised once
@@ -286,15 +287,21 @@ class Control:
 
     # --- labels
 
-    def series(self, number: int, base: Labels, what: str, *, exact: bool = False) -> Series:
-        """Compare the labels of rounds from now on (`Series`); in place of the series of that number, if there is one.
+    def series(self, number: int, base: Label, what: str, *, exact: bool = False) -> Series:
+        """Compare the labels of rounds from now on (`Series`).
 
-        number: the same on all workers. Under the engine's lock.
+        number: below 0, the same on all workers. Under the engine's lock.
         """
         series = self._series[number] = Series(number, base, self._brought.append, what=what, exact=exact)
         if number in self._asked_for:
             series.ask(self._asked_for.pop(number))
         return series
+
+    def dispute(self, key_id: int, round_: int, labels: Labels) -> Dispute:
+        """Ask who has brought what to a round of a key or bucket, as all workers do. Under the engine's lock."""
+        dispute = self._disputes[key_id] = Dispute()
+        self._brought.append(Brought(key_id, round_, False, labels))
+        return dispute
 
     def _bring(self) -> None:
         """Send the labels that wait; at worker 0 also ask for those that are missing."""
@@ -331,6 +338,9 @@ class Control:
 
     def _know_units(self, verdicts: Sequence[Units]) -> None:
         for verdict in verdicts:
+            if verdict.series in self._disputes:
+                self._disputes.pop(verdict.series).decide(verdict)
+                continue
             series = self._series[verdict.series]
             series.decide(verdict)
             if series.late:

@@ -164,7 +164,7 @@ class Rank:
     def _byte_s(self, message: Message) -> float:
         return self._costs.copy_byte_s if message.local else self._costs.byte_s
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """See `Transport`."""
         request = Transfer(self, self.owner, buf)
         waiting = self._unexpected.get((source, tag))

@@ -22,6 +22,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.host_key import HostKey
+from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
 from mpikv.control.contests import Labels
@@ -80,7 +81,10 @@ class AllreduceStrategy(DistributedStrategy):
         self._hosts = None if memory is None or one_host else HostKeys(memory, transport)
         self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
-        self._rounds = LaneRounds(self._group, self._owner, self._hosts, self._native, self._comms)
+        dispute = self._workers.control.dispute
+        self._rounds = LaneRounds(
+            self._group, self._owner, self._hosts, dispute, native=self._native, comms=self._comms
+        )
         self.rank = self._group.rank
         self.num_workers = self._group.size
         if self._direct is not None:
@@ -106,17 +110,15 @@ class AllreduceStrategy(DistributedStrategy):
             self._direct.add_key(info.id)
         if self.rank == 0:
             lane.own_value()[...] = self._first_values.pop(info.key)
+        self._compare(lane)
         self._place(lane)
-        self._begin_series(lane)
         self._lanes[info.id] = lane
         lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(info.key)}")
 
-    def _begin_series(self, lane: Lane) -> None:
+    def _compare(self, lane: Lane) -> None:
         """Compare the labels of its rounds, where there are other workers and something to add."""
         if self.num_workers > 1 and lane.info.n_elems:
-            exact = lane.info.dtype.kind in "iu"
-            base = self._labels_as_set(lane)
-            lane.series = self._workers.control.series(lane.info.id, base, f"key {lane.info.key!r}", exact=exact)
+            lane.comparison = Comparison(self._labels_as_set(lane), exact=lane.info.dtype.kind in "iu")
 
     def _labels_as_set(self, lane: Lane) -> Labels:
         return tuple(self._workers.attributes.as_set(self._workers.slot_of(info)) for info in lane.keys)
@@ -170,6 +172,11 @@ class AllreduceStrategy(DistributedStrategy):
             lane.bounds = whole_bounds(info.n_elems, p, info.id % module.owners(p))
         else:
             lane.bounds = chunk_bounds(lane.algorithm, info.n_elems, self._group.hosts)
+        lane.adding = lane.sharing = group = self._group
+        if lane.comparison is not None:
+            owners = frozenset(rank for i, rank in enumerate(group.ranks) if lane.bounds[i] < lane.bounds[i + 1])
+            lane.adding = AddingGroup(group.transport, group.ranks, lane.comparison)
+            lane.sharing = SharingGroup(group.transport, group.ranks, lane.comparison, owners)
 
     # --- keys
 
@@ -305,8 +312,8 @@ class AllreduceStrategy(DistributedStrategy):
                 self._direct.reset()
             for lane in self._all_lanes():
                 self._place(lane)
-                if lane.series is not None:
-                    lane.series.restart(self._labels_as_set(lane))
+                if lane.comparison is not None:
+                    lane.comparison.restart(self._labels_as_set(lane))
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         """The part of each key that a worker owns; an empty one where it owns nothing of it."""
@@ -354,8 +361,8 @@ class AllreduceStrategy(DistributedStrategy):
             bucket.own_value()[bucket.span(info)] = self._lanes[info.id].value()
             self._lanes[info.id] = bucket
         bucket.has_value = True
+        self._compare(bucket)
         self._place(bucket)
-        self._begin_series(bucket)
 
     def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
         """Keys of buckets take no part in this round, on no worker."""

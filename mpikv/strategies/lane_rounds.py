@@ -1,14 +1,14 @@
 """The rounds of a lane, one after another: reduce-scatter, the optimizer on what this worker owns, allgather.
 
-Where workers have pushed a round under different labels, they first agree on what it is added in (control/contests).
-A generator for the progress engine; it ends when the lane is empty, and the next push starts another. Which collective
-does the two halves is the lane's choice; where a host's workers share memory, each round goes through it
-(collectives/hosted).
+The messages say under which labels values were pushed (collectives/labelled). In a round whose labels differ in what
+must be equal nobody updates anything, and all workers ask who has brought what (control/contests). A generator for the
+progress engine; it ends when the lane is empty, and the next push starts another. Which collective does the two halves
+is the lane's choice; where a host's workers share memory, each round goes through it (collectives/hosted).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpikv import wire
@@ -17,7 +17,7 @@ from mpikv.collectives import hosted
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.errors import ConfigError
+from mpikv.control.contests import Dispute, Labels
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lanes import Lane, Round
@@ -28,7 +28,8 @@ from mpikv.transports.progress import Running
 class LaneRounds:
     """What the rounds of all lanes of a worker need.
 
-    native: the module of MPI's own collectives, where they are used, and the communicators of keys that they run on.
+    dispute: brings the labels of a round to worker 0. native: the module of MPI's own collectives, where they are used,
+    and the communicators of keys that they run on.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class LaneRounds:
         group: Group,
         owner: Owner,
         hosts: HostKeys | None,
+        dispute: Callable[[int, int, Labels], Dispute],
+        *,
         native: Any = None,
         comms: Mapping[int, Running[Any]] | None = None,
     ) -> None:
-        self._group, self._owner, self._hosts = group, owner, hosts
+        self._group, self._owner, self._hosts, self._dispute = group, owner, hosts, dispute
         self._native, self._comms = native, {} if comms is None else comms
 
     def run(self, lane: Lane) -> Steps[None]:
@@ -55,71 +58,60 @@ class LaneRounds:
             lane.deliver()
         while lane.queue:
             round_ = lane.queue[0]
+            if lane.comparison is not None:
+                lane.comparison.begin(lane.labels(round_.under))
             if self._hosts is not None and lane.shared is not None:
                 yield from self._hosts.watched(lane.shared, self._shared_round(lane, lane.shared, round_))
             else:
                 yield from self._round(lane, round_)
-            if lane.series is not None:
-                if not lane.series.test():
-                    yield lane.series  # a worker that owns nothing need not have waited yet
-                try:
-                    lane.series.end(lane.round)
-                except ConfigError as error:
-                    lane.refuse(error)
-                    raise
+            if lane.comparison is not None and lane.comparison.wrong:
+                dispute = self._dispute(lane.info.id, lane.done, lane.labels(round_.under))  # as all workers do
+                yield dispute
+                error = dispute.error(f"key {lane.info.key!r}", lane.round, exact=lane.info.dtype.kind in "iu")
+                lane.refuse(error)
+                raise error
             lane.queue.popleft()
             lane.finish(round_.values)
             lane.deliver()
 
-    @staticmethod
-    def _begin(lane: Lane, round_: Round) -> Steps[HostArray]:
-        """What this worker contributes."""
-        if lane.series is None or not lane.series.begin(lane.labels(round_.under)):
-            return round_.values
-        yield lane.series
-        return lane.scaled(round_.values, lane.series.ratios)
-
     def _round(self, lane: Lane, round_: Round) -> Steps[None]:
-        info, bounds, combine = lane.info, lane.bounds, round_.op.combine
-        buf = yield from self._begin(lane, round_)
+        info, bounds, combine, buf = lane.info, lane.bounds, round_.op.combine, round_.values
         if self._native is not None:
+            if lane.comparison is not None:
+                ratio = yield from self._native.ratio(lane.comm, lane.comparison)
+                if ratio != 1.0:
+                    buf *= buf.dtype.type(ratio)
             yield from self._native.reduce_scatter(lane.comm, buf, bounds, combine)
         else:
             reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
-            yield from reduce_scatter(self._group, buf, bounds, wire.key_tag(info.id, 1), combine)
-        yield from self._apply(lane, buf, round_)
+            yield from reduce_scatter(lane.adding, buf, bounds, wire.key_tag(info.id, 1), combine)
+        self._apply(lane, buf, round_)
         if self._native is not None:
             yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
             allgather = ALGORITHMS[lane.algorithm].allgather
-            yield from allgather(self._group, lane.stored, bounds, wire.key_tag(info.id, 2))
+            yield from allgather(lane.sharing, lane.stored, bounds, wire.key_tag(info.id, 2))
 
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = lane.info.id, lane.bounds
-        values = yield from self._begin(lane, round_)
-        changeable = round_.changeable or values is not round_.values
         totals = yield from hosted.reduce_scatter(
-            self._group,
-            values,
+            lane.adding,
+            round_.values,
             bounds,
             wire.key_tag(key_id, 1),
             shared,
-            changeable=changeable,
+            changeable=round_.changeable,
             combine=round_.op.combine,
+            comparison=lane.comparison,
         )
-        yield from self._apply(lane, totals, round_)
-        yield from hosted.allgather(self._group, bounds, wire.key_tag(key_id, 2), shared, round_.outs)
+        self._apply(lane, totals, round_)
+        yield from hosted.allgather(lane.sharing, bounds, wire.key_tag(key_id, 2), shared, round_.outs)
 
-    def _apply(self, lane: Lane, totals: HostArray, round_: Round) -> Steps[None]:
+    def _apply(self, lane: Lane, totals: HostArray, round_: Round) -> None:
         begin, end = lane.bounds[self._group.rank], lane.bounds[self._group.rank + 1]
-        if begin == end:
-            return
-        series, units = lane.series, None
-        if series is not None:
-            if not series.test():
-                yield series
-            if series.wrong:
-                return  # what is handed round then is the old value
-            units = series.units
+        comparison = lane.comparison
+        if begin == end or (comparison is not None and comparison.wrong):
+            return  # what is handed round then is the old value
+        factor = comparison.units if comparison is not None and comparison.mixed else None
         round_.op.finish(totals[begin:end], self._group.size)
-        lane.apply(self._owner, totals, round_.under, (begin, end), units)
+        lane.apply(self._owner, totals, round_.under, (begin, end), factor)

@@ -19,8 +19,9 @@ from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives.host_key import HostKey
+from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
-from mpikv.control.contests import Labels, Series
+from mpikv.control.contests import Labels
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
@@ -28,6 +29,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.strategies.direct import Direct
+from mpikv.transports.base import Group
 from mpikv.transports.progress import Running
 
 
@@ -72,7 +74,9 @@ class Lane:
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
-        self.series: Series | None = None  # None: nobody else is there, or there are no elements
+        self.comparison: Comparison | None = None  # of labels; None: nobody else is there, or there are no elements
+        self.adding: Group  # for its reduce-scatters, once it is placed
+        self.sharing: Group  # for its allgathers
         self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
         self.deliveries: list[Delivery] = []
@@ -158,21 +162,9 @@ class Lane:
         """Of a round, key by key."""
         return (under.label,)
 
-    def scaled(self, values: HostArray, ratios: Sequence[float]) -> HostArray:
-        """A round's values, each key's multiplied by its ratio; they themselves where all ratios are 1."""
-        if all(ratio == 1.0 for ratio in ratios):
-            return values
-        result: HostArray = values.copy()
-        for info, ratio in zip(self.keys, ratios, strict=True):
-            result[self.span(info)] *= values.dtype.type(ratio)
-        return result
-
-    def apply(
-        self, owner: Owner, buf: HostArray, under: Unders, span: Span, units: Sequence[float | None] | None
-    ) -> None:
-        """Update elements [begin, end) of the value with a round's sum. units: of its keys, see `Series.units`."""
+    def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
+        """Update elements [begin, end) of the value with a round's sum. factor: its units; None: this worker's own."""
         begin, end = span
-        factor = None if units is None else units[0]
         owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:
@@ -264,15 +256,12 @@ class Bucket(Lane):
         """Of a round, key by key."""
         return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
 
-    def apply(
-        self, owner: Owner, buf: HostArray, under: Unders, span: Span, units: Sequence[float | None] | None
-    ) -> None:
+    def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
         """Update the parts of the keys that lie in [begin, end)."""
-        for i, info in enumerate(self._infos):
+        for info in self._infos:
             place, one = self._spans[info.id], under[info.id]
             first, last = max(span[0], place.start), min(span[1], place.stop)
             if first < last and one is not None:
-                factor = None if units is None else units[i]
                 owner.apply(info, self.stored[first:last], buf[first:last], (0, one.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:

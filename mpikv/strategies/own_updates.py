@@ -26,7 +26,7 @@ class OwnUpdates:
         self._workers = workers
         self._log = AttributeLog()
         self._log.watch(DEFAULT_SLOT, optimizer)
-        base = (self._log.label(DEFAULT_SLOT),)
+        base = self._log.label(DEFAULT_SLOT)
         number = workers.agree_on_own_updates(optimizer, keys)
         what = f"the step of a trainer of {len(keys)} parameters"
         with workers.engine.lock:
@@ -41,7 +41,7 @@ class OwnUpdates:
         """Whether gradients of the next step may be contributed before it begins. Local."""
         with self._workers.engine.lock:
             usual, n = self._series.usual, self._series.round + 1
-            return any(usual((self._label(separate=separate),), n) for separate in (False, True))
+            return any(usual(self._label(separate=separate), n) for separate in (False, True))
 
     def begin(self, *, separate: bool = False, contributed: bool = False) -> float:
         """The next step begins: what this worker's gradients are to be multiplied by before they are contributed.
@@ -52,9 +52,9 @@ class OwnUpdates:
         self.settle()
         label = self._label(separate=separate)
         with self._workers.engine.lock:
-            self._series.begin((label,), contributed=contributed)
+            self._series.begin(label, contributed=contributed)
         self._wait()
-        return self._series.ratios[0]
+        return self._series.ratio
 
     def end(self) -> float | None:
         """The gradients are added: the factor to update with, None: one's own. Blocks where need be.
@@ -62,8 +62,7 @@ class OwnUpdates:
         Raises ConfigError, on every worker, where nothing must be updated.
         """
         self.settle()
-        units = self._series.units
-        return None if units is None else units[0]
+        return self._series.units
 
     def settle(self) -> None:
         """Raise what others have found wrong with the last step after it ended here."""

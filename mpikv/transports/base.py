@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from mpikv.arrays import HostArray
 
 T = TypeVar("T")
@@ -49,8 +51,8 @@ class Transport(Protocol):
         """Start sending a contiguous array; not to be changed until the request is done."""
         ...
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
-        """Start receiving exactly `buf.nbytes` bytes into a contiguous array."""
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+        """Start receiving exactly `buf.nbytes` bytes into a contiguous array, or exactly `room_bytes` less."""
         ...
 
     def probe(self, tag: int) -> Incoming | None:
@@ -83,6 +85,14 @@ class Group:
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
         """As `Transport.irecv`, from the group's rank `source`."""
         return self.transport.irecv(buf, self.ranks[source], tag)
+
+    def room(self, dtype: np.dtype[Any]) -> int:
+        """How many elements longer than the values an array must be that a reduce-scatter receives into."""
+        return 0
+
+    def part(self, ranks: Sequence[int]) -> Group:
+        """Some ranks of this group, as a group of the same kind."""
+        return Group(self.transport, [self.ranks[rank] for rank in ranks])
 
 
 class Done:

@@ -188,10 +188,10 @@ class LocalTransport:
 
     # --- receiving
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
-        """Start receiving exactly `buf.nbytes` bytes into a contiguous array."""
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+        """As `Transport.irecv`; through memory without room."""
         if source not in self._readers:
-            return self.inner.irecv(buf, source, tag)
+            return self.inner.irecv(buf, source, tag, room_bytes)
         return self._receive(Receiving(self, buf.reshape(-1).view(np.uint8), buf.nbytes), source, tag)
 
     def borrow(self, n_bytes: int, source: int, tag: int) -> Receiving:

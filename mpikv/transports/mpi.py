@@ -131,8 +131,8 @@ class MpiTransport:
         self.sent_bytes += buf.nbytes
         return self._polled(start(self.comm.Isend, buf, dest, tag))
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
-        """MPI_Irecv into the bytes of `buf`."""
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+        """MPI_Irecv into the bytes of `buf`; MPI leaves alone what a shorter message does not reach."""
         return self._polled(start(self.comm.Irecv, buf, source, tag))
 
     def _polled(self, started: MpiRequest) -> PolledRequest:

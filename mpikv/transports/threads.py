@@ -31,8 +31,10 @@ class _Message:
         """Whether the sender may change its array again."""
         return self.received or self.data.nbytes <= EAGER_BYTES
 
-    def move_to(self, buf: HostArray) -> None:
+    def move_to(self, buf: HostArray, room_bytes: int = 0) -> None:
         target = buf.reshape(-1).view(np.uint8)
+        if self.data.size == target.size - room_bytes:
+            target = target[: self.data.size]
         if target.size != self.data.size:
             raise MpikvError(
                 f"message from rank {self.source}, tag {self.tag}: {self.data.size} bytes, {target.size} expected"
@@ -60,12 +62,14 @@ class Fabric:
 
 
 class _Receive:
-    def __init__(self, fabric: Fabric, me: int, source: int, tag: int, buf: HostArray) -> None:
+    def __init__(  # noqa: PLR0917 - what a receive is
+        self, fabric: Fabric, me: int, source: int, tag: int, buf: HostArray, room_bytes: int
+    ) -> None:
         self._fabric = fabric
         self._me = me
         self.source = source
         self.tag = tag
-        self._buf = buf
+        self._buf, self._room_bytes = buf, room_bytes
         self._done = False
 
     def test(self) -> bool:
@@ -76,7 +80,7 @@ class _Receive:
         return self._done
 
     def take(self, message: _Message) -> None:
-        message.move_to(self._buf)
+        message.move_to(self._buf, self._room_bytes)
         self._done = True
 
 
@@ -130,11 +134,12 @@ class ThreadTransport:
             self._fabric.bytes_between[self.rank, dest] += data.nbytes
         return message
 
-    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """Post a receive."""
-        receive = _Receive(self._fabric, self.rank, source, tag, buf)
+        receive = _Receive(self._fabric, self.rank, source, tag, buf, room_bytes)
         with self._fabric.lock:
             self._fabric.posted[self.rank].append(receive)
+            _match(self._fabric, self.rank)  # a message that is there is received at once, as by MPI
         return receive
 
     def probe(self, tag: int) -> _Incoming | None:

@@ -36,7 +36,11 @@ def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: in
     assert (job.status, job.stdout.count("right")) == (0, workers), job.output
 
 
-@pytest.mark.parametrize(("mpi", "way"), [("mpich", "memory"), ("openmpi", "servers")], indirect=["mpi"])
+@pytest.mark.parametrize(
+    ("mpi", "way"),
+    [("mpich", "memory"), ("mpich", "hosts"), ("openmpi", "native"), ("openmpi", "servers")],
+    indirect=["mpi"],
+)
 def test_different_rates_end_the_job(mpi, way: str) -> None:
     job = mpirun(3, ["python", PROGRAM, "rates"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output

@@ -121,7 +121,8 @@ def exchange(store, call: str, keys, grads, outs) -> None:
 
 @EVERY_WAY
 def test_each_gradient_counts_with_its_own_factor(way: Way) -> None:
-    shapes = [(n, dtype) for dtype in DTYPES for n in SIZES]
+    # Each size in two dtypes, each dtype in three sizes.
+    shapes = [(n, DTYPES[(i + k) % len(DTYPES)]) for i, n in enumerate(SIZES) for k in (0, 1)]
 
     def body(store):
         keys = [f"{n} {dtype}" for n, dtype in shapes]
@@ -416,37 +417,61 @@ def test_asynchronous_pushes_count_with_their_own_attributes() -> None:
 # --- counts
 
 
-@pytest.mark.parametrize("way", [Way(3, algorithm="ring"), Way(3), Way(4, hosts="aabb"), Way(3, 2)], ids=way_id)
+COUNTED = (*BY_MESSAGES, *HOSTS, Way(5, hosts="abcde"), Way(2, hosts="ab"), Way(3), Way(3, 2))
+
+
+@pytest.mark.parametrize("way", COUNTED, ids=way_id)
 def test_messages(way: Way) -> None:
-    """None more in a step without a change; where all change, two small ones per worker, however many keys."""
-    n_keys = 20
+    """As many in a step that changes attributes as in one that does not; also where workers' factors differ."""
+    shapes = (1, 2, 30, 300)
 
     def body(store):
         optimizer = optimizers.create("sgd", learning_rate=0.1)
-        keys = list(range(n_keys))
-        store.init(keys, [np.zeros(30, np.float32)] * n_keys)
+        keys = list(range(len(shapes)))
+        store.init(keys, [np.zeros(n, np.float32) for n in shapes])
         store.set_optimizer(optimizer)
         counts = []
-        for step in range(6):
+        for step in range(7):
             if step in {2, 4}:
                 optimizer.learning_rate /= 2
+            if step in {3, 4}:
+                optimizer.rescale_grad /= 2
+            if step == 5:
+                optimizer.rescale_grad = 1.0 + store.rank
+            if step == 6:
+                optimizer.rescale_grad = 1.0
             store.barrier()
             before = store.stats()
-            store.pushpull(keys, [np.ones(30, np.float32) for _ in keys])
+            store.pushpull(keys, [np.ones(n, np.float32) for n in shapes])
             after = store.stats()
-            counts.append((after["control_messages_sent"] - before["control_messages_sent"], before, after))
+            counts.append([after[name] - before[name] for name in ("messages_sent", "control_messages_sent")])
         store.barrier()
-        return [control for control, _, _ in counts]
+        return counts
 
-    controls = np.array(way.run(body))
-    quiet = controls[:, [0, 1, 3, 5]]
-    assert quiet.max() == 0
-    if way == Way(3) or way.servers:
-        assert controls.max() == 0
-    else:
-        # Worker 0 may also have asked, where workers come late.
-        assert controls[1:].max() <= 2
-        assert controls[0].max() <= 3 * (way.workers - 1)
+    for counts in way.run(body):
+        assert all(control == 0 for _, control in counts)
+        messages = [messages for messages, _ in counts]
+        if way == Way(3):
+            assert messages[5] > 0  # workers whose factors differ do not meet in memory
+        elif not way.servers:  # whom workers tell new attributes in a message, once for all keys
+            assert messages == [messages[0]] * len(counts)
+
+
+@pytest.mark.parametrize("way", [Way(3, algorithm="ring"), Way(5, algorithm="halving_doubling"), *HOSTS], ids=way_id)
+def test_messages_of_another_op(way: Way) -> None:
+    def body(store):
+        store.init("w", np.ones(30, np.float32))
+        counts = []
+        for op in ("sum", "sum", "max", "mean", "max", "sum"):
+            store.barrier()
+            before = store.stats()["messages_sent"]
+            store.pushpull("w", np.ones(30, np.float32), op=op)
+            counts.append(store.stats()["messages_sent"] - before)
+        store.barrier()
+        return counts
+
+    for counts in way.run(body):
+        assert counts == [counts[0]] * len(counts)
 
 
 @EVERY_WAY

@@ -128,6 +128,70 @@ def test_another_rate_stops_all_workers(way: Way, on_store: bool) -> None:
         assert "learning_rate=0.5" in text
 
 
+BY_MESSAGES = [
+    Way(2, algorithm="naive"),
+    Way(3, algorithm="ring"),
+    Way(5, algorithm="halving_doubling"),
+    Way(3, hosts="abc"),
+    Way(3, hosts="aab"),
+    Way(5, hosts="aabbb", memory="off"),
+]
+
+
+@pytest.mark.parametrize("how", ["step", "push_grad"])
+@pytest.mark.parametrize("way", BY_MESSAGES, ids=way_id)
+def test_a_step_that_changes_attributes_sends_no_message_more(way: Way, how: str) -> None:
+    """A rate set by hand in every step, sizes that change together, and sizes that differ."""
+
+    def body(store):
+        parameters, trainer = made(store, True, optimizer="sgd", learning_rate=0.5)
+        counts = []
+        for step, size in enumerate((2, 2, 2, 2, 4, 1 + store.rank, 1 + store.rank, 2)):
+            if step > 1:
+                trainer.set_learning_rate(0.5 / step)
+            write(parameters, store.rank, step)
+            store.barrier()
+            before = store.stats()
+            if how == "push_grad":
+                for name in reversed(parameters):
+                    trainer.push_grad(name, size)
+            trainer.step(size)
+            after = store.stats()
+            counts.append([after[name] - before[name] for name in ("messages_sent", "control_messages_sent")])
+        store.barrier()
+        return counts
+
+    found = way.run(body)
+    assert any(counts[0][0] for counts in found)
+    for counts in found:
+        assert counts == [[counts[0][0], 0]] * len(counts)
+
+
+@pytest.mark.parametrize("names", [("b",), ("b", "d")], ids=["one key", "bucket"])
+@pytest.mark.parametrize("way", BY_MESSAGES, ids=way_id)
+def test_fewer_elements_than_workers(way: Way, names: tuple[str, ...]) -> None:
+    """Those who own nothing count as well, and learn of an error in the same step."""
+
+    def body(store):
+        parameters, trainer = made(store, True, names)
+        found = []
+        for step, sizes in enumerate(BATCHES):
+            write(parameters, store.rank, step)
+            trainer.step(sizes[store.rank])
+            found.append([float(parameter.data.sum()) for parameter in parameters.values()])
+        before = bits(parameters)
+        trainer.optimizer.wd = 0.5 if store.rank == way.workers - 1 else 0.0
+        with pytest.raises(ConfigError, match=rf"wd=0\.0.* worker {way.workers - 1} on \S+: wd=0\.5"):
+            trainer.step(2)
+        with pytest.raises(ConfigError):
+            store.close()
+        assert before == bits(parameters)
+        return found
+
+    wanted = [[float(expected(name, way.workers, i + 1).sum()) for name in names] for i in range(len(BATCHES))]
+    assert way.run(body) == [wanted] * way.workers
+
+
 @pytest.mark.parametrize("way", [Way(3), Way(3, hosts="abc"), Way(3, servers=1)], ids=way_id)
 def test_allreduce_and_update_with_equal_attributes(way: Way) -> None:
     """What lies between them may take any time; where all change together nothing is wrong."""
