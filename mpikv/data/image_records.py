@@ -95,7 +95,7 @@ def _with_image(content: bytes, use: Callable[[Any], Any]) -> Any:
     try:
         from PIL import Image  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UnsupportedError("images are decoded by Pillow, which is missing; pip install 'mpikv[images]'") from error
+        raise UnsupportedError("images are decoded by Pillow, which is missing; pip install pillow") from error
     try:
         with Image.open(io.BytesIO(content)) as image:
             return use(image)

