@@ -308,3 +308,37 @@ def test_iterators_read_the_file_that_was_opened(tmp_path: Path, monkeypatch: py
     records.close()
     with pytest.raises(ValueError, match=r"a\.rec was closed"):
         next(second)
+
+
+def test_reading_ahead_by_any_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (1, 4, 7, 8, 9, 16, 61, 100, 1000):
+        monkeypatch.setattr("mpikv.data.record_file.AHEAD_BYTES", count)
+        assert list(RecordFile(FILES / "plain.rec")) == PLAIN
+
+
+def test_there_is_never_an_index_of_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer comes to its end between the two files."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    write_records(tmp_path / "a.rec", [b"old"])
+    monkeypatch.setattr("mpikv.data.record_writer.write_index", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_records(tmp_path / "a.rec", [b"new"])
+    assert [file.name for file in tmp_path.iterdir()] == ["a.rec"]
+    assert list(RecordFile(tmp_path / "a.rec")) == [b"new"]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """Also where the caller goes on and closes the writer."""
+    writer = RecordWriter(tmp_path / "a.rec")
+    writer.write(b"one")
+    full = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the writer closes what it had
+    own, writer._file = writer._file, full
+    with pytest.raises(OSError, match=r"No space left on device: .*a\.rec"):
+        writer.write(b"two")
+    writer._file = own
+    writer.close()
+    full.close()
+    assert list(tmp_path.iterdir()) == []
