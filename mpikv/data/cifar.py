@@ -124,9 +124,9 @@ def _binary(path: str, labels: _Labels) -> tuple[NDArray[Any], NDArray[Any]]:
 
 def _pickled(path: str, labels: _Labels) -> tuple[NDArray[Any], NDArray[Any]]:
     """The mapped images, and the labels in memory."""
-    file = FileBytes(path, _AHEAD_BYTES)
+    file = FileBytes(path)
     try:
-        found = read_plain_pickle(file)
+        found = read_plain_pickle(file.ahead(_AHEAD_BYTES))
     finally:
         file.close()
     if type(found) is not dict:

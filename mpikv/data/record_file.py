@@ -88,26 +88,21 @@ class RecordFile:
             yield record
 
     def walk(self) -> Iterator[tuple[int, bytes]]:
-        """Each record's offset and its bytes, in order. Opens the file once more, to read ahead in it."""
-        if self._file.closed:
-            raise ValueError(f"{self.path} was closed")
-        file = FileBytes(self.path, AHEAD_BYTES)
-        try:
-            if self._index is not None:
-                yield from self._at_offsets(file, self._index.offsets)
-                return
-            at = self.begin
-            while at < self.end:
-                offset = at
-                try:
-                    record, at = self._read(file, offset)
-                except DamagedRecord as error:
-                    self._note(error)
-                    at = next_head(file, offset + 4)
-                else:
-                    yield offset, record
-        finally:
-            file.close()
+        """Each record's offset and its bytes, in order."""
+        file = self._file.ahead(AHEAD_BYTES)
+        if self._index is not None:
+            yield from self._at_offsets(file, self._index.offsets)
+            return
+        at = self.begin
+        while at < self.end:
+            offset = at
+            try:
+                record, at = self._read(file, offset)
+            except DamagedRecord as error:
+                self._note(error)
+                at = next_head(file, offset + 4)
+            else:
+                yield offset, record
 
     def offset(self, i: int) -> int:
         """Where record `i` (from the end if negative) begins, in bytes. Raises IndexError."""
@@ -185,4 +180,4 @@ class RecordFile:
     def _note(self, error: DamagedRecord) -> None:
         if not self._skips:
             raise error
-        self._damaged[error.offset] = error
+        self._damaged[error.offset] = error.with_traceback(None)  # which would keep the bytes that were read

@@ -55,6 +55,8 @@ def read_index(path: str, size_bytes: int) -> Index:
                     f"{path}, line {number}: key {key} has offset {offset}; expected a multiple of 4 with a record "
                     f"behind it in a file of {size_bytes} bytes: the index is damaged, or of another file"
                 )
+    if not keys and size_bytes:
+        raise ValueError(f"{path}: an empty index, of a file of {size_bytes} bytes")
     order = np.argsort(np.frombuffer(offsets, np.int64), kind="stable") if keys else np.empty(0, np.int64)
     found = Index(np.array(keys, np.int64)[order], np.array(offsets, np.int64)[order])
     for what, values in (("key", np.sort(found.keys)), ("offset", found.offsets)):

@@ -15,6 +15,7 @@ Source of the form: dmlc-core, include/dmlc/recordio.h; checked against the file
 
 from __future__ import annotations
 
+import copy
 import os
 import struct
 from typing import IO
@@ -42,23 +43,28 @@ class DamagedRecord(MpikvError, ValueError):  # noqa: N818 - reads like its sibl
 
 
 class FileBytes:
-    """The bytes of a file, by their place. Several threads may read, and forked processes too, unless `ahead` is used.
+    """The bytes of a file, by their place. Several threads may read, and forked processes too.
 
-    ahead: bytes read at once and kept, for one reader that goes through the file in order. Raises OSError, also for
-    anything but a regular file.
+    Raises OSError, also for anything but a regular file.
     """
 
-    def __init__(self, path: str, ahead: int = 0) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
         self._file: IO[bytes] = open_regular(path)
         self.size = os.fstat(self._file.fileno()).st_size
-        self._ahead = ahead
+        self._ahead = 0
         self._kept = b""
         self._kept_from = 0
 
+    def ahead(self, count: int) -> FileBytes:
+        """The same open file for one reader that goes through it in order: `count` bytes are read at once and kept."""
+        other = copy.copy(self)
+        other._ahead = count
+        return other
+
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from `offset` on, fewer at the end of the file."""
-        if not self._ahead:
+        if not self._ahead or self._file.closed:
             return self._read(offset, count)
         start = offset - self._kept_from
         if start < 0 or start + count > len(self._kept):
@@ -66,6 +72,8 @@ class FileBytes:
         return self._kept[start : start + count]
 
     def _read(self, offset: int, count: int) -> bytes:
+        if self._file.closed:
+            raise ValueError(f"{self.path} was closed")
         found = os.pread(self._file.fileno(), count, offset)
         while len(found) < min(count, self.size - offset):  # a file system may give less than it has
             more = os.pread(self._file.fileno(), count - len(found), offset + len(found))
@@ -81,7 +89,6 @@ class FileBytes:
 
     def close(self) -> None:
         """Close the file; reading raises ValueError afterwards."""
-        self._kept, self._ahead = b"", 0
         self._file.close()
 
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,9 @@ class _DamagedImageError(ValueError):
 def run(options: argparse.Namespace) -> int:
     """Do what the options say; the status to exit with."""
     try:
-        status: int = {"pack": _pack, "list": _list, "check": _check}[options.action](options)
-        sys.stdout.flush()
+        with _ended_by_sigterm():
+            status: int = {"pack": _pack, "list": _list, "check": _check}[options.action](options)
+            sys.stdout.flush()
     except BrokenPipeError:  # of `mpikv records list FILE | head`
         # Python writes what is left once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -48,6 +51,20 @@ def run(options: argparse.Namespace) -> int:
         print(f"mpikv records: {error}", file=sys.stderr)
         return BAD_INPUT
     return status
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as an error does, so that what is half-written is removed."""
+
+    def end(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---- pack

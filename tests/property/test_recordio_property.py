@@ -34,7 +34,8 @@ def test_what_is_written_is_read(written: list[bytes]) -> None:
             assert read.keys().tolist() == [-3 * i for i in range(len(written))]
 
 
-@given(records, st.integers(1, 40), st.sampled_from(["error", "skip"]))
+@settings(max_examples=50)
+@given(records, st.integers(1, 20), st.sampled_from(["error", "skip"]))
 def test_parts_are_disjoint_and_cover_all(written: list[bytes], num_parts: int, damaged: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.rec"

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.data import ArrayDataset, Cifar10, Cifar100, Mnist, open_idx, read_idx
+from mpikv.data import ArrayDataset, Cifar10, Cifar100, Mnist, RecordFile, open_idx, read_idx
+from mpikv.data.recordio import MAGIC
 from mpikv.data.rows import Rows
 
 
@@ -147,6 +148,20 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     for start in range(0, n, 5000):
         data.take(range(start, min(start + 5000, n)))
         assert own_memory_kib() - before < 16 * 1024  # a batch has 4 MiB
+
+
+def test_memory_does_not_grow_with_the_records(tmp_path: Path) -> None:
+    path, n = tmp_path / "a.rec", 64
+    with open(path, "wb") as file:
+        for i in range(n):
+            file.seek(i * 2**20)
+            file.write(MAGIC + struct.pack("<I", 2**20 - 8))
+        file.truncate(n * 2**20)
+    with RecordFile(path, num_parts=2, part_index=1) as records:
+        before = own_memory_kib()
+        for read in (iter(records), (records[i] for i in range(len(records)))):
+            assert sum(map(len, read)) == n // 2 * (2**20 - 8)
+            assert own_memory_kib() - before < 16 * 1024
 
 
 # ---- CIFAR

@@ -269,3 +269,19 @@ def test_a_reader_that_has_seen_enough() -> None:
     done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, env=env, timeout=100, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_sigterm_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent while the first image is read; by then the file beside the place is there."""
+    out, seen = tmp_path / "a.rec", []
+
+    def ended(content: bytes) -> None:
+        seen.extend(file.suffix for file in tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("mpikv.data.records_command.turned", ended)
+    with pytest.raises(SystemExit) as caught:
+        records("pack", PICTURES, out)
+    assert (caught.value.code, seen, list(tmp_path.iterdir())) == (143, [".tmp"], [])
+    assert signal.getsignal(signal.SIGTERM) == before
