@@ -28,9 +28,12 @@ def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: in
     assert (job.status, job.stdout.count("right")) == (0, workers), job.output
 
 
-@pytest.mark.parametrize("way", ["memory", "native", "hosts", "servers"])
-def test_different_rates_end_the_job(mpi, way: str) -> None:
-    job = mpirun(3, ["python", PROGRAM, "rates"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [("memory", "workers"), ("messages", "store"), ("native", "store"), ("hosts", "store"), ("servers", "workers")],
+)
+def test_different_rates_end_the_job(mpi, way: str, case: str) -> None:
+    job = mpirun(3, ["python", PROGRAM, case], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output
     assert job.status != 0, job.output
     assert "right" not in job.stdout, job.output
