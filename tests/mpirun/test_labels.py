@@ -37,12 +37,18 @@ def test_each_gradient_counts_with_its_own_batch_size(mpi, way: str, workers: in
 
 
 @pytest.mark.parametrize(
-    ("mpi", "way"),
-    [("mpich", "memory"), ("mpich", "hosts"), ("openmpi", "native"), ("openmpi", "servers")],
+    ("mpi", "way", "case"),
+    [
+        ("mpich", "memory", "workers"),
+        ("mpich", "messages", "store"),
+        ("mpich", "hosts", "store"),
+        ("openmpi", "native", "store"),
+        ("openmpi", "servers", "workers"),
+    ],
     indirect=["mpi"],
 )
-def test_different_rates_end_the_job(mpi, way: str) -> None:
-    job = mpirun(3, ["python", PROGRAM, "rates"], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
+def test_different_rates_end_the_job(mpi, way: str, case: str) -> None:
+    job = mpirun(3, ["python", PROGRAM, case], env=WAYS[way], timeout_s=LIMIT_S, mpi=mpi)
     assert not job.timed_out, job.output
     assert job.status != 0, job.output
     assert "right" not in job.stdout, job.output

