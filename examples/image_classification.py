@@ -12,9 +12,10 @@ over the images of all workers, so W workers with batches of B learn as one with
 normalisation. With dist_async each worker's gradient is applied at once, and counts 1/W of a step.
 
 Batch normalisation. In training every worker, and every device of it, normalises with the mean and variance of its own
-part of the batch: no messages, and parts of 16 images or more will do. What evaluations use are running means of these,
-which are not trained, and differ between workers. Before each evaluation, and in what --save writes, all workers take
-those of worker 0's first device. With dist_async, where nobody waits, worker 0 evaluates alone, with its own.
+part of the batch: no messages; parts of less than 16 images cost accuracy (Y. Wu, K. He, Group Normalization, ECCV
+2018). What evaluations use are running means of these, which are not trained, and differ between workers. Before each
+evaluation, and in what --save writes, all workers take those of worker 0's first device. With dist_async, where nobody
+waits, worker 0 evaluates alone, with its own.
 
 Saving. --save writes weights, running means, the optimizer's states and the place in the data into one file after every
 epoch, whole or not at all; --resume goes on from there as if nothing had happened, bit for bit with as many workers and
