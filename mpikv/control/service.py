@@ -429,9 +429,7 @@ class Control:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self.activity.during(str(waiting)):
-            self.engine.wait(
-                request, limit_s, lambda: StallError(self.report(waiting, limit_s)), lambda: self.check(waiting)
-            )
+            self.engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), lambda: self.check(waiting))
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""
@@ -444,12 +442,14 @@ class Control:
             return
         fewest = self._fewest.get(waiting.key_id)
         if fewest is not None and fewest.pushes < waiting.round:
-            raise PeerError(
+            error = PeerError(
                 f"{self.me}, {waiting}: {self.labels[fewest.worker]} closed its store after {fewest.pushes} pushes of "
                 f"this key, so that round {waiting.round} can never be complete (did its program end early?)"
             )
+            error.behind = self.labels[fewest.worker], waiting.round - fewest.pushes
+            raise error
 
-    def report(self, waiting: Waiting, waited_s: float) -> str:
+    def report(self, waiting: Waiting, waited_s: float) -> StallError:
         """Ask every other worker where it is, and say it."""
         others = [worker for worker in range(self._workers.size) if worker != self._workers.rank]
         with self.engine.lock:
@@ -466,6 +466,7 @@ class Control:
         missing: dict[str, str] = {}
         silent: list[str] = []
         held_by: set[str] = set()
+        behind: tuple[str, int] | None = None
         for worker in others:
             answer = self._answers.get(worker)
             if answer is None:
@@ -474,6 +475,9 @@ class Control:
             doing = answer["doing"]
             if waiting.round is not None:
                 here = answer["pushes"] >= waiting.round
+                lacks = waiting.round - answer["pushes"]
+                if lacks > (0 if behind is None else behind[1]):
+                    behind = self.labels[worker], lacks
                 doing = f"pushed it {answer['pushes']} times; {doing}"
             elif waiting.owners:
                 continue  # an answer that depends on no other worker
@@ -483,4 +487,6 @@ class Control:
             if not here:
                 held_by |= {answer["process"], *answer["waits_for"]}
         self._held_by = frozenset(held_by)
-        return stall_text(waiting, self.me, waited_s, arrived=arrived, missing=missing, silent=silent)
+        error = StallError(stall_text(waiting, self.me, waited_s, arrived=arrived, missing=missing, silent=silent))
+        error.behind = behind
+        return error

@@ -48,9 +48,11 @@ class SplitSampler:
     """The indices of one part of `range(length)`, in a new order in every epoch.
 
     length: number of examples, >= 0. num_parts >= 1, 0 <= part_index < num_parts: which part this is.
-    last: what becomes of the `length % num_parts` examples that do not divide. 'uneven': the first parts take one more
-    each, so every example comes once per epoch; 'drop': left out (other ones in every epoch if shuffled); 'wrap': the
-    first examples of the epoch's order come a second time until all parts are equally long.
+    last: what becomes of the `length % num_parts` examples that do not divide. 'drop': left to the next epoch, which
+    shuffles all examples anew; `left` says which. 'uneven': the first parts take one more each, so every example comes
+    once per epoch; 'wrap': the first examples of the epoch's order come a second time until all parts are equally long.
+    None: 'drop' where it shuffles, so that all workers train for equally many steps, and 'uneven' where it does not, so
+    that an evaluation sees every example once.
     shuffle: False takes the examples in the order they have. seed: >= 0, the same on every part.
 
     Works as `sampler=` of `torch.utils.data.DataLoader`. Iterating twice without `set_epoch` gives the same order
@@ -65,7 +67,7 @@ class SplitSampler:
         num_parts: int = 1,
         part_index: int = 0,
         *,
-        last: Last = "uneven",
+        last: Last | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
@@ -76,15 +78,16 @@ class SplitSampler:
         if self.part_index >= self.num_parts:
             parts = f"0..{self.num_parts - 1}, as num_parts is {self.num_parts}"
             raise ValueError(f"part_index must be in {parts}; got {self.part_index}")
-        checks.one_of("last", last, _LAST)
-        self.last: Last = last
         self.shuffle = checks.flag("shuffle", shuffle)
+        if last is not None:
+            checks.one_of("last", last, _LAST)
+        self.last: Last = last or ("drop" if self.shuffle else "uneven")
         self.epoch = 0
         self.start = 0
 
     @classmethod
     def for_store(
-        cls, length: int, store: HasRank, *, last: Last = "uneven", shuffle: bool = True, seed: int = 0
+        cls, length: int, store: HasRank, *, last: Last | None = None, shuffle: bool = True, seed: int = 0
     ) -> SplitSampler:
         """The part of this worker: `store.rank` of `store.num_workers`."""
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
@@ -117,6 +120,13 @@ class SplitSampler:
         places = self.part_index + self.num_parts * np.arange(len(self), dtype=np.int64)
         # Places past the end exist with 'wrap' alone; modulo, as there may be more parts than examples.
         return self._order()[self.start + places % left]
+
+    @property
+    def left(self) -> NDArray[np.int64]:
+        """The indices that no part has in this epoch, the end of its order: int64, fewer than `num_parts`."""
+        if self.last != "drop":
+            return np.empty(0, dtype=np.int64)
+        return self._order()[self.start + self.num_parts * len(self) :]
 
     def _order(self) -> NDArray[np.int64]:
         if not self.shuffle:
