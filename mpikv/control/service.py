@@ -27,6 +27,7 @@ from mpikv import wire
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
 from mpikv.control.contests import Brought, Judge, Labels, Series
 from mpikv.control.contests import Verdict as Units
+from mpikv.control.epochs import Epochs
 from mpikv.control.leaving import Departures, Fewest
 from mpikv.control.stop import Answer, Leader, Order, Reader
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
@@ -136,6 +137,7 @@ class Control:
         self._proposals: list[Proposal] = []
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
         self._departures = None if agreement is None else Departures(workers.size)
+        self._epochs = None if agreement is None else Epochs(self.labels)
         self._answers: dict[int, dict[str, Any]] = {}
         self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
         self._question = 0
@@ -336,6 +338,20 @@ class Control:
             if series.late:
                 self._late = series
 
+    def begin_epoch(self, count: int, epoch: int, batches: int) -> None:
+        """Tell worker 0 how many batches the last epoch had here. count: of this worker's epochs. Local."""
+        with self.engine.lock:
+            if self._epochs is not None:
+                self._epoch_begins(self._workers.rank, count, epoch, batches)
+            else:
+                message = {"kind": "epoch", "worker": self._workers.rank, "begin": [count, epoch, batches]}
+                self._send(self._workers.ranks[0], message)
+
+    def _epoch_begins(self, worker: int, count: int, epoch: int, batches: int) -> None:
+        text = None if self._epochs is None else self._epochs.begin(worker, count, epoch, batches)
+        if text is not None:
+            print(f"mpikv: warning: {text}", file=sys.stderr, flush=True)
+
     # --- leaving
 
     def leave(self, pushes: dict[int, int]) -> None:
@@ -396,6 +412,8 @@ class Control:
         elif kind == "here":
             if message["question"] == self._question:
                 self._answers[message["worker"]] = message
+        elif kind == "epoch":
+            self._epoch_begins(message["worker"], *message["begin"])
         elif kind == "wish":
             self._wish(message["text"])
         elif kind == "stop":

@@ -17,6 +17,7 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -84,15 +85,23 @@ class SplitSampler:
         self.last: Last = last or ("drop" if self.shuffle else "uneven")
         self.epoch = 0
         self.start = 0
+        self._store: weakref.ref[Any] | None = None
 
     @classmethod
     def for_store(
         cls, length: int, store: HasRank, *, last: Last | None = None, shuffle: bool = True, seed: int = 0
     ) -> SplitSampler:
-        """The part of this worker: `store.rank` of `store.num_workers`."""
+        """The part of this worker: `store.rank` of `store.num_workers`.
+
+        Its `set_epoch` compares the workers' numbers of batches so far, without waiting: worker 0 prints a line where
+        they differ, in synchronous stores.
+        """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
-        return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        sampler = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        if hasattr(store, "_begin_epoch"):
+            sampler._store = weakref.ref(store)
+        return sampler
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part.
@@ -102,6 +111,13 @@ class SplitSampler:
         """
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
         self.epoch, self.start = epoch, start
+        store = None if self._store is None else self._store()
+        if store is not None:
+            store._begin_epoch(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, as in another process that loads data, belongs to no store."""
+        return {**self.__dict__, "_store": None}
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length - self.start, self.num_parts)
