@@ -22,7 +22,7 @@ def main() -> None:
         random = np.random.default_rng(seed=1)  # the same points on every worker
         x = random.standard_normal((1000, 2))
         y = x @ TRUE_SLOPES + TRUE_OFFSET + 0.01 * random.standard_normal(1000)
-        mine = SplitSampler.for_store(len(x), store).indices()
+        mine = SplitSampler.for_store(len(x), store, last="uneven").indices()
 
         slopes, offset = Parameter(np.zeros(2), "slopes"), Parameter(np.zeros(()), "offset")
         trainer = Trainer([slopes, offset], "sgd", {"learning_rate": 0.1}, kvstore=store)

@@ -125,7 +125,7 @@ def batches(
 
     Of each: this worker's indices, the number of examples of all workers, and how many epochs are done after it.
     """
-    sampler = SplitSampler.for_store(num_examples, store, seed=options.seed)
+    sampler = SplitSampler.for_store(num_examples, store, last="uneven", seed=options.seed)
     sampler.set_epoch(epoch, start)
     mine, size, together = sampler.indices(), options.batch_size, options.batch_size * store.num_workers
     for step, begin in enumerate(range(start, num_examples, together)):

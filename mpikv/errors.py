@@ -44,6 +44,12 @@ class StatesFileError(MpikvError, ValueError):
 class StallError(MpikvError, TimeoutError):
     """A wait outlasted its limit; the text names who waited, for what, and who did not come."""
 
+    behind: tuple[str, int] | None = None
+    """A worker that did not come to a round, and how many rounds it lacks to the one that was waited for."""
+
 
 class PeerError(MpikvError):
     """Another rank failed or left, so that what this rank waits for cannot come any more."""
+
+    behind: tuple[str, int] | None = None
+    """A worker that has left before a round, and how many rounds it lacks to the one that was waited for."""

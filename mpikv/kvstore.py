@@ -162,6 +162,11 @@ class KVStore:
         self._strategy.listen_for(asked)
         self._restore_signals = restore
 
+    def _begin_epoch(self, epoch: int) -> None:
+        """A sampler begins an epoch: worker 0 tells if the last one had more batches on some workers. Local."""
+        if not self._closed and "async" not in self.type:
+            self._strategy.begin_epoch(epoch)
+
     def _decide(self, call: str, attempt: Callable[[], Any]) -> Any:
         """Worker 0 tries something; every worker gets its result or its error. Collective."""
         self._check_open(call)

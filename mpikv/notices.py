@@ -15,7 +15,7 @@ from mpikv.config import unknown_variables
 from mpikv.transports import abort, launcher
 
 DMLC = "DMLC_"
-# What MXNet's users find here instead. The README has the whole table.
+# What MXNet's users find here instead. docs/mxnet.md has the whole table.
 COUNTERPARTS: Mapping[str, str] = {
     "DMLC_ROLE": "roles follow from MPIKV_NUM_SERVERS",
     "DMLC_NUM_WORKER": "mpirun -n, less the servers",
@@ -38,7 +38,7 @@ def unread(environ: Mapping[str, str]) -> str:
         for name, nearest in unknown_variables(environ).items()
     ]
     others = sorted(name for name in environ if name.startswith(DMLC))
-    found += [f"{name} (here: {COUNTERPARTS.get(name, 'see the table in the README')})" for name in others]
+    found += [f"{name} (here: {COUNTERPARTS.get(name, 'see docs/mxnet.md')})" for name in others]
     if not found:
         return ""
     what = "this variable is" if len(found) == 1 else "these variables are"
@@ -50,7 +50,7 @@ def warn_of_unread(environ: Mapping[str, str] | None = None) -> None:
     environ = os.environ if environ is None else environ
     text = unread(environ)
     if text:
-        warn(text, environ)
+        warn("variables", text, environ)
 
 
 def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) -> None:
@@ -62,16 +62,17 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
     size = launcher.size(environ)
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
-        warn(f"{text}; for one model take 'dist_sync'", environ)
+        warn("separate ranks", f"{text}; for one model take 'dist_sync'", environ)
 
 
-def warn(text: str, environ: Mapping[str, str]) -> None:
-    """Warn once for each place in the user's program, on the rank that the launcher calls 0."""
-    if launcher.size(environ) > 1 and launcher.said_rank(environ) != 0:
+def warn(what: str, text: str, environ: Mapping[str, str]) -> None:
+    """Warn once of each kind of thing, on the rank that the launcher calls 0."""
+    seen = globals().setdefault("__warningregistry__", {})  # where Python itself keeps what it has warned of
+    if what in seen or (launcher.size(environ) > 1 and launcher.said_rank(environ) != 0):
         return
+    seen[what] = True
     frame = tracebacks.caller()
     if frame is None:
         warnings.warn(text, UserWarning, stacklevel=2)
     else:
-        seen = frame.f_globals.setdefault("__warningregistry__", {})
-        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=seen)
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)

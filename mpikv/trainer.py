@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 from mpikv import arrays, checks, optimizers
 from mpikv import parameter as parameters
 from mpikv.checks import shown
-from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import list_data, list_grad, named
 from mpikv.strategies.base import OwnUpdates
 from mpikv.torch_parameter import TorchBuffer, TorchParameter
 from mpikv.trainer_clip import factor_for, norm_of
+from mpikv.trainer_ends import in_steps
 from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_shares import Share, Shares, positive
@@ -252,9 +253,13 @@ class Trainer(TrainerFiles):
         """
         checks.flag("ignore_stale_grad", ignore_stale_grad)
         checks.flag("wait", wait)
+        waits_for = self._steps + (not self._awaited)  # after wait=False the last step is to end first
         if self._shares.joined or examples is not None:
             self._grads(ignore_stale_grad)  # what is missing must be found before others count on this worker
-        self._step(self._shares.of_step(batch_size, examples), ignore_stale_grad, wait=wait)
+        try:
+            self._step(self._shares.of_step(batch_size, examples), ignore_stale_grad, wait=wait)
+        except (PeerError, StallError) as error:
+            raise in_steps(error, waits_for).with_traceback(error.__traceback__) from error.__cause__
 
     def _step(self, share: Share, ignore_stale_grad: bool, *, wait: bool) -> None:
         batch_size = share.divisor

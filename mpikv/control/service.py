@@ -27,6 +27,7 @@ from mpikv import wire
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
 from mpikv.control.contests import Brought, Dispute, Judge, Labels, Series
 from mpikv.control.contests import Verdict as Units
+from mpikv.control.epochs import Epochs
 from mpikv.control.leaving import Departures, Fewest
 from mpikv.control.stop import Answer, Leader, Order, Reader
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
@@ -136,6 +137,7 @@ class Control:
         self._proposals: list[Proposal] = []
         self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
         self._departures = None if agreement is None else Departures(workers.size)
+        self._epochs = None if agreement is None else Epochs(self.labels)
         self._answers: dict[int, dict[str, Any]] = {}
         self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
         self._question = 0
@@ -346,6 +348,20 @@ class Control:
             if series.late:
                 self._late = series
 
+    def begin_epoch(self, count: int, epoch: int, batches: int) -> None:
+        """Tell worker 0 how many batches the last epoch had here. count: of this worker's epochs. Local."""
+        with self.engine.lock:
+            if self._epochs is not None:
+                self._epoch_begins(self._workers.rank, count, epoch, batches)
+            else:
+                message = {"kind": "epoch", "worker": self._workers.rank, "begin": [count, epoch, batches]}
+                self._send(self._workers.ranks[0], message)
+
+    def _epoch_begins(self, worker: int, count: int, epoch: int, batches: int) -> None:
+        text = None if self._epochs is None else self._epochs.begin(worker, count, epoch, batches)
+        if text is not None:
+            print(f"mpikv: warning: {text}", file=sys.stderr, flush=True)
+
     # --- leaving
 
     def leave(self, pushes: dict[int, int]) -> None:
@@ -406,6 +422,8 @@ class Control:
         elif kind == "here":
             if message["question"] == self._question:
                 self._answers[message["worker"]] = message
+        elif kind == "epoch":
+            self._epoch_begins(message["worker"], *message["begin"])
         elif kind == "wish":
             self._wish(message["text"])
         elif kind == "stop":
@@ -439,9 +457,7 @@ class Control:
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         with self.activity.during(str(waiting)):
-            self.engine.wait(
-                request, limit_s, lambda: StallError(self.report(waiting, limit_s)), lambda: self.check(waiting)
-            )
+            self.engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), lambda: self.check(waiting))
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""
@@ -454,12 +470,14 @@ class Control:
             return
         fewest = self._fewest.get(waiting.key_id)
         if fewest is not None and fewest.pushes < waiting.round:
-            raise PeerError(
+            error = PeerError(
                 f"{self.me}, {waiting}: {self.labels[fewest.worker]} closed its store after {fewest.pushes} pushes of "
                 f"this key, so that round {waiting.round} can never be complete (did its program end early?)"
             )
+            error.behind = self.labels[fewest.worker], waiting.round - fewest.pushes
+            raise error
 
-    def report(self, waiting: Waiting, waited_s: float) -> str:
+    def report(self, waiting: Waiting, waited_s: float) -> StallError:
         """Ask every other worker where it is, and say it."""
         others = [worker for worker in range(self._workers.size) if worker != self._workers.rank]
         with self.engine.lock:
@@ -476,6 +494,7 @@ class Control:
         missing: dict[str, str] = {}
         silent: list[str] = []
         held_by: set[str] = set()
+        behind: tuple[str, int] | None = None
         for worker in others:
             answer = self._answers.get(worker)
             if answer is None:
@@ -484,6 +503,9 @@ class Control:
             doing = answer["doing"]
             if waiting.round is not None:
                 here = answer["pushes"] >= waiting.round
+                lacks = waiting.round - answer["pushes"]
+                if lacks > (0 if behind is None else behind[1]):
+                    behind = self.labels[worker], lacks
                 doing = f"pushed it {answer['pushes']} times; {doing}"
             elif waiting.owners:
                 continue  # an answer that depends on no other worker
@@ -493,4 +515,6 @@ class Control:
             if not here:
                 held_by |= {answer["process"], *answer["waits_for"]}
         self._held_by = frozenset(held_by)
-        return stall_text(waiting, self.me, waited_s, arrived=arrived, missing=missing, silent=silent)
+        error = StallError(stall_text(waiting, self.me, waited_s, arrived=arrived, missing=missing, silent=silent))
+        error.behind = behind
+        return error

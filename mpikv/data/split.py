@@ -17,6 +17,7 @@ each) after it. Source of the generator: M. O'Neill, PCG, HMC-CS-2014-0905.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
 
@@ -48,9 +49,11 @@ class SplitSampler:
     """The indices of one part of `range(length)`, in a new order in every epoch.
 
     length: number of examples, >= 0. num_parts >= 1, 0 <= part_index < num_parts: which part this is.
-    last: what becomes of the `length % num_parts` examples that do not divide. 'uneven': the first parts take one more
-    each, so every example comes once per epoch; 'drop': left out (other ones in every epoch if shuffled); 'wrap': the
-    first examples of the epoch's order come a second time until all parts are equally long.
+    last: what becomes of the `length % num_parts` examples that do not divide. 'drop': left to the next epoch, which
+    shuffles all examples anew; `left` says which. 'uneven': the first parts take one more each, so every example comes
+    once per epoch; 'wrap': the first examples of the epoch's order come a second time until all parts are equally long.
+    None: 'drop' where it shuffles, so that all workers train for equally many steps, and 'uneven' where it does not, so
+    that an evaluation sees every example once.
     shuffle: False takes the examples in the order they have. seed: >= 0, the same on every part.
 
     Works as `sampler=` of `torch.utils.data.DataLoader`. Iterating twice without `set_epoch` gives the same order
@@ -65,7 +68,7 @@ class SplitSampler:
         num_parts: int = 1,
         part_index: int = 0,
         *,
-        last: Last = "uneven",
+        last: Last | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
@@ -76,20 +79,29 @@ class SplitSampler:
         if self.part_index >= self.num_parts:
             parts = f"0..{self.num_parts - 1}, as num_parts is {self.num_parts}"
             raise ValueError(f"part_index must be in {parts}; got {self.part_index}")
-        checks.one_of("last", last, _LAST)
-        self.last: Last = last
         self.shuffle = checks.flag("shuffle", shuffle)
+        if last is not None:
+            checks.one_of("last", last, _LAST)
+        self.last: Last = last or ("drop" if self.shuffle else "uneven")
         self.epoch = 0
         self.start = 0
+        self._store: weakref.ref[Any] | None = None
 
     @classmethod
     def for_store(
-        cls, length: int, store: HasRank, *, last: Last = "uneven", shuffle: bool = True, seed: int = 0
+        cls, length: int, store: HasRank, *, last: Last | None = None, shuffle: bool = True, seed: int = 0
     ) -> SplitSampler:
-        """The part of this worker: `store.rank` of `store.num_workers`."""
+        """The part of this worker: `store.rank` of `store.num_workers`.
+
+        Its `set_epoch` compares the workers' numbers of batches so far, without waiting: worker 0 prints a line where
+        they differ, in synchronous stores.
+        """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
-        return cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        sampler = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
+        if hasattr(store, "_begin_epoch"):
+            sampler._store = weakref.ref(store)
+        return sampler
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part.
@@ -99,6 +111,13 @@ class SplitSampler:
         """
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
         self.epoch, self.start = epoch, start
+        store = None if self._store is None else self._store()
+        if store is not None:
+            store._begin_epoch(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, as in another process that loads data, belongs to no store."""
+        return {**self.__dict__, "_store": None}
 
     def __len__(self) -> int:
         whole, rest = divmod(self.length - self.start, self.num_parts)
@@ -117,6 +136,13 @@ class SplitSampler:
         places = self.part_index + self.num_parts * np.arange(len(self), dtype=np.int64)
         # Places past the end exist with 'wrap' alone; modulo, as there may be more parts than examples.
         return self._order()[self.start + places % left]
+
+    @property
+    def left(self) -> NDArray[np.int64]:
+        """The indices that no part has in this epoch, the end of its order: int64, fewer than `num_parts`."""
+        if self.last != "drop":
+            return np.empty(0, dtype=np.int64)
+        return self._order()[self.start + self.num_parts * len(self) :]
 
     def _order(self) -> NDArray[np.int64]:
         if not self.shuffle:

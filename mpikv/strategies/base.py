@@ -252,6 +252,10 @@ class Strategy(Protocol):
         """Ask all workers to stop as soon as `asked()` says why, which may be asked at any time. Local."""
         ...
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Let workers whose last epoch had another number of batches be told (control/epochs.py). Local."""
+        ...
+
     def close(self) -> None:
         """End the store. Collective, blocks."""
         ...

@@ -95,6 +95,10 @@ class DistributedStrategy(OneByOne):
         """The progress engine asks."""
         self._workers.listen_for(asked)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell worker 0."""
+        self._workers.begin_epoch(epoch)
+
     def progress(self) -> None:
         """Move transfers on."""
         self._workers.engine.step()

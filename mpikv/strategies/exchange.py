@@ -161,14 +161,14 @@ class Together:
                 self._check(waiting)
         return False
 
-    def explain(self, error: StallError, report: Callable[[Waiting], str]) -> None:
+    def explain(self, error: StallError, report: Callable[[Waiting], StallError]) -> None:
         """Let the error be about a key that somebody has not come to, not about the first one."""
         if MISSING in str(error):
             return
         for waiting in self._waitings[:REPORTS]:
-            text = report(waiting)
-            if MISSING in text:
-                raise StallError(text) from None
+            found = report(waiting)
+            if MISSING in str(found):
+                raise found from None
 
 
 class Client:

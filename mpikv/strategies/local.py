@@ -156,6 +156,9 @@ class LocalStrategy(OneByOne):
         """From the next read on."""
         self._stop = True
 
+    def begin_epoch(self, epoch: int) -> None:
+        """There is one worker."""
+
     def listen_for(self, asked: Callable[[], str | None]) -> None:
         """Every read asks."""
         self._asked = asked

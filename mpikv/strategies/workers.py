@@ -147,6 +147,7 @@ class Workers:
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
+        self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id = 0
         self._threaded = threaded
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, transport=transport)
@@ -350,6 +351,12 @@ class Workers:
     def listen_for(self, asked: Callable[[], str | None]) -> None:
         """Ask all workers to stop once `asked()` says why."""
         self.engine.serve(self.control.wish_when(asked), "stop signals")
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell worker 0 how many rounds the last epoch had. Local."""
+        rounds = max(self._placement.pushes().values(), default=0)
+        self.control.begin_epoch(self._count("epoch"), epoch, rounds - self._epoch_rounds)
+        self._epoch_rounds = rounds
 
     # --- the end
 

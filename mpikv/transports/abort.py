@@ -11,8 +11,8 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
 
 Ranks run the same program, so that most errors are made by all of them. Rank 0 tells its own at once, and the others
 wait for their turn: rank 0's end is theirs. So one rank tells, without a message between them, and a rank whose error
-is its own tells it a second or two later. MPI_Abort has the library print a box of its own, so that a mistake ends the
-process instead where `mpirun` takes that for the end of the job, and hydra is told by itself (see unmet.py).
+is its own tells it two or three seconds later. MPI_Abort has the library print a box of its own, so that a mistake
+ends the process instead where `mpirun` takes that for the end of the job, and hydra is told by itself (see unmet.py).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from mpikv.transports import launcher, printed, unmet
 from mpikv.transports.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
-TURN_S = 1.0  # from an error of all ranks to rank 0's having told it: they meet in calls, so that it comes at once
-SLOW_TURN_S = 2.5  # the same where hydra is to end the others (see unmet.py), or ranks have not met in MPI_Init
+# From an error that all ranks make at once to the end of all by rank 0's: the launcher's time to hear of it (hydra's
+# processes, see unmet.py: 1 s) and to end the others (`mpikv launch` leaves them 1 s for last words).
+TURN_S = 2.5
 BETWEEN_S = 0.3  # from one rank's turn to the next one's
-LONGEST_TURN_S = 4.0
+LONGEST_TURN_S = 4.0  # however many ranks there are
 MISTAKE = 2  # the status, as argparse has it
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -112,9 +113,9 @@ class Guard(TakesSignals):
     def _wait_for_turn(self) -> None:
         """Let ranks before this one tell the same, and end this one meanwhile."""
         if self._rank > 0:
-            slowly = launcher.HYDRA in os.environ or not (is_running() or unmet.meet())
-            turn_s = SLOW_TURN_S if slowly else TURN_S
-            time.sleep(min(turn_s + BETWEEN_S * (self._rank - 1), LONGEST_TURN_S))
+            if not is_running():
+                unmet.meet()  # rank 0 cannot end the others before
+            time.sleep(min(TURN_S + BETWEEN_S * (self._rank - 1), LONGEST_TURN_S))
 
     def say(self, text: str, status: int) -> None:
         """Print `text` before the job's end.

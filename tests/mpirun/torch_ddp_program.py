@@ -66,13 +66,13 @@ def check(what: str, net: torch.nn.Module, expected: torch.nn.Module, *, buffers
 
 def check_loader(rank: int, size: int) -> None:
     """A loader with a process of its own, which is forked from a rank whose store is open."""
-    sampler = SplitSampler.for_store(20, mt.default_store())
+    sampler = SplitSampler.for_store(20, mt.default_store(), last="uneven")
     loader = torch.utils.data.DataLoader(
         range(100, 120), batch_size=3, sampler=sampler, num_workers=1, persistent_workers=True
     )
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        expected = SplitSampler(20, size, rank)
+        expected = SplitSampler(20, size, rank, last="uneven")
         expected.set_epoch(epoch)
         found = [int(i) for batch in loader for i in batch]
         assert found == [100 + i for i in expected], found

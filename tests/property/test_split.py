@@ -30,7 +30,7 @@ def all_parts(length: int, num_parts: int, epoch: int, **options: object) -> lis
 
 @given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
 def test_uneven_is_a_partition(length: int, num_parts: int, epoch: int, seed: int, shuffle: bool) -> None:
-    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle)
+    split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="uneven")
     assert sorted(chain(*split)) == list(range(length))
     assert [len(part) for part in split] == [len(part) for part in np.array_split(np.arange(length), num_parts)]
 
@@ -40,8 +40,9 @@ def test_drop_leaves_out_the_remainder(length: int, num_parts: int, epoch: int, 
     split = all_parts(length, num_parts, epoch, seed=seed, shuffle=shuffle, last="drop")
     assert {len(part) for part in split} == {length // num_parts}
     together = list(chain(*split))
-    assert len(set(together)) == len(together)
-    assert set(together) <= set(range(length))
+    sampler = SplitSampler(length, num_parts, num_parts - 1, seed=seed, shuffle=shuffle, last="drop")
+    sampler.set_epoch(epoch)
+    assert sorted([*together, *sampler.left.tolist()]) == list(range(length))
 
 
 @given(lengths, parts, st.integers(0, 1000), seeds, st.booleans())
@@ -54,12 +55,14 @@ def test_wrap_repeats_only_what_is_needed(length: int, num_parts: int, epoch: in
         assert counts.max() - counts.min() <= 1
 
 
-@given(lengths, parts, st.integers(1, 16), seeds)
-def test_a_step_of_all_parts_is_a_step_of_one_process(length: int, num_parts: int, batch: int, seed: int) -> None:
+@given(lengths, parts, st.integers(1, 16), seeds, st.sampled_from(["uneven", "drop"]))
+def test_a_step_of_all_parts_is_a_step_of_one_process(
+    length: int, num_parts: int, batch: int, seed: int, last: str
+) -> None:
     (alone,) = all_parts(length, 1, 3, seed=seed)
-    split = all_parts(length, num_parts, 3, seed=seed)
+    split = all_parts(length, num_parts, 3, seed=seed, last=last)
     large = batch * num_parts
-    for step in range(-(-length // large)):
+    for step in range(-(-length // large) if last == "uneven" else length // large):
         together = list(chain(*(part[step * batch : (step + 1) * batch] for part in split)))
         assert sorted(together) == sorted(alone[step * large : (step + 1) * large])
 

@@ -82,6 +82,27 @@ def test_bad_arguments(arguments: tuple[Any, ...], error: type[Exception], words
         SplitSampler(*arguments)
 
 
+def test_equal_steps_where_it_shuffles_and_everything_where_it_does_not() -> None:
+    training = [SplitSampler(8, 3, part, seed=1) for part in range(3)]
+    had, left = [], []
+    for epoch in range(4):
+        for part in training:
+            part.set_epoch(epoch)
+        assert [len(part) for part in training] == [2, 2, 2]
+        assert all(part.left.tolist() == training[0].left.tolist() for part in training)
+        had.append({index for part in training for index in part})
+        left.append(frozenset(training[0].left.tolist()))
+        assert had[-1] | left[-1] == set(range(8))
+        assert len(left[-1]) == 2
+    assert len(set(left)) > 1  # not always the same
+    assert set.union(*had) == set(range(8))
+    evaluation = [SplitSampler(8, 3, part, shuffle=False) for part in range(3)]
+    assert [len(part) for part in evaluation] == [3, 3, 2]
+    assert evaluation[0].left.size == 0
+    training[0].set_epoch(0, start=1)
+    assert training[0].left.tolist() == SplitSampler(8, seed=1).indices()[7:].tolist()
+
+
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="last must be one of 'uneven', 'drop', 'wrap'; got 'keep'"):
         SplitSampler(5, last="keep")  # type: ignore[arg-type]

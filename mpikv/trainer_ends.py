@@ -1,0 +1,24 @@
+"""What a Trainer says of a worker that does not come to a step: in steps, which the program's loop counts.
+
+The store counts the rounds of a key. Whoever has trained for an epoch in which workers had different numbers of batches
+has not heard of them.
+"""
+
+from __future__ import annotations
+
+from mpikv.errors import PeerError, StallError
+
+
+def in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError:
+    """The error of a wait in step number `step`, with what it means for the program in front. Itself, where unknown."""
+    if error.behind is None:
+        return error
+    who, rounds = error.behind
+    ended = "has left" if isinstance(error, PeerError) else "has not come to the next one"
+    told = type(error)(
+        f"this worker is in step {step} of its Trainer, and {who} {ended} after step {max(0, step - rounds)}: did "
+        "their epochs have different numbers of batches? SplitSampler gives all workers as many examples where it "
+        f"shuffles, or with last='drop'; in `with trainer.join():` some may have more. In detail: {error}"
+    )
+    told.behind = error.behind
+    return told

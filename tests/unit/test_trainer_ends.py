@@ -1,0 +1,75 @@
+"""Workers that make different numbers of steps are told so in steps."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+
+import numpy as np
+import pytest
+from store_modes import Mode, mode_id
+
+from mpikv import Parameter, PeerError, SplitSampler, StallError, Trainer
+from mpikv.trainer_ends import in_steps
+
+MODES = [Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, servers=1)]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["wait", "no wait"])
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_a_worker_with_fewer_batches_is_named_with_its_steps(mode: Mode, wait: bool) -> None:
+    def body(store) -> str | None:
+        parameters = [Parameter(np.zeros(3, np.float32), name) for name in "ab"]
+        trainer = Trainer(parameters, "sgd", kvstore=store)
+        for _ in range(4):
+            trainer.step(1, wait=wait)
+        if store.rank == 1:
+            return None  # closes
+        if not wait:
+            trainer.step(1, wait=False)  # the next one finds out
+        with pytest.raises(PeerError) as caught:
+            trainer.step(1, wait=wait)
+        with contextlib.suppress(PeerError):
+            store.close()
+        return str(caught.value)
+
+    texts = mode.run(body)
+    assert texts[1] is None
+    assert "this worker is in step 5 of its Trainer, and worker 1 on " in texts[0]
+    assert " has left after step 4: " in texts[0]
+    assert "trainer.join()" in texts[0]
+    assert "closed its store after 4 pushes" in texts[0]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_uneven_epochs_are_told_where_they_end(mode: Mode, capfd: pytest.CaptureFixture[str]) -> None:
+    """Worker 1 begins its third epoch a batch earlier than the others: one line."""
+
+    def body(store) -> None:
+        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
+        copied = pickle.loads(pickle.dumps(SplitSampler.for_store(10, store)))
+        copied.set_epoch(5)  # says nothing
+        sampler = SplitSampler.for_store(10, store)
+        early = store.rank == 1
+        begins = {0: 0, 3: 1, (6 if early else 7): 2, (9 if early else 10): 3}
+        for step in range(12):
+            if step in begins:
+                sampler.set_epoch(begins[step])
+            trainer.step(1)
+
+    mode.run(body)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("mpikv: warning: ")]
+    assert len(told) == 1
+    assert "before epoch 2 began, workers had different numbers of batches: " in told[0]
+    assert re.search(r"worker 1 on \S+: 3", told[0])
+
+
+def test_what_is_known_decides() -> None:
+    error = StallError("worker 0 waited.")
+    assert in_steps(error, 5) is error
+    error.behind = ("worker 1 on h", 2)
+    told = in_steps(error, 5)
+    assert type(told) is StallError
+    assert "in step 5 of its Trainer, and worker 1 on h has not come to the next one after step 3: " in str(told)
+    assert str(told).endswith("In detail: worker 0 waited.")
