@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md"}  # in the repository, and on the site
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
-LANGUAGES = {".py": "python", ".toml": "toml", ".svg": "xml"}
 
 
 def page_of(path: Path) -> str:
@@ -50,7 +49,9 @@ def shown(path: Path) -> str:
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.is_file())
         return title + "".join(f"- [{one.name}]({path.name}/{one.name}.md)\n" for one in files)
-    return f"{title}````{LANGUAGES.get(path.suffix, 'sh')}\n{path.read_text()}````\n"
+    text = path.read_text()
+    language = "python" if path.suffix == ".py" else "sh" if text.startswith("#!") else "text"
+    return f"{title}````{language}\n{text}````\n"
 
 
 def on_files(files: Files, config: Any) -> Files:

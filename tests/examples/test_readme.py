@@ -3,7 +3,7 @@
 The blocks of one document run from top to bottom, as a reader would: in one directory (a copy of the checkout), with
 what earlier blocks exported. A line of HTML comment directly above a block says how:
 
-- `<!-- file: NAME -->` above Python: save it under this name for later blocks, which run it;
+- `<!-- file: NAME -->` above Python: save it under this name for later blocks, and run it;
 - `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
 - `<!-- mpi: mpich -->` above shell: run it where that wheel's mpirun comes first;
 - `<!-- needs: MODULE, ... -->` above either: the document is not executed where one of these is not installed;
@@ -75,7 +75,7 @@ class Block:
 
     @property
     def prints(self) -> bool:
-        return self.kind in ("shell", "python") and not set(self.says) & {"only checked", "same as", "file"}
+        return self.kind in ("shell", "python") and not set(self.says) & {"only checked", "same as"}
 
 
 def blocks(document: str, text: str) -> list[Block]:
@@ -152,8 +152,6 @@ class Reader:
         if block.kind == "python":
             name = block.says.get("file", f"block_{self._count}.py")
             (self.directory / name).write_text(block.text)
-            if "file" in block.says:
-                return
             ranks = block.says.get("ranks")
             script = f"{MPIRUN} -n {int(ranks)} python {name}" if ranks else f"python {name}"
         job = self._shell(script, block.says.get("mpi", "openmpi"))
