@@ -459,7 +459,7 @@ class Control:
             if waiting.round is None:
                 return
             if asked and any(cross_waits.for_ever(waiting, self._pushes(), one) for one in self._answers.values()):
-                raise self.report(waiting, now_s - begun_s)
+                raise self.report(waiting, round(now_s - begun_s, 1))
             if now_s - asked_s >= cross_waits.ASK_AFTER_S:
                 asked_s, asked = now_s, True
                 self._ask_where(waiting)
