@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv import wire
+from mpikv.control import cross_waits
 from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
 from mpikv.control.contests import Brought, Dispute, Judge, Labels, Series
 from mpikv.control.contests import Verdict as Units
@@ -139,6 +140,7 @@ class Control:
         self._departures = None if agreement is None else Departures(workers.size)
         self._epochs = None if agreement is None else Epochs(self.labels)
         self._answers: dict[int, dict[str, Any]] = {}
+        self._waits: Waiting | None = None  # what this worker waits for now
         self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
         self._question = 0
         self._sending: list[Request] = []
@@ -418,6 +420,7 @@ class Control:
             here = {"kind": "here", "worker": self._workers.rank, "question": message["question"]}
             pushes = self._pushes().get(message["key_id"], 0)
             here |= {"process": self._process, "waits_for": sorted(self.activity.held_by())}
+            here["needs"] = cross_waits.need(self._waits)
             self._send(source, {**here, "pushes": pushes, "doing": self.activity.text()})
         elif kind == "here":
             if message["question"] == self._question:
@@ -456,8 +459,27 @@ class Control:
         (default: the store's).
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        with self.activity.during(str(waiting)):
-            self.engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), lambda: self.check(waiting))
+        begun_s = asked_s = time.monotonic()
+        asked = False
+
+        def look() -> None:
+            nonlocal asked_s, asked
+            self.check(waiting)
+            now_s = time.monotonic()
+            if waiting.round is None:
+                return
+            if asked and any(cross_waits.for_ever(waiting, self._pushes(), one) for one in self._answers.values()):
+                raise self.report(waiting, round(now_s - begun_s, 1))
+            if now_s - asked_s >= cross_waits.ASK_AFTER_S:
+                asked_s, asked = now_s, True
+                self._ask_where(waiting)
+
+        self._waits = waiting
+        try:
+            with self.activity.during(str(waiting)):
+                self.engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
+        finally:
+            self._waits = None
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""
@@ -477,8 +499,8 @@ class Control:
             error.behind = self.labels[fewest.worker], waiting.round - fewest.pushes
             raise error
 
-    def report(self, waiting: Waiting, waited_s: float) -> StallError:
-        """Ask every other worker where it is, and say it."""
+    def _ask_where(self, waiting: Waiting) -> list[int]:
+        """Ask every other worker where it is. These workers; their answers come to `_answers`."""
         others = [worker for worker in range(self._workers.size) if worker != self._workers.rank]
         with self.engine.lock:
             self._question += 1
@@ -486,6 +508,11 @@ class Control:
             for worker in others:
                 key_id = -1 if waiting.key_id is None else waiting.key_id
                 self._send(self._workers.ranks[worker], {"kind": "where", "question": self._question, "key_id": key_id})
+        return others
+
+    def report(self, waiting: Waiting, waited_s: float) -> StallError:
+        """Ask every other worker where it is, and say it."""
+        others = self._ask_where(waiting)
         deadline = time.monotonic() + ANSWER_S
         while len(self._answers) < len(others) and time.monotonic() < deadline:
             if not self.engine.step():

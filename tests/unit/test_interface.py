@@ -201,6 +201,6 @@ def test_a_program_that_has_initialised_mpi_is_warned_once() -> None:
 @needs_mpi
 def test_a_store_on_a_host_without_it() -> None:
     done = python(CREATE, MPIKV_INTERFACE="eth99")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"InterfaceError: MPIKV_INTERFACE=eth99: {socket.gethostname()} has no such interface " in done.stderr
     assert "127.0.0.1/8" in done.stderr
