@@ -56,7 +56,8 @@ NEW_S = 1.0  # a process that has made a segment may get no core before it maps 
 SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
 
 SHM = Path("/dev/shm")
-SEGMENTS = re.compile(r"sm_segment\..*|mpich_shm_.*|ucx_shm_posix_.*")  # Open MPI's, MPICH's and, below it, UCX's names
+BACKING = "OMPI_MCA_btl_sm_backing_directory"  # where Open MPI puts its segments
+SEGMENTS = re.compile(r"mpich_shm_.*|ucx_shm_posix_.*")  # MPICH's names and, below it, UCX's
 
 Programs = Sequence[tuple[int, Sequence[str]]]
 
@@ -113,12 +114,19 @@ class Running:
         self._folder = folder
         self._echo = echo
         self._segments = segments()
+        self._backing = Path(tempfile.mkdtemp(prefix="segments-", dir=SHM if SHM.is_dir() else None))
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._text = {"stdout": "", "stderr": ""}
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
-            command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1, start_new_session=True
+            command,
+            env={BACKING: str(self._backing), **env},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=-1,
+            stderr=-1,
+            start_new_session=True,
         )
         streams = (("stdout", self._process.stdout), ("stderr", self._process.stderr))
         self._readers = [threading.Thread(target=self._read, args=one, daemon=True) for one in streams]
@@ -205,7 +213,8 @@ class Running:
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in (self._folder, self._backing):
+            shutil.rmtree(folder, ignore_errors=True)
         for segment in orphans(segments() - self._segments):
             segment.unlink(missing_ok=True)
         with self._changed:
@@ -235,7 +244,7 @@ def have_ended(pids: Sequence[int], timeout_s: float = KILL_S) -> bool:
 
 
 def segments() -> set[Path]:
-    """This user's shared memory segments of MPI libraries."""
+    """This user's shared memory segments of MPICH."""
     found = set()
     for path in SHM.iterdir() if SHM.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):

@@ -41,7 +41,6 @@ from mpikv.config import KNOWN, VARIABLES
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))))
 BLOCK_TIMEOUT_S = 180  # of one block, on a busy machine with two cores
-BACKING = "OMPI_MCA_btl_sm_backing_directory"  # a process without mpirun leaves 16 MiB of Open MPI's there for ever
 # The documents must say what root needs, so they do not get it from the test's environment.
 ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 MPIRUN = f"{' '.join(f'{name}=1' for name in ROOT_VARIABLES)} mpirun --oversubscribe --bind-to none"
@@ -176,10 +175,10 @@ class Reader:
         lines += ["set -e", script]
         if kind == "openmpi":  # a terminal with another MPI in it is used once
             # What belongs to this one job is not carried over to the next.
-            lines += [f"unset TMPDIR {BACKING} {jobs.MARK}", f"export -p > {shlex.quote(str(exports))}"]
+            lines += [f"unset TMPDIR {jobs.BACKING} {jobs.MARK}", f"export -p > {shlex.quote(str(exports))}"]
         lines.append(f"pwd > {shlex.quote(str(place))}")
         folder = Path(tempfile.mkdtemp(prefix="mpikv-document-"))
-        env = jobs.environment(mpi, {BACKING: str(folder)}, folder)
+        env = jobs.environment(mpi, {}, folder)
         env = {name: value for name, value in env.items() if name not in ROOT_VARIABLES}
         job = jobs.Running(["bash", "-c", "\n".join(lines)], env, folder, BLOCK_TIMEOUT_S).finish()
         if job.status == 0:

@@ -76,11 +76,15 @@ def test_segments_of_a_killed_job_are_removed() -> None:
         running.wait_for("rank 0 is")
         running.kill(int(running.wait_for(r"rank 1 is (\d+)")[1]))
         ours = segments() - before
+        lies_in = running._backing
+        if find_mpi().kind == "openmpi":
+            assert [path.name.partition(".")[0] for path in lies_in.iterdir()] == ["sm_segment"] * 2
+    assert not lies_in.exists()
     assert not any(path.exists() for path in orphans(ours))
 
 
 def test_a_segment_in_use_is_no_orphan(tmp_path: Path) -> None:
-    path = tmp_path / "sm_segment.x"
+    path = tmp_path / "mpich_shm_x"
     path.write_bytes(b"x" * 4096)
     assert orphans({path}) == {path}
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
