@@ -275,7 +275,10 @@ class AllreduceStrategy(DistributedStrategy):
         lane = self._lanes[info.id]
         delivery = Delivery(lane, info, sink)
         with self._workers.engine.lock:
-            if lane.reached(delivery.round):
+            if lane.refused is not None:
+                # Raised by the wait: the other keys of this call may not be pushed yet, and other workers push them.
+                lane.refuse_pull(delivery)
+            elif lane.reached(delivery.round):
                 delivery.take(lane.value())
             else:
                 lane.deliveries.append(delivery)

@@ -79,6 +79,7 @@ class Lane:
         self.sharing: Group  # for its allgathers
         self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
+        self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
 
     def share(self, shared: HostKey | None) -> None:
@@ -186,10 +187,15 @@ class Lane:
 
     def refuse(self, error: ConfigError) -> None:
         """Nothing was updated in this round, and no other follows: all pulls get the value as it is, and the error."""
+        self.refused = error
         for delivery in self.deliveries:
-            delivery.take(self.value())
-            delivery.error = error
+            self.refuse_pull(delivery)
         self.deliveries = []
+
+    def refuse_pull(self, delivery: Delivery) -> None:
+        """The same for a pull that comes after it."""
+        delivery.take(self.value())
+        delivery.error = self.refused
 
 
 class Bucket(Lane):

@@ -44,7 +44,7 @@ def dtypes_modes_bounds():
             yield dtype, mode, bound
 
 
-@pytest.mark.parametrize(("dtype", "mode", "bound"), dtypes_modes_bounds())
+@pytest.mark.parametrize(("dtype", "mode", "bound"), list(dtypes_modes_bounds()))
 def test_every_size(dtype, mode, bound):
     """`push`, `pull`, `pushpull` in place and into another array, alone and as lists; exact sums of small integers."""
     W = mode.workers

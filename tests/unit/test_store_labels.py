@@ -6,6 +6,8 @@ In every way that a round can go, against plain arithmetic in float64 on numbers
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -15,6 +17,7 @@ from store_modes import long_messages
 
 from mpikv import ConfigError, optimizers
 from mpikv.config import Config
+from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.testing.reference import ReferenceStore
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
@@ -310,6 +313,29 @@ def test_another_rate_is_an_error_on_all(way: Way) -> None:
         optimizer.learning_rate = 0.2 if rank == 1 else 0.1
         optimizer.rescale_grad = 0.5
 
+    refused_step(way, odd)
+
+
+@SOME_WAYS
+def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: Way, monkeypatch) -> None:
+    """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
+    deliver, armed = AllreduceStrategy._deliver, threading.Event()
+
+    def late(strategy, info, sink, waiting):
+        lane = strategy._lanes[info.id]
+        if armed.is_set() and strategy.rank == 0 and info.key == "w":
+            deadline = time.monotonic() + TEST_TIMEOUT_S
+            while not lane.running.done:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        return deliver(strategy, info, sink, waiting)
+
+    def odd(optimizer, rank):
+        optimizer.learning_rate = 0.2 if rank == 1 else 0.1
+        if rank == 0:
+            armed.set()
+
+    monkeypatch.setattr(AllreduceStrategy, "_deliver", late)
     refused_step(way, odd)
 
 
