@@ -21,6 +21,7 @@ class Activity:
     def __init__(self) -> None:
         self._call: str | None = None
         self._last = "kv.create"
+        self._failed = False  # the last call; the process is about to end then, and others still ask
         self._since_s = time.monotonic()
         self.others: Callable[[], Iterable[Activity]] = tuple
         self.waits_for: frozenset[str] = frozenset()
@@ -28,15 +29,18 @@ class Activity:
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
         """Note a call for as long as it lasts."""
-        self._call, self._since_s = call, time.monotonic()
+        self._call, self._since_s, self._failed = call, time.monotonic(), False
         try:
             yield
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             self._last, self._call, self._since_s = call, None, time.monotonic()
 
     def note(self, call: str) -> None:
         """Note a call that does not wait."""
-        self._last, self._since_s = call, time.monotonic()
+        self._last, self._since_s, self._failed = call, time.monotonic(), False
 
     def waiting(self) -> str | None:
         """'in pull of key 'w' for 2.1 s' during a call, else None."""
@@ -45,7 +49,8 @@ class Activity:
     def text(self) -> str:
         """'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'.
 
-        Where the rank waits in another store: 'in close of another store for 2.1 s'.
+        Where the rank waits in another store: 'in close of another store for 2.1 s'; where it has waited there in vain:
+        'its close of another store failed 0.3 s ago'.
         """
         elapsed_s = time.monotonic() - self._since_s
         if self._call is not None:
@@ -53,6 +58,8 @@ class Activity:
         for other in self.others():
             if (call := other._call) is not None:
                 return f"in {call} of another store for {time.monotonic() - other._since_s:.1f} s"
+            if other._failed:
+                return f"its {other._last} of another store failed {time.monotonic() - other._since_s:.1f} s ago"
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
     def held_by(self) -> frozenset[str]:
