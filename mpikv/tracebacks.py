@@ -74,7 +74,7 @@ def mistake(error: BaseException) -> Mistake | None:
     if isinstance(error, MISTAKES):
         found = True
     elif isinstance(error, OF_PATHS):
-        found = is_ours(_file(last)) and error.filename is not None
+        found = is_ours(_file(last)) and (error.filename is not None or _is_raise(last))
     else:  # an error of the base class that has a cause tells of what the user's own code did
         of_cause = isinstance(error, MpikvError) and error.__cause__ is not None
         found = is_ours(_file(last)) and not of_cause and (misfit or _is_raise(last))

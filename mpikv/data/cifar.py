@@ -24,6 +24,7 @@ from mpikv.data.plain_pickle import PickledArray, Span, read_plain_pickle
 from mpikv.data.recordio import FileBytes
 from mpikv.data.rows import Rows
 from mpikv.files import check_regular
+from mpikv.transports.abort import tells
 
 _IMAGE = (3, 32, 32)
 _IMAGE_BYTES = math.prod(_IMAGE)
@@ -72,6 +73,7 @@ class Cifar10(_Cifar):
     is missing, ValueError for a file that is no whole number of images or holds something else.
     """
 
+    @tells
     def __init__(self, directory: Any, train: bool = True, *, num_parts: int = 1, part_index: int = 0) -> None:
         names = [f"data_batch_{i}" for i in range(1, 6)] if checks.flag("train", train) else ["test_batch"]
         super().__init__(_files(directory, "cifar-10-batches", names), _TEN, num_parts, part_index)
@@ -83,6 +85,7 @@ class Cifar100(_Cifar):
     coarse: the 20 superclasses as labels, instead of the 100 classes.
     """
 
+    @tells
     def __init__(
         self, directory: Any, train: bool = True, *, coarse: bool = False, num_parts: int = 1, part_index: int = 0
     ) -> None:

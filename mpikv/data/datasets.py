@@ -17,6 +17,7 @@ from mpikv import checks
 from mpikv.data.idx import open_idx
 from mpikv.data.parts import bounds, check_part
 from mpikv.data.rows import Rows
+from mpikv.transports.abort import tells
 
 
 class ArrayDataset:
@@ -27,6 +28,7 @@ class ArrayDataset:
     one more. Local. Raises ValueError where the lengths differ.
     """
 
+    @tells
     def __init__(self, *arrays: Any, num_parts: int = 1, part_index: int = 0) -> None:
         if not arrays:
             raise ValueError("a data set is made of one array or more; none was given")
@@ -70,6 +72,7 @@ class Mnist(ArrayDataset):
     names what is missing, ValueError for a damaged file or where images and labels differ in number.
     """
 
+    @tells
     def __init__(self, directory: Any, train: bool = True, *, num_parts: int = 1, part_index: int = 0) -> None:
         folder = Path(checks.path("directory", directory))
         start = "train" if checks.flag("train", train) else "t10k"

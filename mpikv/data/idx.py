@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 from mpikv import checks
 from mpikv.data.parts import bounds, check_part
 from mpikv.files import open_regular
+from mpikv.transports.abort import tells
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _LONGEST_HEADER = 4 + 4 * 255
 
 
+@tells
 def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArray[Any]:
     """The array in the file, in the machine's byte order, writable.
 
@@ -46,6 +48,7 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
     return np.frombuffer(raw, dtype=dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
 
+@tells
 def open_idx(
     path: str | os.PathLike[str], *, ndim: int | None = None, num_parts: int = 1, part_index: int = 0
 ) -> NDArray[Any]:

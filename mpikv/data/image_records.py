@@ -20,6 +20,7 @@ from mpikv import checks
 from mpikv.data.record_file import RecordFile
 from mpikv.data.recordio import DamagedRecord
 from mpikv.errors import UnsupportedError
+from mpikv.transports.abort import tells
 
 _HEADER = struct.Struct("<IfQQ")
 _LARGEST_ID = 2**64 - 1
@@ -111,6 +112,7 @@ class ImageRecords:
     image record.
     """
 
+    @tells
     def __init__(
         self, records: RecordFile, transform: Callable[[NDArray[np.uint8]], Any] | None = None, *, color: bool = True
     ) -> None:

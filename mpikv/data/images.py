@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from mpikv.data.idx import read_idx
 from mpikv.errors import UnsupportedError
+from mpikv.transports.abort import tells
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -54,6 +55,7 @@ class Images:
         return replace(self, train_x=self.train_x[:n], train_y=self.train_y[:n], source=f"{self.source}; the first {n}")
 
 
+@tells
 def load_images(data_dir: str | os.PathLike[str] | None = None) -> Images:
     """The images in `data_dir`, else the best that this machine has (see the top of the file).
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from mpikv import checks
 from mpikv.data.prefetch import Prefetch
 from mpikv.data.split import SplitSampler
+from mpikv.transports.abort import tells
 
 LastBatch = Literal["keep", "discard", "rollover"]
 _LAST: tuple[LastBatch, ...] = ("keep", "discard", "rollover")
@@ -48,6 +49,7 @@ class DataLoader:
     raises while a batch is loaded is raised to whoever asks for that batch.
     """
 
+    @tells
     def __init__(
         self,
         dataset: Dataset,

@@ -20,6 +20,7 @@ from mpikv import checks
 from mpikv.data.record_index import index_path, write_index
 from mpikv.data.recordio import encoded
 from mpikv.files import replacing
+from mpikv.transports.abort import tells
 
 
 class RecordWriter:
@@ -29,6 +30,7 @@ class RecordWriter:
     Local, one thread. Raises OSError where a file cannot be written.
     """
 
+    @tells
     def __init__(self, path: Any, *, index: Any = True) -> None:
         self.path = checks.path("path", path)
         if index is True:

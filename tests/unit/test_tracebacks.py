@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import Parameter, SplitSampler, Trainer, UnsupportedError, kv, notices, optimizers, tracebacks
+from mpikv import Parameter, SplitSampler, Trainer, UnsupportedError, data, kv, notices, optimizers, tracebacks
 from mpikv.config import wants_full_tracebacks
 from mpikv.transports import launcher
 from mpikv.transports.abort import Guard
@@ -40,6 +40,8 @@ MISTAKES = {
     "wrong shape": (lambda: store_with_key().push("w", np.zeros(4)), "ShapeMismatch: push: key 'w' is"),
     "unknown key": (lambda: store_with_key().pull("v"), "KeyNotInitialized: "),
     "no file": (lambda: Trainer([Parameter(np.zeros(2))], "sgd").load_states("/no/such"), "FileNotFoundError: "),
+    "no images": (lambda: data.Cifar10("/no/such"), "FileNotFoundError: /no/such: there is no such directory"),
+    "no records": (lambda: data.RecordFile("/no/such"), "FileNotFoundError: "),
     "closed": (lambda: closed().push("w", np.zeros(3)), "MpikvError: push on a closed store"),
     "unsupported": (lambda: raising(UnsupportedError("not here")), None),
 }
@@ -75,7 +77,7 @@ def test_mistakes_are_one_line_with_the_users_place(case: str) -> None:
     name, _, line = found.place.rpartition(":")
     assert name.endswith("test_tracebacks.py")
     text = Path(__file__).read_text().splitlines()[int(line) - 1]
-    assert any(word in text for word in ("create(", "Trainer(", "SplitSampler(", "push(", "pull("))
+    assert any(word in text for word in ("create(", "Trainer(", "SplitSampler(", "push(", "pull(", "data."))
 
 
 @pytest.mark.parametrize("error", [ValueError("own"), KeyError("own"), FileNotFoundError(2, "own", "file")])
