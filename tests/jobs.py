@@ -121,7 +121,7 @@ class Running:
         self._changed = threading.Condition()
         self._process = subprocess.Popen(
             command,
-            env={BACKING: str(self._backing), **env},
+            env={**env, BACKING: str(self._backing)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=-1,
@@ -295,6 +295,7 @@ def command(mpi: Mpi, programs: Programs, options: Sequence[str] = (), program: 
 def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str]:
     """What the job sees: our environment without foreign settings, and what a test run on few cores needs."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in VERBOSE}
+    kept |= {name: os.environ[name] for name in (BACKING,) if name in os.environ}  # for processes that are no job
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     return {
         **kept,
