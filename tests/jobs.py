@@ -294,8 +294,9 @@ def command(mpi: Mpi, programs: Programs, options: Sequence[str] = (), program: 
 
 def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str]:
     """What the job sees: our environment without foreign settings, and what a test run on few cores needs."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN) and name not in VERBOSE}
-    kept |= {name: os.environ[name] for name in (BACKING,) if name in os.environ}  # for processes that are no job
+    foreign = {name for name in os.environ if name.startswith(FOREIGN) or name in VERBOSE}
+    foreign.discard(BACKING)  # the stage's, for a program that is started without mpirun; a job has its own
+    kept = {name: value for name, value in os.environ.items() if name not in foreign}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     return {
         **kept,
