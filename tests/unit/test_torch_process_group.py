@@ -240,6 +240,7 @@ def test_pytorchs_store() -> None:
         store.add("number", 2)
         group.barrier().wait()
         assert store.add("number", 0) == 4
+        group.barrier().wait()  # both have read it before it changes
         assert store.compare_set("number", "4", "9") in (b"9", b"4")
         assert store.num_keys() == 3
         group.barrier().wait()
