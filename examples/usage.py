@@ -9,7 +9,7 @@ import argparse
 import os
 from typing import IO, Any, NoReturn
 
-from mpikv.transports.launcher import let_rank_0_speak, said_rank
+from mpikv.runtime.launcher import let_rank_0_speak, said_rank
 
 
 class Parser(argparse.ArgumentParser):

@@ -19,9 +19,10 @@ from mpikv import placement_map
 from mpikv._version import __version__
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
+from mpikv.hostmemory import segment
 from mpikv.placement_map import ranges
+from mpikv.runtime import interface, launcher, library
 from mpikv.server.roles import assign
-from mpikv.transports import interface, launcher, library, shm
 from mpikv.transports.topology import pretended
 
 # What each array library's packages are called: CuPy's name says which CUDA it was built for.
@@ -151,7 +152,7 @@ def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
     if len(set(places)) == len(places):
         return Row("shared memory", "one rank on each host: nobody to share with")
     here = [rank for rank, place in enumerate(places) if place == places[comm.Get_rank()]]
-    _, problem = shm.open_host_memory(
+    _, problem = segment.open_host_memory(
         here.index(comm.Get_rank()),
         len(here),
         lambda data: [told[rank] for told in [comm.allgather(data)] for rank in here],

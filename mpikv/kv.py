@@ -20,7 +20,10 @@ from mpikv.checks import wrong
 from mpikv.config import Config
 from mpikv.control.agreement import grouped
 from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.hostmemory import segment, waker
+from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
+from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
@@ -30,9 +33,8 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.transports import abort, bell, launcher, library, shm, signals
 from mpikv.transports.base import Transport
-from mpikv.transports.local import LocalTransport, local_transport, ranks_here
+from mpikv.transports.memory import LocalTransport, local_transport, ranks_here
 from mpikv.transports.topology import pretended
 
 if TYPE_CHECKING:
@@ -172,12 +174,12 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     for_servers = wants_links(roles, spec, config, transport.hosts)
     if for_workers or for_servers:
         here = ranks_here(transport)
-        memory, _ = shm.open_host_memory(here.index(transport.rank), len(here), gather)
+        memory, _ = segment.open_host_memory(here.index(transport.rank), len(here), gather)
     if for_workers:
-        memory = shm.on_all_hosts(memory, gather_all)
+        memory = segment.on_all_hosts(memory, gather_all)
     if for_servers:
         links = None if memory is None else server_links(transport, memory, roles, config)
-        (bell.stand_by if links is None else links.bell.connect)(gather)
+        (waker.stand_by if links is None else links.bell.connect)(gather)
     if transport.rank in roles.servers:
         _be_server(transport, roles, spec, config, links)
     threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -288,7 +290,7 @@ def wants_links(roles: Roles, spec: StoreSpec, config: Config, hosts: Sequence[s
     return config.shared_memory == "auto" and owned_by_servers and len(set(hosts)) < len(hosts)
 
 
-def server_links(transport: Transport, memory: shm.HostMemory, roles: Roles, config: Config) -> LocalTransport | None:
+def server_links(transport: Transport, memory: HostMemory, roles: Roles, config: Config) -> LocalTransport | None:
     """The transport between workers and servers of this rank's host; None where it is not one or the other's."""
     servers = roles.servers or roles.workers
     return local_transport(transport, memory, roles.workers, servers, config.partition_bytes)
@@ -302,7 +304,7 @@ def worker_strategy(
     *,
     threaded: bool,
     on_fatal: Callable[[BaseException], None],
-    memory: shm.HostMemory | None = None,
+    memory: HostMemory | None = None,
     links: LocalTransport | None = None,
 ) -> Strategy:
     """The strategy of a worker: who owns the keys follows from the type and the number of servers."""

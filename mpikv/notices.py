@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from mpikv import tracebacks
 from mpikv.config import unknown_variables
-from mpikv.transports import abort, launcher
+from mpikv.runtime import abort, launcher
 
 DMLC = "DMLC_"
 # What MXNet's users find here instead. docs/mxnet.md has the whole table.

@@ -27,6 +27,7 @@ from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import list_data, list_grad, named
+from mpikv.runtime.abort import tells
 from mpikv.strategies.base import OwnUpdates
 from mpikv.torch_parameter import TorchBuffer, TorchParameter
 from mpikv.trainer_clip import factor_for, norm_of
@@ -35,7 +36,6 @@ from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_shares import Share, Shares, positive
 from mpikv.trainer_store import place_gradients, store_of, updates_on_store
-from mpikv.transports.abort import tells
 
 
 class Handed(NamedTuple):

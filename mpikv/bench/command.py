@@ -22,7 +22,7 @@ from mpikv.bench.start import BAD_INPUT, LINES, check_ranks, environment_rank, r
 from mpikv.bench.tcp import between_hosts
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.transports import launcher
+from mpikv.runtime import launcher
 
 
 def train(session: Session) -> None:

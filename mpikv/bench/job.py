@@ -17,7 +17,7 @@ import numpy as np
 
 from mpikv._version import __version__
 from mpikv.config import Config, variables_in_force
-from mpikv.transports import abort, library
+from mpikv.runtime import abort, library
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,7 +17,7 @@ from typing import NoReturn
 from mpikv.bench.progress import follow
 from mpikv.errors import ConfigError
 from mpikv.mpirun import find_mpirun, identify
-from mpikv.transports import launcher
+from mpikv.runtime import launcher
 
 BAD_INPUT = 2
 # NumPy would start a thread per core in every rank.

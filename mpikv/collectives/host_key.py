@@ -1,7 +1,7 @@
 """What the ranks of one host share of one key: what each has to add, the result, and how far each has come.
 
-A place in the memory of the host (transports/shm): some counters for each rank, room for the values of each, and the
-result once for all. A rank writes its own counters and values, and of the result what it owns or receives. Counters
+A place in the memory of the host (hostmemory/segment): some counters for each rank, room for the values of each, and
+the result once for all. A rank writes its own counters and values, and of the result what it owns or receives. Counters
 hold the number of the round and how much of it is done, so they only grow, and one that is behind or ahead is told from
 one that counts this round.
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.labelled import Comparison, Said
-from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
 # Words of each rank. Where its values are, and where it adds up; segments of the guests' chunks that are added up; that
 # a guest has updated its chunk; segments of its lane that are in the result; and from FILLED on, for each lane, those

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Request, Transport
-from mpikv.transports.meeting import digest
 
 MIXED, WRONG = 1, 2
 _NOTE = struct.Struct("<QQdQ")  # 1: there is a note; then what `Said` holds
@@ -204,7 +204,7 @@ class _Noted:
         self._note[0] = 0  # before the message can come
         self._source, self._comparison = group.ranks[source], comparison
         self._request = group.transport.irecv(buf, self._source, tag, NOTE_BYTES)
-        self.owner = getattr(self._request, "owner", None)  # who is woken when it comes (transports/progress.py)
+        self.owner = getattr(self._request, "owner", None)  # who is woken when it comes (engine/engine.py)
         self._done = False
 
     def test(self) -> bool:

@@ -1,6 +1,6 @@
 """Sums through memory that the ranks of a host share.
 
-All ranks are in the same call (see transports/meeting). A call is a *plan*: a list of chunks, each small enough for
+All ranks are in the same call (see hostmemory/counters). A call is a *plan*: a list of chunks, each small enough for
 the cache. Three things happen to a chunk, one after another, and to three chunks at a time, so that ranks seldom wait:
 
 - fill: each rank copies its values into its slot of shared memory, where the others do not see them anyway;
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.hostmemory.counters import FILLED, SUMMED, Meeting
 from mpikv.reductions import SUM, Reduction
-from mpikv.transports.meeting import FILLED, SUMMED, Meeting
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
+from mpikv.hostmemory.counters import WORDS_PER_RANK
+from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
 from mpikv.reductions import SUM, Reduction
-from mpikv.transports.meeting import WORDS_PER_RANK
-from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
 
 CHUNK_BYTES = 512 << 10  # measured: less waits too often, more leaves the cache before it is copied out
 SLOTS = 3  # a chunk is filled while the one before is added up and the one before that is copied out

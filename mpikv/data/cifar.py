@@ -24,7 +24,7 @@ from mpikv.data.plain_pickle import PickledArray, Span, read_plain_pickle
 from mpikv.data.recordio import FileBytes
 from mpikv.data.rows import Rows
 from mpikv.files import check_regular
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 _IMAGE = (3, 32, 32)
 _IMAGE_BYTES = math.prod(_IMAGE)

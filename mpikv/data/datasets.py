@@ -17,7 +17,7 @@ from mpikv import checks
 from mpikv.data.idx import open_idx
 from mpikv.data.parts import bounds, check_part
 from mpikv.data.rows import Rows
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 
 class ArrayDataset:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mpikv import checks
 from mpikv.data.parts import bounds, check_part
 from mpikv.files import open_regular
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"

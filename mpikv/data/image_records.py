@@ -20,7 +20,7 @@ from mpikv import checks
 from mpikv.data.record_file import RecordFile
 from mpikv.data.recordio import DamagedRecord
 from mpikv.errors import UnsupportedError
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 _HEADER = struct.Struct("<IfQQ")
 _LARGEST_ID = 2**64 - 1

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mpikv.data.idx import read_idx
 from mpikv.errors import UnsupportedError
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

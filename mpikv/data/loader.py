@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpikv import checks
 from mpikv.data.prefetch import Prefetch
 from mpikv.data.split import SplitSampler
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 LastBatch = Literal["keep", "discard", "rollover"]
 _LAST: tuple[LastBatch, ...] = ("keep", "discard", "rollover")

@@ -19,7 +19,7 @@ from mpikv import checks
 from mpikv.data.parts import bounds, check_part
 from mpikv.data.record_index import Index, index_path, read_index
 from mpikv.data.recordio import DamagedRecord, FileBytes, after_record, byte_range, next_head, read_record
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 Damaged = Literal["error", "skip"]
 _DAMAGED: tuple[Damaged, ...] = ("error", "skip")

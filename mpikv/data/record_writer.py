@@ -20,7 +20,7 @@ from mpikv import checks
 from mpikv.data.record_index import index_path, write_index
 from mpikv.data.recordio import encoded
 from mpikv.files import replacing
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 
 class RecordWriter:

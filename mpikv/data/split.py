@@ -28,7 +28,7 @@ from mpikv import checks
 from mpikv.arrays import as_host
 from mpikv.checks import shown
 from mpikv.devices import Device, put, several
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 Last = Literal["uneven", "drop", "wrap"]
 _LAST: tuple[Last, ...] = ("uneven", "drop", "wrap")

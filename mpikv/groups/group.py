@@ -21,14 +21,14 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.broadcast import broadcast
+from mpikv.engine.engine import Backoff, Engine, Running
 from mpikv.errors import MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.groups import messages
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import Chunk, SharedCalls
+from mpikv.hostmemory.counters import digest
 from mpikv.transports.base import Group, Predicate, Steps
-from mpikv.transports.meeting import digest
-from mpikv.transports.progress import Backoff, Engine, Running
 
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32
 LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23

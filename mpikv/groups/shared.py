@@ -29,9 +29,9 @@ from mpikv.arrays import HostArray
 from mpikv.collectives.shared_plans import part_of
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
+from mpikv.hostmemory.counters import CROWDED_POLLS, CROWDED_YIELDS, POLLS, YIELDS
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 from mpikv.transports.base import Predicate, Steps
-from mpikv.transports.meeting import CROWDED_POLLS, CROWDED_YIELDS, POLLS, YIELDS
-from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
 CHUNK_BYTES = 512 << 10  # as a store's (collectives/shared_plans.py)
 SLOTS = 4  # one is filled, one combined and one drained; the fourth lets a rank be ahead

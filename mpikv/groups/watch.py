@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from mpikv.engine.engine import Engine
 from mpikv.errors import StallError
 from mpikv.groups.group import Call, RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
 from mpikv.transports.base import Predicate, Steps
-from mpikv.transports.progress import Engine
 
 TICK_S = 0.25
 ASK_AFTER_S = 3.0  # ranks that are late by more are rare, and asking costs little

@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.config import Config
+from mpikv.engine.engine import Engine
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import HOLDER, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import Watch
-from mpikv.transports import abort, library, shm
+from mpikv.hostmemory import segment
+from mpikv.hostmemory.segment import HostMemory, aligned
+from mpikv.runtime import abort, library
 from mpikv.transports.base import Group, Predicate, Transport
-from mpikv.transports.local import ranks_here
-from mpikv.transports.progress import Engine
-from mpikv.transports.shm import HostMemory, aligned
+from mpikv.transports.memory import ranks_here
 from mpikv.transports.topology import pretended
 
 # What the ranks of one job must have alike.
@@ -181,7 +182,7 @@ def _open(config: Config) -> World:
             everybodys = gather_all(data)
             return [everybodys[rank] for rank in here]
 
-        memory, _ = shm.open_host_memory(here.index(transport.rank), len(here), gather)
+        memory, _ = segment.open_host_memory(here.index(transport.rank), len(here), gather)
     threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     world = World(transport, config, threaded=threaded, memory=memory, on_fatal=abort.fatal)
     pid = os.getpid()

@@ -28,8 +28,8 @@ from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import FAILED
 from mpikv.launch.watch import Limits, Watch
 from mpikv.mpirun import Mpirun, find_mpirun, identify
-from mpikv.transports.interface import mpirun_variables
-from mpikv.transports.launcher import OPEN_MPI
+from mpikv.runtime.interface import mpirun_variables
+from mpikv.runtime.launcher import OPEN_MPI
 
 BAD_INPUT = 2
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")

@@ -31,7 +31,7 @@ from typing import Any
 from mpikv.launch.command import FORWARDED, GRACE_S, Command
 from mpikv.launch.processes import JOB, die_with_parent
 from mpikv.launch.sink import Place, Printer, Sink
-from mpikv.transports.launcher import said_rank
+from mpikv.runtime.launcher import said_rank
 
 LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, folder, env, grace_s
 COLON = re.compile(r"\\*:")

@@ -18,8 +18,8 @@ from mpikv.launch.hosts import Host, is_here
 from mpikv.launch.line import QUICK
 from mpikv.launch.processes import end_job
 from mpikv.launch.sweep import KILL_S, TERMINATE_S
-from mpikv.transports.interface import choose, host_interfaces
-from mpikv.transports.launcher import OPEN_MPI
+from mpikv.runtime.interface import choose, host_interfaces
+from mpikv.runtime.launcher import OPEN_MPI
 
 CONNECT_S = 5
 ANSWER_S = 15.0  # after it has connected: a host under load

@@ -25,7 +25,7 @@ from mpikv.launch.output import ERR, OUT, Output
 from mpikv.launch.placement import Block
 from mpikv.launch.processes import die_with_parent, is_alive
 from mpikv.launch.ranks import FAILED, IDLE_SERVERS, Rank, Verdict, expected, first_failure, judge
-from mpikv.transports.abort import MISTAKE
+from mpikv.runtime.abort import MISTAKE
 
 LAST_WORDS_S = 1.0
 KILL_MPIRUN_S = 1.5  # from SIGKILL of the ranks to SIGTERM of mpirun, and from that to its SIGKILL
@@ -33,7 +33,7 @@ IDLE_SERVERS_S = 3.0  # servers end with the last worker's store, so within this
 LINGERING_S = 5.0  # for an mpirun whose ranks have all reported their end
 TICK_S = 0.25
 READ_BYTES = 1 << 16
-# How MPICH and Intel MPI say it in the rank's own output, and how ours does under any MPI (transports/abort.py)
+# How MPICH and Intel MPI say it in the rank's own output, and how ours does under any MPI (runtime/abort.py)
 ABORTED = re.compile(
     rb"^(?:.*application called MPI_Abort\(\w+, (-?\d+)\)|\[rank \d+ of \d+ on \S+\] ends the job with status (\d+)$"
     rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",

@@ -31,7 +31,7 @@ from mpikv.optimizers.sgd import NAG, SGD
 from mpikv.optimizers.signum import Signum
 from mpikv.optimizers.test import Test
 from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 __all__ = [
     "DCASGD",

@@ -35,7 +35,7 @@ from mpikv.optimizers.identity import identity
 from mpikv.optimizers.numeric import check_array, round_into, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule_from_config
 from mpikv.optimizers.scratch import SCRATCH
-from mpikv.transports.abort import tells
+from mpikv.runtime.abort import tells
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -20,11 +20,11 @@ import numpy as np
 
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, drive
 from mpikv.config import Config
+from mpikv.engine.engine import FIRST_NAP_S, Engine, run
 from mpikv.errors import ConfigError, StallError
 from mpikv.plan.costs import Costs
-from mpikv.transports import library
+from mpikv.runtime import library
 from mpikv.transports.base import Arrival, Group, Steps, Transport
-from mpikv.transports.progress import FIRST_NAP_S, Engine, run
 
 SHORT_BYTES = 1 << 10
 MESSAGES = 1000

@@ -1,6 +1,6 @@
 """When a waiting rank looks again: the gaps between its looks, from the constants of the real waiting.
 
-A worker polls, then yields, then naps in growing steps (`transports/progress.py`); a server yields for longer first
+A worker polls, then yields, then naps in growing steps (`engine/engine.py`); a server yields for longer first
 (`server/loop.py`); beside a program that computes the progress thread looks in a fixed rhythm. What has arrived is seen
 at the next look. Pure.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
+from mpikv.engine.engine import BUSY_NAP_S, FIRST_NAP_S, LAST_NAP_S, NAP_GROWTH, POLLS, SHORT_NAPS, YIELDS
 from mpikv.plan.costs import Costs
 from mpikv.server.loop import YIELD_S as SERVER_YIELD_S
-from mpikv.transports.progress import BUSY_NAP_S, FIRST_NAP_S, LAST_NAP_S, NAP_GROWTH, POLLS, SHORT_NAPS, YIELDS
 
 
 class Rhythm:

@@ -22,13 +22,13 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.engine.engine import Backoff, Running
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, Reply
 from mpikv.transports.base import Done, Incoming, Predicate, Request, Steps, Transport
-from mpikv.transports.local import HELD, LocalTransport
-from mpikv.transports.local_requests import Arrived, Receiving
-from mpikv.transports.progress import Backoff, Running
+from mpikv.transports.memory import HELD, LocalTransport
+from mpikv.transports.memory_requests import Arrived, Receiving
 
 YIELD_S = 1e-3  # in which others may have the core before the first nap: a worker that pushes again at once, as it does
 # with small values, must not find the server asleep

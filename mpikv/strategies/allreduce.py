@@ -26,7 +26,9 @@ from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
 from mpikv.control.contests import Labels
+from mpikv.engine.engine import Running
 from mpikv.errors import ConfigError, MpikvError, UnsupportedError
+from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.keys import Key, KeyInfo, whole_bounds
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -44,8 +46,6 @@ from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Done, Steps, Transport
-from mpikv.transports.progress import Running
-from mpikv.transports.shm import HostMemory, aligned
 
 
 class AllreduceStrategy(DistributedStrategy):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared_plans import Slots
+from mpikv.hostmemory.segment import HostMemory, Space
 from mpikv.keys import KeyInfo
-from mpikv.transports.shm import HostMemory, Space
 
 
 class Block(NamedTuple):

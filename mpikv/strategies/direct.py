@@ -1,7 +1,7 @@
 """The direct way of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
 
 Where a call can go this way it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
-The workers meet (transports/meeting): if all make the same call, they do it together, without a message; if not, the
+The workers meet (hostmemory/counters): if all make the same call, they do it together, without a message; if not, the
 call goes the ordinary way, through the keys' lanes. Both ways add in the order of the ranks, so the bits do not tell
 which one it was.
 
@@ -27,6 +27,8 @@ from mpikv.checks import shown
 from mpikv.collectives.shared import Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.errors import MpikvError
+from mpikv.hostmemory.counters import Meeting, digest, history_hash
+from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
@@ -37,8 +39,6 @@ from mpikv.strategies.base import Pending
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Predicate
-from mpikv.transports.meeting import Meeting, digest, history_hash
-from mpikv.transports.shm import HostMemory, aligned
 
 
 class Lane(Protocol):

@@ -10,10 +10,10 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared import Plan
 from mpikv.collectives.shared_plans import Piece, Region, in_place_plan
+from mpikv.hostmemory.segment import ALIGN_BYTES
 from mpikv.reductions import Reduction
 from mpikv.strategies.arena import Arena
 from mpikv.strategies.arguments import Flat
-from mpikv.transports.shm import ALIGN_BYTES
 
 
 def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:

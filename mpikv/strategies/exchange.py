@@ -5,7 +5,7 @@ of one call for one server in one message; a large one in partitions, straight f
 server fetches one after the other. Answers come in the same partitions, straight into the array that is asked for;
 those to the small keys of one message come in one message.
 
-Servers on the same host are reached through memory (transports/local.py), with the same messages.
+Servers on the same host are reached through memory (transports/memory.py), with the same messages.
 
 Cost: one copy of a small shard, none of a large one. A tag for each large shard, and for each answer, until it is done.
 """
@@ -22,14 +22,14 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.engine.engine import Running
 from mpikv.errors import StallError
 from mpikv.keys import KeyInfo, ShardPlan, partitions
 from mpikv.observe.stall import Waiting
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.transports.base import Arrival, Request, Steps, Transport
-from mpikv.transports.local import LocalTransport
-from mpikv.transports.progress import Running
+from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
 GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in the ordinary way begins with as many

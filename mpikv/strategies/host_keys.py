@@ -16,8 +16,8 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, place_bytes
+from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
 from mpikv.transports.base import Steps, Transport
-from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
 from mpikv.transports.topology import topology
 
 LINE = ALIGN_BYTES // WORD_BYTES

@@ -22,6 +22,7 @@ from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.control.contests import Labels
+from mpikv.engine.engine import Running
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
@@ -30,7 +31,6 @@ from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.strategies.direct import Direct
 from mpikv.transports.base import Group
-from mpikv.transports.progress import Running
 
 
 class Under(NamedTuple):

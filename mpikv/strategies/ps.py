@@ -35,7 +35,7 @@ from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Togethe
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Done, Predicate, Request, Steps, Transport
-from mpikv.transports.local import LocalTransport
+from mpikv.transports.memory import LocalTransport
 
 EVENLY = -1  # in place of a key's only owner: it is cut evenly over all servers
 Entry = tuple[KeyInfo, HostArray | None, Sink | None]  # a key of a call: what is pushed, where the answer goes

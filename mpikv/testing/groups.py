@@ -8,9 +8,9 @@ from typing import TypeVar
 from mpikv.config import Config
 from mpikv.groups.group import RankGroup
 from mpikv.groups.world import World
+from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.testing.ranks import spawn
 from mpikv.testing.stores import TEST_TIMEOUT_S
-from mpikv.transports.shm import HostMemory, private_memory
 from mpikv.transports.threads import ThreadTransport
 
 T = TypeVar("T")

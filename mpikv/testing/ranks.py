@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from mpikv.engine.engine import run
 from mpikv.errors import StallError
 from mpikv.transports.base import Group, Steps
-from mpikv.transports.progress import run
 from mpikv.transports.threads import Fabric, ThreadTransport
 
 T = TypeVar("T")

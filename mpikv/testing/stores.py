@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.config import Config
+from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.kv import server_core, server_links, wants_links, wants_memory, worker_strategy
 from mpikv.kvstore import KVStore
 from mpikv.server.loop import run_server
 from mpikv.server.roles import assign
 from mpikv.testing.ranks import spawn
-from mpikv.transports.shm import HostMemory, private_memory
 from mpikv.transports.threads import ThreadTransport
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mpikv.groups.world import World, opened
-from mpikv.transports import launcher
+from mpikv.runtime import launcher
 
 SCHEME = "mpikv"
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -16,7 +16,7 @@ import pytest
 from namespaces import Network, missing, network
 from needs import need
 
-from mpikv.transports.interface import Interface, mpirun_variables
+from mpikv.runtime.interface import Interface, mpirun_variables
 
 PROGRAM = str(Path(__file__).with_name("counted.py"))
 N_BYTES = 4 << 20

@@ -10,7 +10,7 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, ShapeMismatch, kv, optimizers
-from mpikv.transports.meeting import Meeting
+from mpikv.hostmemory.counters import Meeting
 
 LARGE = 150_001
 

@@ -9,7 +9,7 @@ import pytest
 from mpi_stores import on_workers
 
 from mpikv import optimizers
-from mpikv.transports import shm
+from mpikv.hostmemory import segment
 
 LARGE = 300_001
 
@@ -68,7 +68,7 @@ def test_one_host_without_shared_memory(comm, monkeypatch):
 
     if comm.Get_rank() == comm.Get_size() - 1:
         monkeypatch.setattr(os, "memfd_create", refuse)
-        monkeypatch.setattr(shm, "_open", refuse)
+        monkeypatch.setattr(segment, "_open", refuse)
     found = on_workers(comm, "dist_sync", exchange, fake_hosts=2)
     assert [shared for _, shared in found] == [False] * comm.Get_size()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpikv.engine.engine import wait_until
 from mpikv.transports import mpi
 from mpikv.transports.base import Arrival
-from mpikv.transports.progress import wait_until
 
 
 def nobody() -> BaseException:

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv import StatesFileError, kv, optimizers
-from mpikv.transports import abort
+from mpikv.runtime import abort
 
 case, kind = sys.argv[1:3]
 world = MPI.COMM_WORLD

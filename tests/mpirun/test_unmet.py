@@ -53,7 +53,7 @@ def test_never_comes(mpi) -> None:
 def test_mpi_is_as_mpi4py_would_have_left_it(mpi, errors: str, handler: str) -> None:
     """Begun through ctypes, it has mpi4py's error handlers, and is ended by mpi4py: mpirun would complain."""
     code = (
-        f"import mpi4py; mpi4py.rc.errors = {errors!r}; from mpikv.transports import library; library.prepare()\n"
+        f"import mpi4py; mpi4py.rc.errors = {errors!r}; from mpikv.runtime import library; library.prepare()\n"
         "from mpi4py import MPI\n"
         f"assert all(comm.Get_errhandler() == MPI.{handler} for comm in (MPI.COMM_WORLD, MPI.COMM_SELF))\n"
         "assert MPI.COMM_WORLD.allreduce(1) == 3"

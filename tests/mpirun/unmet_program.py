@@ -10,7 +10,7 @@ import sys
 import time
 
 from mpikv import kv
-from mpikv.transports import init, launcher, unmet
+from mpikv.runtime import init, launcher, unmet
 
 case = sys.argv[1]
 init.STARTING_S = 3.0 if case == "never comes" else 60.0

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mpikv.collectives.shared_plans import Piece, Region, cut, part_of
 from mpikv.config import Config
+from mpikv.hostmemory.segment import aligned
 from mpikv.testing.reference import add
 from mpikv.testing.stores import spawn_stores
-from mpikv.transports.shm import aligned
 
 DTYPES = ("float16", "float32", "float64", "int8", "int32")
 

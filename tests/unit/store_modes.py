@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from mpikv.config import Config
+from mpikv.hostmemory import rings
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
-from mpikv.transports import local, rings
+from mpikv.transports import memory
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)

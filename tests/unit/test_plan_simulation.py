@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.engine.engine import BUSY_NAP_S, LAST_NAP_S
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.plan import allreduce, servers
 from mpikv.plan.allreduce import hosts_of, lanes_of
@@ -20,7 +21,6 @@ from mpikv.plan.simulation import LONGEST_TURN_BYTES, SHORTEST_TURN_BYTES, Simul
 from mpikv.plan.waiting import Rhythm
 from mpikv.plan.workload import Workload, of_bytes, of_model
 from mpikv.transports.base import Request
-from mpikv.transports.progress import BUSY_NAP_S, LAST_NAP_S
 
 POLL_S = 5e-6
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0, poll_s=POLL_S, nap_s=0)

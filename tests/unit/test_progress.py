@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from mpikv.engine.engine import Backoff, Engine, Running, run, wait_until
 from mpikv.errors import MpikvError
 from mpikv.transports.base import Done
-from mpikv.transports.progress import Backoff, Engine, Running, run, wait_until
 
 
 class Flag:
@@ -306,7 +306,7 @@ def test_no_time_at_all():
 def test_time_in_which_the_process_was_stopped_is_not_time_waited(monkeypatch):
     """The others were perhaps stopped, too, or have answered long ago: there are turns left to see it."""
     clock, turns = [0.0], []
-    monkeypatch.setattr("mpikv.transports.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("mpikv.engine.engine.time.monotonic", lambda: clock[0])
 
     def step():
         turns.append(clock[0])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.transports.rings import (
+from mpikv.hostmemory.rings import (
     LONGEST_BYTES,
     RECORD_BYTES,
     RING_BYTES,
@@ -19,7 +19,7 @@ from mpikv.transports.rings import (
     ring_begin,
     rings_bytes,
 )
-from mpikv.transports.shm import HostMemory
+from mpikv.hostmemory.segment import HostMemory
 
 
 def pair():

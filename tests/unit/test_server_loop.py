@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mpikv import wire
+from mpikv.engine.engine import Running
 from mpikv.server import loop
 from mpikv.server.core import ServerCore
 from mpikv.server.policy import Synchronous
-from mpikv.transports.progress import Running
 from mpikv.transports.threads import Fabric
 
 PART_ELEMS = 1500  # above what the thread transport copies at once, so that messages wait until they are received

@@ -19,11 +19,11 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives import shared, shared_plans
 from mpikv.collectives.shared import Executor
 from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
+from mpikv.hostmemory.counters import Meeting, digest
+from mpikv.hostmemory.segment import aligned, private_memory
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
 from mpikv.testing.reference import add
-from mpikv.transports.meeting import Meeting, digest
-from mpikv.transports.shm import aligned, private_memory
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)

@@ -14,7 +14,7 @@ import pytest
 
 from mpikv import kv
 from mpikv.config import Config
-from mpikv.transports.signals import StopSignals
+from mpikv.runtime.signals import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def send(number: int) -> None:
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    text = "import os, signal, sys, time\nfrom mpikv.transports.signals import StopSignals\n" + textwrap.dedent(program)
+    text = "import os, signal, sys, time\nfrom mpikv.runtime.signals import StopSignals\n" + textwrap.dedent(program)
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=30, check=False)
 
 
@@ -144,7 +144,7 @@ def test_forked_child_is_ended_by_the_first(stores, thread):
     """At once, wherever it is and however soon it comes; its parent goes on noting it."""
     done = run(f"""
         import hashlib, threading
-        from mpikv.transports import abort
+        from mpikv.runtime import abort
         abort.install(0, 2)
         stops = [StopSignals(["TERM", "USR1"]) for _ in range({stores})]
         for stop in stops:

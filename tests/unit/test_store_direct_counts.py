@@ -12,7 +12,7 @@ import pytest
 from direct_stores import F32, LARGE, TIMEOUT_S, numbers, refused, run
 
 from mpikv import MpikvError, PeerError, StallError, optimizers
-from mpikv.transports.meeting import Meeting
+from mpikv.hostmemory.counters import Meeting
 
 
 @pytest.fixture

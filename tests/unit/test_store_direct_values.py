@@ -15,8 +15,8 @@ from direct_stores import F32, LARGE, TIMEOUT_S, both_ways, numbers, refused, ru
 from mpikv import optimizers
 from mpikv.config import Config
 from mpikv.errors import MpikvError, StallError
+from mpikv.hostmemory.counters import Meeting
 from mpikv.testing.reference import ReferenceStore
-from mpikv.transports.meeting import Meeting
 
 
 @pytest.fixture
@@ -417,12 +417,12 @@ def test_threads_of_one_worker_push_different_keys_at_once():
 
 def test_a_store_does_not_see_the_other_ones_memory():
     """Two stores with the same keys, one after the other and one of them inside."""
+    from mpikv.hostmemory.segment import private_memory
     from mpikv.kv import worker_strategy
     from mpikv.kvstore import KVStore
     from mpikv.server.roles import assign
     from mpikv.spec import parse
     from mpikv.testing.ranks import spawn
-    from mpikv.transports.shm import private_memory
     from mpikv.transports.threads import Fabric
 
     fabrics, memories = [Fabric(2), Fabric(2)], [private_memory(2), private_memory(2)]

@@ -223,7 +223,7 @@ def test_what_is_held():
 
 def test_memory_that_is_too_small(monkeypatch):
     """What has no place in it goes by messages, and `empty` gives ordinary arrays; the rest is as before."""
-    monkeypatch.setattr("mpikv.transports.shm.memory_size_bytes", lambda: 1 << 18)
+    monkeypatch.setattr("mpikv.hostmemory.segment.memory_size_bytes", lambda: 1 << 18)
 
     def body(store):
         store.init(["small", "large", "last"], [np.zeros(10, F32), np.zeros(LARGE, F32), np.zeros(20, F32)])

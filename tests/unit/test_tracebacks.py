@@ -13,8 +13,8 @@ import pytest
 import mpikv
 from mpikv import Parameter, SplitSampler, Trainer, UnsupportedError, data, kv, notices, optimizers, tracebacks
 from mpikv.config import wants_full_tracebacks
-from mpikv.transports import launcher
-from mpikv.transports.abort import Guard
+from mpikv.runtime import launcher
+from mpikv.runtime.abort import Guard
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 
@@ -128,7 +128,7 @@ def test_full() -> None:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Let a rank of three tell an error: how long it waited for its turn, what it printed, how it ended the job."""
-    from mpikv.transports import abort
+    from mpikv.runtime import abort
 
     def tell(rank: int, call) -> tuple[float, str, tuple[int, bool]]:
         waited, ended = [0.0], []

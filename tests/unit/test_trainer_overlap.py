@@ -10,9 +10,9 @@ import pytest
 
 from mpikv import KVStore, Parameter, Trainer
 from mpikv.config import Config
+from mpikv.hostmemory.counters import Meeting
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
-from mpikv.transports.meeting import Meeting
 
 SIZES = (3, 1000, 70_000, 17, 5, 40_000, 2, 1, 0)  # two of them fill a first bucket, the small ones share others
 STEPS = 6

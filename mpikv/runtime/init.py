@@ -12,8 +12,8 @@ import ctypes
 import os
 import threading
 
-from mpikv.transports import abort, launcher, unmet
-from mpikv.transports.loaded import function
+from mpikv.runtime import abort, launcher, unmet
+from mpikv.runtime.loaded import function
 
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.transports.shm import HostMemory, Space
+from mpikv.hostmemory.segment import HostMemory, Space
 
 PAGE_BYTES = 4096
 

@@ -1,4 +1,4 @@
-"""What is under way through the memory of a host: the requests of local.py.
+"""What is under way through the memory of a host: the requests of memory.py.
 
 None of them moves by itself: who asks whether one is done lets its transport handle what has come.
 """

@@ -2,7 +2,7 @@
 
 Who waits for long sleeps between its looks, and what comes meanwhile waits as long. A rank that shares memory with the
 others sleeps on a pipe instead, and says so in a word that they see; whoever puts something there for it and finds the
-word set writes a byte. The others open the pipe through `/proc/PID/fd`, as they do the memory (shm.py), so it has no
+word set writes a byte. The others open the pipe through `/proc/PID/fd`, as they do the memory (segment.py), so it has no
 name either. Sleeps end after their time in any case: messages of MPI ring no bell.
 
 Cost: a look at a word for what is put, a system call only where somebody sleeps. Waking takes some tens of
@@ -18,7 +18,7 @@ import select
 import time
 from collections.abc import Callable
 
-from mpikv.transports.shm import ALIGN_BYTES, WORD_BYTES, HostMemory, fence
+from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, fence
 
 SELECT_LIMIT = 1024  # select(2) takes no larger file descriptors, and poll(2) no times below a millisecond
 BELLS_WORDS = ALIGN_BYTES // WORD_BYTES  # per rank: a cache line, whose first word says that it sleeps

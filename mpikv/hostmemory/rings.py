@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, fence
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, fence
 
 RING_BYTES = 1 << 19
 RECORD_BYTES = 32  # all records begin at a multiple of it

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from mpikv.config import AUTO_INTERFACE, interface_entries
 from mpikv.errors import ConfigError
-from mpikv.transports.launcher import OPEN_MPI
+from mpikv.runtime.launcher import OPEN_MPI
 
 OPEN_MPI_INCLUDE, OPEN_MPI_EXCLUDE = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"
 LIBFABRIC = ("FI_TCP_IFACE", "FI_SOCKETS_IFACE", "FI_UDP_IFACE")

@@ -21,8 +21,8 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
-from mpikv.transports.progress import Backoff
-from mpikv.transports.shm import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, fence
+from mpikv.engine.engine import Backoff
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, fence
 
 MASK = (1 << 64) - 1
 

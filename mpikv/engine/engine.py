@@ -189,7 +189,7 @@ class Engine:
         self._callers = 0  # threads inside `wait`, which step by themselves
         self._wake = threading.Event()
         self._stopped = False
-        self.bell: Any = None  # where others of this host can wake this rank (bell.py)
+        self.bell: Any = None  # where others of this host can wake this rank (waker.py)
         self.serves = False  # they expect answers while no caller waits
         self.failure: BaseException | None = None  # what ended a service, or was interrupted; later waits raise it
         self._thread: threading.Thread | None = None

@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 from mpikv import tracebacks
 from mpikv.config import wants_full_tracebacks
 from mpikv.observe.activity import Activity
-from mpikv.transports import launcher, printed, unmet
-from mpikv.transports.forked import TakesSignals
+from mpikv.runtime import launcher, printed, unmet
+from mpikv.runtime.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
 # From an error that all ranks make at once to the end of all by rank 0's: the launcher's time to hear of it (hydra's

@@ -29,12 +29,12 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
+from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.rings import LONGEST_BYTES, Reader, Writer, ring_begin, rings_bytes
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.hostmemory.waker import Bell, bells_bytes
 from mpikv.transports.base import Done, Incoming, Request, Transport
-from mpikv.transports.bell import Bell, bells_bytes
-from mpikv.transports.local_requests import Arrived, Backlogged, Receiving, Sending
-from mpikv.transports.rings import LONGEST_BYTES, Reader, Writer, ring_begin, rings_bytes
-from mpikv.transports.segments import Segment
-from mpikv.transports.shm import HostMemory
+from mpikv.transports.memory_requests import Arrived, Backlogged, Receiving, Sending
 
 MESSAGE, LENT, ANNOUNCED, WANTED, READ = 1, 2, 3, 4, 5
 LENT_BYTES = 1 << 14  # copying less in and out costs less than the record that says it has been read

@@ -22,8 +22,8 @@ import sys
 import threading
 
 from mpikv.errors import ConfigError
-from mpikv.transports import launcher, printed
-from mpikv.transports.loaded import function, loaded_path
+from mpikv.runtime import launcher, printed
+from mpikv.runtime.loaded import function, loaded_path
 
 PASS_ON_S = 1.0  # for what is printed to get from hydra's process here to mpirun, which the end reaches by another way
 MEETING = "mpikv-meeting"  # the thread in MPI_Init, which a process comes to once

@@ -24,8 +24,8 @@ import warnings
 from collections.abc import Sequence
 from types import FrameType
 
-from mpikv.transports.abort import Guard
-from mpikv.transports.forked import Handler, TakesSignals
+from mpikv.runtime.abort import Guard
+from mpikv.runtime.forked import Handler, TakesSignals
 
 AGAIN_S = 1.0  # a scheduler and mpirun deliver the same request within milliseconds; a person's second one comes later
 

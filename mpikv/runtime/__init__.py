@@ -1,0 +1,1 @@
+"""The MPI library and the process it lives in."""
