@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.transports.base import Group, Steps
+from mpikv.engine.request import Steps
+from mpikv.transports.base import Group
 
 
 def _send(group: Group, data: bytes, dest: int, tag: int) -> Steps[None]:

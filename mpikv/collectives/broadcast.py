@@ -9,7 +9,8 @@ Cost: log2(p) steps of n elements. Restrictions: none.
 from __future__ import annotations
 
 from mpikv.arrays import HostArray
-from mpikv.transports.base import Group, Steps
+from mpikv.engine.request import Steps
+from mpikv.transports.base import Group
 
 
 def broadcast(group: Group, buf: HostArray, root: int, tag: int) -> Steps[None]:

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Steps
 from mpikv.keys import even_bounds
-from mpikv.transports.base import Group, Steps
+from mpikv.transports.base import Group
 
 
 def owners(size: int) -> int:

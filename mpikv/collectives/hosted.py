@@ -24,7 +24,8 @@ from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATE
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
-from mpikv.transports.base import Group, Steps
+from mpikv.engine.request import Steps
+from mpikv.transports.base import Group
 
 Take = Callable[[Span], None]
 

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Request
 from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
-from mpikv.transports.base import Group, Request, Transport
+from mpikv.transports.base import Group, Transport
 
 MIXED, WRONG = 1, 2
 _NOTE = struct.Struct("<QQdQ")  # 1: there is a note; then what `Said` holds

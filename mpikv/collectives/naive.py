@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Request, Steps
 from mpikv.keys import even_bounds
-from mpikv.transports.base import Group, Request, Steps
+from mpikv.transports.base import Group
 
 
 def bounds(n_elems: int, size: int) -> tuple[int, ...]:

@@ -16,9 +16,9 @@ from mpi4py import MPI
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.labelled import NOTE_BYTES, Comparison, said_in
+from mpikv.engine.request import Steps
 from mpikv.errors import UnsupportedError
 from mpikv.keys import even_bounds
-from mpikv.transports.base import Steps
 from mpikv.transports.mpi import MpiRequest
 
 # Dtypes that every MPI reduces; float16 and bfloat16 arrive here widened to float32.

@@ -30,8 +30,9 @@ from mpikv.collectives.stages import (
     drive,
     scratch,
 )
+from mpikv.engine.request import Steps
 from mpikv.keys import even_bounds
-from mpikv.transports.base import Group, Steps
+from mpikv.transports.base import Group
 
 SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment
 

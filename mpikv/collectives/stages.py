@@ -16,7 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.transports.base import Group, Request, Steps
+from mpikv.engine.request import Request, Steps
+from mpikv.transports.base import Group
 
 # Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
 # is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that

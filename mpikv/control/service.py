@@ -32,12 +32,13 @@ from mpikv.control.epochs import Epochs
 from mpikv.control.leaving import Departures, Fewest
 from mpikv.control.stop import Answer, Leader, Order, Reader
 from mpikv.engine.engine import Engine
+from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.keys import Key
 from mpikv.labels import Label
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
-from mpikv.transports.base import Arrival, Group, Predicate, Request, Steps, Transport
+from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
 ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds

@@ -5,169 +5,30 @@ Collectives, server loops and pulls are generators that yield each request they 
 a message on by itself while Python computes, so a thread of the engine steps whenever no caller does. Whoever steps
 holds one lock, so all MPI calls of a store come from one thread at a time.
 
-Waiting polls a little, then yields the processor, then sleeps in growing steps: there are often more ranks than cores.
-
 Cost: a step is one `test` for each running generator. An idle engine wakes `1 / IDLE_NAP_S` times a second.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from mpikv.engine.backoff import Backoff, wait_until
+from mpikv.engine.request import Request, Steps
+from mpikv.engine.running import Running
 from mpikv.errors import MpikvError
-from mpikv.transports.base import Request, Steps, Transport
 
 T = TypeVar("T")
 
-POLLS = 20  # an 8-byte message between two idle ranks is there within about ten polls
-YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
-FIRST_NAP_S = 20e-6
-NAP_GROWTH = 1.3  # a nap is then about a quarter of the time waited so far: what comes meanwhile is seen so much later
-SHORT_NAPS = 2  # after more of them, 200 us, a message was not about to come: it has crossed a link, or a rank is late
-LAST_NAP_S = 500e-6  # the price of a long wait is at most this much more
-RESUMES = 64  # of one generator in a row: a server with messages always waiting must not starve the others
-LONG_WAIT = 1200  # naps, less than a second, after which they are four times as long: 4 % of a core for a waiting rank
 # Beside Python code that computes, the engine waits so long for the interpreter's lock each time: after a nap and after
 # each call of MPI and each addition, which give it up. With Python's own 5 ms most of a link stays idle.
 BUSY_SWITCH_S = 0.5e-3
 BUSY_NAP_S = 2e-3  # beside a program that computes: a link has much longer to do, and each wake-up takes 30 us from it
 PARKED_S = 50e-3  # while a caller does the work
-LONGEST_TURN = 0.05
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
-
-
-class Backoff:
-    """Poll, then yield, then sleep in steps that grow up to `last_nap_s`."""
-
-    def __init__(self, last_nap_s: float = LAST_NAP_S, sleep: Callable[[float], None] | None = None) -> None:
-        self._last_nap_s = last_nap_s
-        self._sleep = sleep  # ends sooner when something comes
-        self._turn = 0
-
-    def reset(self) -> None:
-        """Something moved: poll again, but nap at once where it took several naps to come, as the next one will.
-
-        Not where a nap ends by itself: what comes through memory comes in a row.
-        """
-        short = self._turn <= POLLS + YIELDS + SHORT_NAPS or self._sleep is not None
-        self._turn = 0 if short else POLLS + YIELDS
-
-    def pause(self) -> None:
-        """Let some time pass, more at each call in a row."""
-        self._turn += 1
-        if self._turn <= POLLS:
-            return
-        if self._turn <= POLLS + YIELDS:
-            os.sched_yield()
-            return
-        longest_s = self._last_nap_s if self._turn < LONG_WAIT else 4 * self._last_nap_s
-        if self._sleep is not None:
-            longest_s *= 2  # only what rings no bell comes so late
-        (self._sleep or time.sleep)(min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s))
-
-
-class Running(Generic[T]):
-    """A generator under way, moved on by its engine; a request with a result."""
-
-    def __init__(self, steps: Steps[T], name: str) -> None:
-        self.name = name
-        self.done = False
-        self.result: T | None = None
-        self.error: BaseException | None = None
-        self.woken = True  # something has happened since it was last moved on
-        self._steps = steps
-        self._waiting_for: Request | None = None
-
-    def advance(self) -> bool:
-        """Resume while the yielded requests are done, but not for ever. Raises nothing but Ctrl-C.
-
-        Returns whether anything moved.
-        """
-        moved, self.woken = False, False
-        for _ in range(RESUMES):
-            if self.done:
-                break
-            try:
-                try:
-                    if self._waiting_for is not None and not self._waiting_for.test():
-                        break
-                except Exception as error:  # noqa: BLE001 - the generator may know what to make of it
-                    moved, self._waiting_for = True, self._steps.throw(error)
-                    continue
-                moved = True
-                self._waiting_for = next(self._steps)
-            except StopIteration as stop:
-                self.result, self.done = stop.value, True
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits for this
-                self.error, self.done = error, True
-            except BaseException as error:
-                # Ctrl-C: it was meant for the caller who happens to step, not for whoever waits for this transfer.
-                self.error, self.done = error, True
-                raise
-        else:
-            self.woken = True  # there may be more
-        return moved
-
-    def may_move(self) -> bool:
-        """Whether moving it on is worth while: not if it waits for messages of its own, and none has come or gone."""
-        waiting_for = self._waiting_for
-        return self.woken or not (getattr(waiting_for, "wakes", False) or getattr(waiting_for, "owner", None) is self)
-
-    def test(self) -> bool:
-        """Whether it has ended. Raises the exception that ended it."""
-        if self.done and self.error is not None:
-            raise self.error
-        return self.done
-
-    def fail(self, error: BaseException) -> None:
-        """Give up with an error: whoever waits for this raises it. Under the engine's lock."""
-        if not self.done:
-            self._steps.close()
-            self.error, self.done = error, True
-
-    def cancel(self) -> None:
-        """Give up: the generator's `finally` blocks run, nothing moves any more."""
-        if not self.done:
-            self._steps.close()
-            self.done = True
-
-
-def run(steps: Steps[T], timeout_s: float, on_timeout: Callable[[], BaseException]) -> T:
-    """Run one generator to its end without an engine, for a rank that has nothing else to do."""
-    running = Running(steps, "")
-    wait_until(running.test, running.advance, timeout_s, on_timeout)
-    return running.result  # type: ignore[return-value]
-
-
-def wait_until(
-    test: Callable[[], bool],
-    step: Callable[[], bool],
-    timeout_s: float,
-    on_timeout: Callable[[], BaseException],
-    sleep: Callable[[float], None] | None = None,
-) -> None:
-    """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns.
-
-    One turn counts for LONGEST_TURN of the limit at most: who was stopped, alone or with the machine, has not waited.
-    """
-    backoff = Backoff(sleep=sleep)
-    waited_s, before_s = 0.0, time.monotonic()
-    while not test():
-        moved = step()
-        now_s = time.monotonic()
-        waited_s += min(now_s - before_s, LONGEST_TURN * timeout_s)
-        before_s = now_s
-        if waited_s >= timeout_s and not test():
-            raise on_timeout()
-        if moved:
-            backoff.reset()
-        else:
-            backoff.pause()
 
 
 class Engine:
@@ -178,9 +39,7 @@ class Engine:
     that can `poll`, and then wakes the `owner` of what is done.
     """
 
-    def __init__(
-        self, *, threaded: bool, on_fatal: Callable[[BaseException], None], transport: Transport | None = None
-    ) -> None:
+    def __init__(self, *, threaded: bool, on_fatal: Callable[[BaseException], None], transport: Any = None) -> None:
         self._transport: Any = transport if hasattr(transport, "poll") else None
         self._lock = threading.RLock()
         self._running: list[Running[Any]] = []

@@ -21,14 +21,17 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.broadcast import broadcast
-from mpikv.engine.engine import Backoff, Engine, Running
+from mpikv.engine.backoff import Backoff
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.groups import messages
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import Chunk, SharedCalls
 from mpikv.hostmemory.counters import digest
-from mpikv.transports.base import Group, Predicate, Steps
+from mpikv.transports.base import Group
 
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32
 LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23

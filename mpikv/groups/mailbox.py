@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections import deque
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Predicate, Steps
 from mpikv.errors import ShapeMismatch
-from mpikv.transports.base import Group, Incoming, Predicate, Steps
+from mpikv.transports.base import Group, Incoming
 
 
 class _Posted:

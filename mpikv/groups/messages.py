@@ -17,8 +17,9 @@ import numpy as np
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives import naive, ring
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
+from mpikv.engine.request import Steps
 from mpikv.groups.operators import Operator
-from mpikv.transports.base import Group, Steps
+from mpikv.transports.base import Group
 
 DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each part straight to its owner
 TOKEN = np.zeros(1, np.uint8)

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.groups.board import Board
-from mpikv.transports.base import Arrival, Predicate, Request, Steps, Transport
+from mpikv.transports.base import Arrival, Transport
 
 SERVICE_TAG = 0
 REPLY_TAGS = range(1, 1024)

@@ -27,11 +27,11 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared_plans import part_of
+from mpikv.engine.request import Predicate, Steps
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
 from mpikv.hostmemory.counters import CROWDED_POLLS, CROWDED_YIELDS, POLLS, YIELDS
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
-from mpikv.transports.base import Predicate, Steps
 
 CHUNK_BYTES = 512 << 10  # as a store's (collectives/shared_plans.py)
 SLOTS = 4  # one is filled, one combined and one drained; the fourth lets a rank be ahead

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpikv.engine.engine import Engine
+from mpikv.engine.request import Predicate, Steps
 from mpikv.errors import StallError
 from mpikv.groups.group import Call, RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
-from mpikv.transports.base import Predicate, Steps
 
 TICK_S = 0.25
 ASK_AFTER_S = 3.0  # ranks that are late by more are rare, and asking costs little

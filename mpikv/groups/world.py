@@ -17,6 +17,7 @@ from typing import Any
 
 from mpikv.config import Config
 from mpikv.engine.engine import Engine
+from mpikv.engine.request import Predicate
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import HOLDER, Service
@@ -25,7 +26,7 @@ from mpikv.groups.watch import Watch
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.runtime import abort, library
-from mpikv.transports.base import Group, Predicate, Transport
+from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import ranks_here
 from mpikv.transports.topology import pretended
 

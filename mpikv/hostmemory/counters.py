@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
-from mpikv.engine.engine import Backoff
+from mpikv.engine.backoff import Backoff
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, fence
 
 MASK = (1 << 64) - 1

@@ -2,8 +2,8 @@
 
 Who waits for long sleeps between its looks, and what comes meanwhile waits as long. A rank that shares memory with the
 others sleeps on a pipe instead, and says so in a word that they see; whoever puts something there for it and finds the
-word set writes a byte. The others open the pipe through `/proc/PID/fd`, as they do the memory (segment.py), so it has no
-name either. Sleeps end after their time in any case: messages of MPI ring no bell.
+word set writes a byte. The others open the pipe through `/proc/PID/fd`, as they do the memory (segment.py), so it has
+no name either. Sleeps end after their time in any case: messages of MPI ring no bell.
 
 Cost: a look at a word for what is put, a system call only where somebody sleeps. Waking takes some tens of
 microseconds.

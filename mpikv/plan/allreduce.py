@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from mpikv import buckets, wire
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
+from mpikv.engine.request import Steps
 from mpikv.errors import ConfigError
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.outcome import Outcome
 from mpikv.plan.ranks import Rank
 from mpikv.plan.simulation import Simulation
 from mpikv.plan.workload import DTYPE, ITEM_BYTES, Workload
-from mpikv.transports.base import Group, Steps
+from mpikv.transports.base import Group
 
 EVERY_RANK = 8  # up to so many are all simulated
 MOST_MESSAGES = 3_000_000  # some minutes

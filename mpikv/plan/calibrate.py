@@ -20,11 +20,14 @@ import numpy as np
 
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, drive
 from mpikv.config import Config
-from mpikv.engine.engine import FIRST_NAP_S, Engine, run
+from mpikv.engine.backoff import FIRST_NAP_S
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Steps
+from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
 from mpikv.plan.costs import Costs
 from mpikv.runtime import library
-from mpikv.transports.base import Arrival, Group, Steps, Transport
+from mpikv.transports.base import Arrival, Group, Transport
 
 SHORT_BYTES = 1 << 10
 MESSAGES = 1000

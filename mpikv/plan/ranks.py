@@ -14,10 +14,10 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.engine.engine import Running
+from mpikv.engine.request import Request, Steps
+from mpikv.engine.running import Running
 from mpikv.plan.blank import Blank
 from mpikv.plan.costs import EAGER_BYTES
-from mpikv.transports.base import Request, Steps
 
 if TYPE_CHECKING:
     from mpikv.plan.simulation import Simulation

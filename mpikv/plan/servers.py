@@ -22,6 +22,7 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.config import Config
+from mpikv.engine.request import Done, Predicate, Request, Steps
 from mpikv.keys import KeyInfo, add_load, server_plan
 from mpikv.plan.blank import Blank, blank
 from mpikv.plan.costs import Costs, Link
@@ -35,7 +36,6 @@ from mpikv.server.memory import Pool
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.strategies.base import Sink
 from mpikv.strategies.exchange import Client, ClientKey, Item
-from mpikv.transports.base import Done, Predicate, Request, Steps
 
 EVERY_WORKER = 16  # up to so many workers are all simulated
 STANDING = 8  # of more, so many stand for all

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
-from mpikv.engine.engine import BUSY_NAP_S, FIRST_NAP_S, LAST_NAP_S, NAP_GROWTH, POLLS, SHORT_NAPS, YIELDS
+from mpikv.engine.backoff import FIRST_NAP_S, LAST_NAP_S, NAP_GROWTH, POLLS, SHORT_NAPS, YIELDS
+from mpikv.engine.engine import BUSY_NAP_S
 from mpikv.plan.costs import Costs
 from mpikv.server.loop import YIELD_S as SERVER_YIELD_S
 

@@ -22,11 +22,13 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.engine.engine import Backoff, Running
+from mpikv.engine.backoff import Backoff
+from mpikv.engine.request import Done, Predicate, Request, Steps
+from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, Reply
-from mpikv.transports.base import Done, Incoming, Predicate, Request, Steps, Transport
+from mpikv.transports.base import Incoming, Transport
 from mpikv.transports.memory import HELD, LocalTransport
 from mpikv.transports.memory_requests import Arrived, Receiving
 

@@ -26,7 +26,8 @@ from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
 from mpikv.config import Config
 from mpikv.control.contests import Labels
-from mpikv.engine.engine import Running
+from mpikv.engine.request import Done, Steps
+from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.keys import Key, KeyInfo, whole_bounds
@@ -45,7 +46,7 @@ from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round, Under
 from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Workers
-from mpikv.transports.base import Done, Steps, Transport
+from mpikv.transports.base import Transport
 
 
 class AllreduceStrategy(DistributedStrategy):

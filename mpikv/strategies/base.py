@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray, write
+from mpikv.engine.request import Request
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.reductions import Reduction
-from mpikv.transports.base import Request
 
 Updater = Callable[[Key, Any, Any], None]
 

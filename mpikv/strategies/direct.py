@@ -26,6 +26,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives.shared import Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
+from mpikv.engine.request import Predicate
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Meeting, digest, history_hash
 from mpikv.hostmemory.segment import HostMemory, aligned
@@ -38,7 +39,6 @@ from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.workers import Workers
-from mpikv.transports.base import Predicate
 
 
 class Lane(Protocol):

@@ -22,13 +22,14 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.engine.engine import Running
+from mpikv.engine.request import Request, Steps
+from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.keys import KeyInfo, ShardPlan, partitions
 from mpikv.observe.stall import Waiting
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
-from mpikv.transports.base import Arrival, Request, Steps, Transport
+from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none

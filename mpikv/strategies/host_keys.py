@@ -16,8 +16,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, place_bytes
+from mpikv.engine.request import Steps
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
-from mpikv.transports.base import Steps, Transport
+from mpikv.transports.base import Transport
 from mpikv.transports.topology import topology
 
 LINE = ALIGN_BYTES // WORD_BYTES

@@ -18,11 +18,12 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.control.contests import Dispute, Labels
-from mpikv.engine.engine import Running
+from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.running import Running
 from mpikv.optimizers.owner import Owner
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lanes import Lane, Round
-from mpikv.transports.base import Group, Predicate, Steps
+from mpikv.transports.base import Group
 
 
 class LaneRounds:

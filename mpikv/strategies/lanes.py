@@ -22,7 +22,7 @@ from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.control.contests import Labels
-from mpikv.engine.engine import Running
+from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label

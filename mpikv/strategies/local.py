@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.engine.request import Done
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -16,7 +17,6 @@ from mpikv.optimizers.owner import AS_SET, DEFAULT_SLOT, Owner
 from mpikv.reductions import Reduction
 from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Sink, Updater
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
-from mpikv.transports.base import Done
 
 
 class LocalStrategy(OneByOne):

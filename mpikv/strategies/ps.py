@@ -21,6 +21,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.config import Config
+from mpikv.engine.request import Done, Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.keys import Key, KeyInfo, Shard, add_load, even_bounds, plan_of_bounds, server_plan
 from mpikv.observe.stall import Waiting
@@ -34,7 +35,7 @@ from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 from mpikv.strategies.workers import Workers
-from mpikv.transports.base import Done, Predicate, Request, Steps, Transport
+from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport
 
 EVENLY = -1  # in place of a key's only owner: it is cut evenly over all servers

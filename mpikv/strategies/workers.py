@@ -20,13 +20,14 @@ from mpikv.config import Config
 from mpikv.control.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
 from mpikv.control.service import Control, Reply
 from mpikv.engine.engine import Engine
+from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
 from mpikv.strategies.base import Pending
-from mpikv.transports.base import Group, Predicate, Request, Transport
+from mpikv.transports.base import Group, Transport
 
 
 class Placement(Protocol):

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mpikv.engine.engine import run
+from mpikv.engine.request import Steps
+from mpikv.engine.running import run
 from mpikv.errors import StallError
-from mpikv.transports.base import Group, Steps
+from mpikv.transports.base import Group
 from mpikv.transports.threads import Fabric, ThreadTransport
 
 T = TypeVar("T")

@@ -1,29 +1,20 @@
-"""What a transport is: ranks that send each other bytes, and requests that say when.
+"""What a transport is: ranks that send each other bytes.
 
 A transport moves contiguous NumPy arrays between ranks, two-sided, in order for one (sender, receiver, tag). It never
-waits by itself: every call returns at once, and waiting is the business of `progress`. There are two of them: `mpi`
+waits by itself: every call returns at once, and waiting is the business of the engine. There are two of them: `mpi`
 between processes, `threads` between threads of one process, for tests. `Group` is a transport seen by some of its
 ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-
-T = TypeVar("T")
-
-
-class Request(Protocol):
-    """Something under way. `test` never waits, and goes on saying True once it did."""
-
-    def test(self) -> bool:
-        """Whether it is done. Raises what went wrong with it."""
-        ...
+from mpikv.engine.request import Request
 
 
 class Incoming(Protocol):
@@ -64,10 +55,6 @@ class Transport(Protocol):
         ...
 
 
-# The body of a collective or of a server's loop: it yields each request that it must wait for, and returns its result.
-Steps = Generator[Request, None, T]
-
-
 class Group:
     """Some ranks of a transport, numbered from 0 in the order given; what the collectives run over."""
 
@@ -93,25 +80,6 @@ class Group:
     def part(self, ranks: Sequence[int]) -> Group:
         """Some ranks of this group, as a group of the same kind."""
         return Group(self.transport, [self.ranks[rank] for rank in ranks])
-
-
-class Done:
-    """A request that is done from the start."""
-
-    def test(self) -> bool:
-        """True."""
-        return True
-
-
-class Predicate:
-    """A request that is done when a function says so."""
-
-    def __init__(self, predicate: Callable[[], bool]) -> None:
-        self._predicate = predicate
-
-    def test(self) -> bool:
-        """What the function says."""
-        return self._predicate()
 
 
 class Arrival:

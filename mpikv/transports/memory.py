@@ -28,12 +28,13 @@ from functools import partial
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Done, Request
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.rings import LONGEST_BYTES, Reader, Writer, ring_begin, rings_bytes
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.hostmemory.waker import Bell, bells_bytes
-from mpikv.transports.base import Done, Incoming, Request, Transport
+from mpikv.transports.base import Incoming, Transport
 from mpikv.transports.memory_requests import Arrived, Backlogged, Receiving, Sending
 
 MESSAGE, LENT, ANNOUNCED, WANTED, READ = 1, 2, 3, 4, 5

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.transports.base import Request
+from mpikv.engine.request import Request
 
 
 class Mover(Protocol):

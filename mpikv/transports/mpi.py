@@ -18,8 +18,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv.arrays import HostArray
-from mpikv.engine.engine import wait_until
-from mpikv.transports.base import Request
+from mpikv.engine.backoff import wait_until
+from mpikv.engine.request import Request
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 GLANCE_S = 50e-6  # some ten times what looking at a hundred requests takes

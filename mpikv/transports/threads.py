@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Request
 from mpikv.errors import MpikvError
-from mpikv.transports.base import Request
 
 EAGER_BYTES = 4096
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpikv.engine.engine import wait_until
+from mpikv.engine.backoff import wait_until
 from mpikv.transports import mpi
 from mpikv.transports.base import Arrival
 

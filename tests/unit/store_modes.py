@@ -13,7 +13,7 @@ import numpy as np
 from mpikv.config import Config
 from mpikv.hostmemory import rings
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
-from mpikv.transports import memory
+from mpikv.transports import memory as through_memory
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
@@ -25,7 +25,7 @@ BOUND = 8  # elements from which on a key is cut over all servers
 def long_messages() -> Iterator[None]:
     """Let every message through memory be a long one: lent, or announced and cut, in rings that are full at once."""
     with (
-        mock.patch.multiple(local, LENT_BYTES=8, LONGEST_BYTES=24, LEAST_SLOT_BYTES=64),
+        mock.patch.multiple(through_memory, LENT_BYTES=8, LONGEST_BYTES=24, LEAST_SLOT_BYTES=64),
         mock.patch.multiple(rings, RING_BYTES=1024),
     ):
         yield

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.engine.engine import BUSY_NAP_S, LAST_NAP_S
+from mpikv.engine.backoff import LAST_NAP_S
+from mpikv.engine.engine import BUSY_NAP_S
+from mpikv.engine.request import Request
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.plan import allreduce, servers
 from mpikv.plan.allreduce import hosts_of, lanes_of
@@ -20,7 +22,6 @@ from mpikv.plan.ranks import Rank
 from mpikv.plan.simulation import LONGEST_TURN_BYTES, SHORTEST_TURN_BYTES, Simulation
 from mpikv.plan.waiting import Rhythm
 from mpikv.plan.workload import Workload, of_bytes, of_model
-from mpikv.transports.base import Request
 
 POLL_S = 5e-6
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0, poll_s=POLL_S, nap_s=0)

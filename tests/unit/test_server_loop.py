@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpikv import wire
-from mpikv.engine.engine import Running
+from mpikv.engine.running import Running
 from mpikv.server import loop
 from mpikv.server.core import ServerCore
 from mpikv.server.policy import Synchronous

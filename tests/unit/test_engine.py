@@ -9,9 +9,11 @@ import time
 
 import pytest
 
-from mpikv.engine.engine import Backoff, Engine, Running, run, wait_until
+from mpikv.engine.backoff import Backoff, wait_until
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Done
+from mpikv.engine.running import Running, run
 from mpikv.errors import MpikvError
-from mpikv.transports.base import Done
 
 
 class Flag:
@@ -306,7 +308,7 @@ def test_no_time_at_all():
 def test_time_in_which_the_process_was_stopped_is_not_time_waited(monkeypatch):
     """The others were perhaps stopped, too, or have answered long ago: there are turns left to see it."""
     clock, turns = [0.0], []
-    monkeypatch.setattr("mpikv.engine.engine.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("mpikv.engine.backoff.time.monotonic", lambda: clock[0])
 
     def step():
         turns.append(clock[0])

@@ -1,0 +1,1 @@
+"""What is under way, and what moves it on."""
