@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request
+from mpikv.engine.request import Request, Waiter, Waking, wakes
 from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
@@ -196,7 +196,7 @@ def _with_note(buf: HostArray, said: Said) -> HostArray:
     return message
 
 
-class _Noted:
+class _Noted(Waking):
     """A request: a message that may end with a note, received into `buf`, values and then room."""
 
     def __init__(self, group: Group, buf: HostArray, source: int, tag: int, comparison: Comparison) -> None:
@@ -205,7 +205,6 @@ class _Noted:
         self._note[0] = 0  # before the message can come
         self._source, self._comparison = group.ranks[source], comparison
         self._request = group.transport.irecv(buf, self._source, tag, NOTE_BYTES)
-        self.owner = getattr(self._request, "owner", None)  # who is woken when it comes (engine/engine.py)
         self._done = False
 
     def test(self) -> bool:
@@ -214,6 +213,10 @@ class _Noted:
             self._done = True
             self._take(said_in(self._note) if self._note[0] else None)
         return self._done
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When it has come, if the transport's request does."""
+        return wakes(self._request, waiter)
 
     def _take(self, said: Said | None) -> None:
         raise NotImplementedError

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.request import Request, Steps, Waiter, Waking, wakes
 from mpikv.transports.base import Group
 
 # Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
@@ -42,11 +42,13 @@ class Stage(Protocol):
         """Do what can be done without waiting; whether that was anything. Raises what went wrong."""
         ...
 
+    def wakes(self, waiter: Waiter) -> bool:
+        """As `Waking.wakes`, where something else than another stage has to happen before this one can move."""
+        ...
 
-class _Moves:
-    """A request that is done when a stage has moved, or all are done. Only messages move it."""
 
-    wakes = True
+class _Moves(Waking):
+    """A request that is done when a stage has moved, or all are done."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -57,6 +59,10 @@ class _Moves:
             if not stage.done:
                 moved |= stage.move()
         return moved or all(stage.done for stage in self._stages)
+
+    def wakes(self, waiter: Waiter) -> bool:
+        promised = [stage.wakes(waiter) for stage in self._stages if not stage.done]  # by each: any of them may move
+        return all(promised)
 
 
 def drive(*stages: Stage) -> Steps[None]:
@@ -111,6 +117,10 @@ class Sender:
         self.done = self._sent == len(self._segments) and not self._under_way
         return moved
 
+    def wakes(self, waiter: Waiter) -> bool:
+        """When the oldest segment under way has left."""
+        return not self._under_way or wakes(self._under_way[0], waiter)
+
 
 class Receiver:
     """A stage that receives segments from given ranks, in order, a limited number at a time.
@@ -155,3 +165,9 @@ class Receiver:
             moved = True
         self.done = self.count == len(self._targets)
         return moved
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When the oldest segment under way has come, where it may be taken then."""
+        if not self._under_way or (self._may_take is not None and self.count >= self._may_take()):
+            return True  # another stage has to move
+        return wakes(self._under_way[0], waiter)

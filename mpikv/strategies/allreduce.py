@@ -83,9 +83,7 @@ class AllreduceStrategy(DistributedStrategy):
         self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
         dispute = self._workers.control.dispute
-        self._rounds = LaneRounds(
-            self._group, self._owner, self._hosts, dispute, native=self._native, comms=self._comms
-        )
+        self._rounds = LaneRounds(self._group, self._owner, dispute, native=self._native, comms=self._comms)
         self.rank = self._group.rank
         self.num_workers = self._group.size
         if self._direct is not None:

@@ -21,7 +21,6 @@ from mpikv.control.contests import Dispute, Labels
 from mpikv.engine.request import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.optimizers.owner import Owner
-from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lanes import Lane, Round
 from mpikv.transports.base import Group
 
@@ -37,13 +36,12 @@ class LaneRounds:
         self,
         group: Group,
         owner: Owner,
-        hosts: HostKeys | None,
         dispute: Callable[[int, int, Labels], Dispute],
         *,
         native: Any = None,
         comms: Mapping[int, Running[Any]] | None = None,
     ) -> None:
-        self._group, self._owner, self._hosts, self._dispute = group, owner, hosts, dispute
+        self._group, self._owner, self._dispute = group, owner, dispute
         self._native, self._comms = native, {} if comms is None else comms
 
     def run(self, lane: Lane) -> Steps[None]:
@@ -61,8 +59,8 @@ class LaneRounds:
             round_ = lane.queue[0]
             if lane.comparison is not None:
                 lane.comparison.begin(lane.labels(round_.under))
-            if self._hosts is not None and lane.shared is not None:
-                yield from self._hosts.watched(lane.shared, self._shared_round(lane, lane.shared, round_))
+            if lane.shared is not None:
+                yield from self._shared_round(lane, lane.shared, round_)
             else:
                 yield from self._round(lane, round_)
             if lane.comparison is not None and lane.comparison.wrong:

@@ -50,6 +50,10 @@ class Transport(Protocol):
         """The next message with this tag from any rank, taken off the queue, or None."""
         ...
 
+    def poll(self) -> None:
+        """Find out what is done, and wake those who wait for it. Cheap where nothing is under way."""
+        ...
+
     def close(self) -> None:
         """Give back what the transport holds. Nothing may be under way."""
         ...
