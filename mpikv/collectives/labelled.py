@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,13 @@ class Said(NamedTuple):
 def said_in(note: HostArray) -> Said:
     """What a note (NOTE_BYTES,) of uint8 says."""
     return Said(*_NOTE.unpack(note.data)[1:])
+
+
+@lru_cache(maxsize=64)  # a store of many keys has few labels
+def _said_of(label: Label, *, exact: bool) -> Said:
+    if exact:
+        return Said(digest(label), 1.0)
+    return Said(digest(label.rest, label.factor == 0.0), label.factor)  # 0 cannot be scaled to anything else
 
 
 class Comparison:
@@ -82,10 +90,7 @@ class Comparison:
         several = list(dict.fromkeys(label for label in labels if label is not None))
         if len(several) != 1:
             return Said(digest(several), 1.0)  # one factor is said for all keys, so these must be equal too
-        (label,) = several
-        if self._exact:
-            return Said(digest(label), 1.0)
-        return Said(digest(label.rest, label.factor == 0.0), label.factor)  # 0 cannot be scaled to anything else
+        return _said_of(several[0], exact=self._exact)
 
     @property
     def mixed(self) -> bool:

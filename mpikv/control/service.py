@@ -465,6 +465,10 @@ class Control:
         Raises its error; PeerError as soon as what is waited for cannot come any more; StallError after `timeout_s`
         (default: the store's).
         """
+        with self.engine.lock:
+            if self.engine.failure is None and request.test():
+                self.activity.note(waiting)
+                return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         begun_s = asked_s = time.monotonic()
         asked = False
@@ -483,7 +487,7 @@ class Control:
 
         self._waits = waiting
         try:
-            with self.activity.during(str(waiting)):
+            with self.activity.during(waiting):
                 self.engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
         finally:
             self._waits = None

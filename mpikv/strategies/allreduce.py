@@ -185,9 +185,8 @@ class AllreduceStrategy(DistributedStrategy):
             self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
-            if not self._workers.is_released(info):
-                lane = self._lanes[info.id]
-                self._workers.wait(Pending(Reached(lane, 0), Waiting("init", info.key, info.id)))
+            if not self._workers.is_released(info) and not self._lanes[info.id].has_value:
+                self._workers.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:

@@ -234,7 +234,9 @@ class Workers:
         names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = [(item[1], proposal.replies[item]) for item in proposal.items]
-        agreed = [self._info(name, reply.result) for name, reply in replies if reply.error is None]
+        agreed = [
+            self.infos.get(name) or self._info(name, reply.result) for name, reply in replies if reply.error is None
+        ]
         errors = [reply.exception() for _, reply in replies if reply.error is not None]
         return agreed, errors[0] if errors else None
 

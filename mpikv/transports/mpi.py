@@ -23,6 +23,7 @@ from mpikv.engine.request import Completion, Request
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
+AT_MOST = 512  # requests that one look takes in, where none is done: the others wait for the next
 GLANCE_S = 50e-6  # some ten times what looking at a hundred requests takes
 HOST_BYTES = 256  # names are at most 255 bytes long (RFC 1035)
 
@@ -132,12 +133,12 @@ class MpiTransport:
         return polled
 
     def poll(self) -> None:
-        """Ask MPI what is done, of so many requests at a time, until something is or all have been looked at.
+        """Ask MPI what is done, of so many requests at a time, until something is or enough have been looked at.
 
         As a rule they are done in the order in which they were started: so the next look begins where one was done.
         """
         self._polled_s = time.monotonic()
-        left = len(self._requests)
+        left = min(len(self._requests), AT_MOST)
         if left <= AT_ONCE:
             self._at = 0
         while left > 0:
