@@ -33,9 +33,9 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
+from mpikv.topology import pretended
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport, ranks_here
-from mpikv.transports.topology import pretended
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -26,7 +26,7 @@ from mpikv.keys import ShardPlan, add_load, plan_of_bounds, server_plan
 from mpikv.kv import wants_memory
 from mpikv.server.roles import Roles
 from mpikv.spec import StoreSpec
-from mpikv.transports.topology import Topology, topology
+from mpikv.topology import Topology, topology
 
 LONG = 64  # ranks from which on equal hosts share lines
 MOST_RANGES = 4  # of rank numbers in one cell

@@ -31,8 +31,8 @@ from mpikv.collectives.ring import Circle, passing
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
 from mpikv.engine.request import Steps
 from mpikv.keys import even_bounds
+from mpikv.topology import topology
 from mpikv.transports.base import Group
-from mpikv.transports.topology import topology
 
 # One lane of up to so many bytes takes as long as a few messages: then fewer steps win over equal shares of the link.
 SHORT_BYTES = 32 << 10

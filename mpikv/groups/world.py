@@ -26,9 +26,9 @@ from mpikv.groups.watch import Watch
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.runtime import abort, library
+from mpikv.topology import pretended
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import ranks_here
-from mpikv.transports.topology import pretended
 
 # What the ranks of one job must have alike.
 SETTINGS = ("algorithm", "fake_hosts", "shared_memory")

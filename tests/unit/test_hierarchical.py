@@ -9,8 +9,8 @@ from mpikv.collectives import hierarchical, select
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import run_collective
+from mpikv.topology import topology
 from mpikv.transports.threads import Fabric
-from mpikv.transports.topology import topology
 
 # One letter for the host of each rank.
 LAYOUTS = (

@@ -12,8 +12,8 @@ from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import run_collective
+from mpikv.topology import topology
 from mpikv.transports.threads import Fabric
-from mpikv.transports.topology import topology
 
 LAYOUTS = ("aab", "abb", "aba", "aabb", "abab", "aaab", "aabbc", "abcab", "aabbcc", "aaabbc", "aaaabbb", "abbbbbbb")
 HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)

@@ -15,7 +15,7 @@ from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, Comparison, Shar
 from mpikv.keys import whole_bounds
 from mpikv.labels import Label
 from mpikv.testing.ranks import run_collective
-from mpikv.transports.topology import topology
+from mpikv.topology import topology
 
 F32 = np.dtype(np.float32)
 FIRST = Label("{}", 1.0)
