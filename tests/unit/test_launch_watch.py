@@ -531,6 +531,25 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
 
 
+def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a folder that somebody else can write to, too."""
+    mine, folder = tmp_path / "mine", tmp_path / "logs"
+    mine.write_text("dear to me")
+    folder.mkdir()
+    (folder / "worker-0.log").symlink_to(mine)
+    output = Output(folder, colours=(False, False))
+    output.lines(1, "worker", 0, "h", b"a\n")
+    output.lines(1, "worker", 1, "h", b"b\n")
+    output.close()
+    assert capfd.readouterr().out == "[worker 0 @ h] a\n[worker 1 @ h] b\n"
+    assert mine.read_text() == "dear to me"
+    (folder / "launch.log").unlink()
+    (folder / "launch.log").symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"--output-dir .*launch\.log"):
+        Output(folder)
+    assert mine.read_text() == "dear to me"
+
+
 def test_processes() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], env={**os.environ, JOB: "feed/x"})
     deadline = time.monotonic() + 20
