@@ -17,7 +17,7 @@ MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
-  mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir /tmp/job python train.py
+  mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir $HOME/job python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
   mpikv launch -n 4 --dry-run python train.py          the line that would be run
   mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
