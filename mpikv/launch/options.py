@@ -13,6 +13,7 @@ from mpikv.numbers import at_least, seconds
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "kubernetes", "yarn")
 BAD_INPUT = 2
+MOST_USER = 2**31 - 1
 MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
@@ -63,6 +64,8 @@ def add_parser(commands: Any) -> None:
                         help="more options for mpirun, like '--map-by numa'")  # fmt: skip
     kube = parser.add_argument_group("for --launcher kubernetes")
     kube.add_argument("--kube-image", metavar="IMAGE", help="container image with mpikv, an MPI, sshd and the program")
+    kube.add_argument("--kube-user", metavar="ID", type=at_least(1, MOST_USER), help="the pods run as this user, not "
+                      "root; the image's sshd must allow it")  # fmt: skip
     kube.add_argument("--kube-name", metavar="NAME", default="mpikv", help="of the MPIJob (default mpikv)")
     kube.add_argument("--kube-namespace", metavar="NAME", help="default: that of the context of kubectl")
     parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")
