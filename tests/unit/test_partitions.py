@@ -12,8 +12,7 @@ import pytest
 from store_modes import DTYPES, Mode, every_way, mode_id
 from test_store_network import unruly  # noqa: F401 - a fixture
 
-from mpikv import PeerError, StallError, optimizers, wire
-from mpikv import kv as kv_module
+from mpikv import PeerError, StallError, assembly, optimizers, wire
 from mpikv.config import Config
 from mpikv.optimizers import states
 from mpikv.strategies import exchange
@@ -403,13 +402,13 @@ def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
-    cores = []
+    cores, made = [], assembly.server_core
 
     def noted(*arguments):
-        cores.append(kv_module.server_core(*arguments))
+        cores.append(made(*arguments))
         return cores[-1]
 
-    monkeypatch.setattr(stores, "server_core", noted)
+    monkeypatch.setattr(assembly, "server_core", noted)
     n = 50 * PART_ELEMS + 3
 
     def body(store):
