@@ -27,8 +27,8 @@ from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.engine.request import Steps
+from mpikv.topology import topology
 from mpikv.transports.base import Group
-from mpikv.transports.topology import topology
 
 Take = Callable[[Span], None]
 

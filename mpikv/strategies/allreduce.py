@@ -21,18 +21,17 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
-from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
-from mpikv.config import Config
 from mpikv.control.contests import Labels
 from mpikv.engine.request import Done, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
-from mpikv.keys import Key, KeyInfo, whole_bounds
+from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.placement import Members, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending, PreparedCall, Sink
@@ -55,7 +54,7 @@ class AllreduceStrategy(DistributedStrategy):
     def __init__(
         self,
         transport: Transport,
-        config: Config,
+        members: Members,
         *,
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
@@ -65,9 +64,9 @@ class AllreduceStrategy(DistributedStrategy):
         self._lanes: dict[int, Lane] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
-        self._config = config
+        self._members = members
         self._native: Any = None
-        if config.algorithm == "native":
+        if members.config.algorithm == "native":
             # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
             from mpikv.collectives import native  # noqa: PLC0415
 
@@ -76,9 +75,9 @@ class AllreduceStrategy(DistributedStrategy):
         self._last_comm: Running[Any] | None = None
         # Workers that are ahead may ask worker 0 for a key's place as soon as its engine runs.
         self._hosts = None if memory is None else HostKeys(memory, transport)
-        one_host = self._hosts is not None and self._hosts.slots is not None
-        self._direct = Direct(self._hosts, self._lanes, self._owner) if self._hosts is not None and one_host else None
-        self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
+        direct = members.path == "direct"
+        self._direct = Direct(self._hosts, self._lanes, self._owner) if self._hosts is not None and direct else None
+        self._workers = Workers(transport, members.workers, members.config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
         dispute = self._workers.control.dispute
         self._rounds = LaneRounds(
@@ -92,11 +91,11 @@ class AllreduceStrategy(DistributedStrategy):
         if self._hosts is not None:
             self._workers.engine.serve(self._hosts.listen(), "counters of this host")
 
-    # --- placement
+    # --- keys as they are agreed on
 
-    def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
-        """The key's place in shared memory; its bounds follow from its number."""
-        return None if self._hosts is None else self._hosts.reserve_key(n_elems * itemsize_bytes)
+    def reserve(self, info: KeyInfo) -> Any:
+        """The key's place in shared memory; all else follows from what all workers know."""
+        return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
@@ -151,19 +150,12 @@ class AllreduceStrategy(DistributedStrategy):
         return list(dict.fromkeys(self._lanes.values()))
 
     def _place(self, lane: Lane) -> None:
-        """Choose algorithm and owners of a key from what all workers know."""
-        info, p = lane.info, self.num_workers
-        wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
-        # With the direct way the ordinary one must add in the same order: it is then a matter of time which one goes.
-        lane.algorithm = (
-            "naive" if self._direct is not None else choose(wire_bytes, p, self._config.algorithm, self._group.hosts)
-        )
-        module = self._native or ALGORITHMS[lane.algorithm]
+        """Where its values live from now on: with the optimizer that serves it."""
+        info, room = lane.info, lane.shared is not None
         optimizer = self._owner.optimizer_of(info.id)
-        if optimizer is not None and not optimizer.elementwise:
-            lane.bounds = whole_bounds(info.n_elems, p, info.id % module.owners(p))
-        else:
-            lane.bounds = chunk_bounds(lane.algorithm, info.n_elems, self._group.hosts)
+        lane.placement = place(
+            self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
+        )
         lane.adding = lane.sharing = group = self._group
         if lane.comparison is not None:
             owners = frozenset(rank for i, rank in enumerate(group.ranks) if lane.bounds[i] < lane.bounds[i + 1])

@@ -26,8 +26,8 @@ from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import WORDS_PER_RANK
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
+from mpikv.topology import topology
 from mpikv.transports.base import Transport
-from mpikv.transports.topology import topology
 
 LINE = ALIGN_BYTES // WORD_BYTES
 

@@ -27,6 +27,7 @@ from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
+from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
@@ -67,8 +68,7 @@ class Lane:
         self.shared: HostKey | None = None  # what the workers of a host have in common of it
         self.own: HostArray = np.empty(info.n_elems, info.dtype)  # its value's place
         self.calls = KeyCalls(info.id)
-        self.bounds: tuple[int, ...] = ()
-        self.algorithm = ""
+        self.placement: Placement
         self.queue: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
@@ -80,6 +80,11 @@ class Lane:
         self.running: Running[None] | None = None
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """What each worker owns of the value."""
+        return self.placement.bounds
 
     @property
     def round(self) -> int:
