@@ -166,6 +166,8 @@ class Direct:
         for lane in call.lanes:
             if lane.calls.newest is call:
                 self._bring_home(lane)
+            elif not call.values:  # it has written to the key's place
+                lane.calls.at_home = max(lane.calls.at_home, call.last)
             lane.calls.released_rounds += call.rounds
             lane.calls.kept.remove(call)
         call.rounds = 0
