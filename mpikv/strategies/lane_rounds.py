@@ -47,7 +47,11 @@ class LaneRounds:
     def run(self, lane: Lane) -> Steps[None]:
         """Do what is in the lane; ends when it is empty."""
         if not lane.has_value:
-            yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
+            tag = wire.key_tag(lane.info.id, 0)
+            if lane.shared is not None:
+                yield from hosted.share(self._group, lane.shared, tag)
+            else:
+                yield from broadcast(self._group, lane.own, 0, tag)
             if self._native is not None:
                 # There once all workers agreed on the key, which may be after `init` has returned.
                 yield Predicate(lambda: lane.info.id in self._comms)
@@ -86,10 +90,10 @@ class LaneRounds:
             yield from reduce_scatter(lane.adding, buf, bounds, wire.key_tag(info.id, 1), combine)
         self._apply(lane, buf, round_)
         if self._native is not None:
-            yield from self._native.allgather(lane.comm, lane.stored, bounds)
+            yield from self._native.allgather(lane.comm, lane.own, bounds)
         else:
             allgather = ALGORITHMS[lane.placement.algorithm].allgather
-            yield from allgather(lane.sharing, lane.stored, bounds, wire.key_tag(info.id, 2))
+            yield from allgather(lane.sharing, lane.own, bounds, wire.key_tag(info.id, 2))
 
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = lane.info.id, lane.bounds
