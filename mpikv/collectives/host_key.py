@@ -19,6 +19,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.labelled import Comparison, Said
+from mpikv.engine.request import Waiter
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
 # Words of each rank. Where its values are, and where it adds up; segments of the guests' chunks that are added up; that
@@ -48,7 +49,8 @@ class HostKey:
     """One rank's side.
 
     begin_bytes: where the place begins, at a cache line. dtypes: of the result, and the one that values are added in.
-    on_count: called whenever this rank has counted something.
+    on_count: called whenever this rank has counted something. on_wait: called with this key and who waits until another
+    rank has counted something, and then wakes that; None: nobody does.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class HostKey:
         n_lanes: int,
         *,
         on_count: Callable[[], None] = lambda: None,
+        on_wait: Callable[[HostKey, Waiter], None] | None = None,
     ) -> None:
         dtype, wire_dtype = dtypes
         assert begin_bytes % ALIGN_BYTES == 0
@@ -76,7 +79,7 @@ class HostKey:
         self._comparison: Comparison | None = None
         self._copied = False
         self._seen = b""
-        self._on_count = on_count
+        self._on_count, self._on_wait = on_count, on_wait
 
     @property
     def held_bytes(self) -> int:
@@ -129,6 +132,12 @@ class HostKey:
             if self._comparison is not None:
                 self._comparison.flags |= done >> COUNT_BITS
         return max(done, 0) & COUNT_MASK
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """As `Waking.wakes`: when another rank has counted something."""
+        if self._on_wait is not None:
+            self._on_wait(self, waiter)
+        return self._on_wait is not None
 
     def changed(self) -> bool:
         """Whether any rank has counted something since this was last asked."""

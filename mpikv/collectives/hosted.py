@@ -24,13 +24,29 @@ from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATE
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
-from mpikv.engine.request import Steps
+from mpikv.engine.request import Steps, Waiter
 from mpikv.transports.base import Group
 
 Take = Callable[[Span], None]
 
 
-class _Fill:
+class _AnyTime:
+    """A stage that waits for no other rank."""
+
+    def wakes(self, waiter: Waiter) -> bool:
+        return True
+
+
+class _OnCount:
+    """A stage that waits until another rank of the host has counted something."""
+
+    _key: HostKey
+
+    def wakes(self, waiter: Waiter) -> bool:
+        return self._key.wakes(waiter)
+
+
+class _Fill(_AnyTime):
     """A stage that makes this rank's values readable, a segment of each lane in turn."""
 
     def __init__(self, key: HostKey, values: HostArray, segments: Sequence[tuple[int, Span]]) -> None:
@@ -49,7 +65,7 @@ class _Fill:
         return True
 
 
-class _Collect:
+class _Collect(_OnCount):
     """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on."""
 
     def __init__(
@@ -96,7 +112,7 @@ class _Collect:
         return True
 
 
-class _Tell:
+class _Tell(_AnyTime):
     """A stage that counts for the other ranks which segments another stage has done. take: called with each of them."""
 
     def __init__(
@@ -119,7 +135,7 @@ class _Tell:
         return True
 
 
-class _Follow:
+class _Follow(_OnCount):
     """A stage that ends when other ranks have counted all of their segments. take: called with each, as it is counted.
 
     segments: by place, in the order in which that rank counts them.
@@ -150,7 +166,7 @@ class _Follow:
         return moved
 
 
-class _Guests:
+class _Guests(_OnCount):
     """A stage that counts which of the guests' segments, in the order of the lane, have been updated by them."""
 
     def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]]) -> None:

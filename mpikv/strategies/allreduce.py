@@ -72,9 +72,8 @@ class AllreduceStrategy(DistributedStrategy):
         )
         self._hosts = HostKeys(memory, session.transport) if memory is not None and path == "hosted" else None
         self._group = session.group
-        self._rounds = LaneRounds(
-            self._group, self._owner, self._hosts, session.control.dispute, native=self._native, comms=self._comms
-        )
+        dispute = session.control.dispute
+        self._rounds = LaneRounds(self._group, self._owner, dispute, native=self._native, comms=self._comms)
         self.rank, self.num_workers = session.rank, session.num_workers
         self.shares_memory = self._direct is not None
         session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
@@ -101,7 +100,7 @@ class AllreduceStrategy(DistributedStrategy):
         self._compare(lane)
         self._place(lane)
         self._lanes[info.id] = lane
-        lane.running = self._session.engine.start(self._rounds.run(lane), lane.name)
+        lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
 
     def _compare(self, lane: Lane) -> None:
         """Compare the labels of its rounds, where there are other workers and something to add."""
@@ -167,8 +166,8 @@ class AllreduceStrategy(DistributedStrategy):
             self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
-            if not self._session.is_released(info):
-                lane = self._lanes[info.id]
+            lane = self._lanes[info.id]
+            if not self._session.is_released(info) and not lane.has_value:
                 self._session.wait(Pending(Reached(lane, 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
@@ -182,28 +181,29 @@ class AllreduceStrategy(DistributedStrategy):
         pending = []
         for info, total, sink in entries:
             if total is not None:
-                self._push(info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op))
+                lane = self._lanes[info.id]
+                with self._session.engine.lock:
+                    if self._push(lane, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
+                        lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
         return pending
 
-    def _push(self, info: KeyInfo, round_: Round) -> None:
-        session, lane = self._session, self._lanes[info.id]
-        slot = session.slot_of(info)
+    def _push(self, lane: Lane, info: KeyInfo, round_: Round) -> bool:
+        """Put a round into its lane; whether the lane is to be started. Under the engine's lock."""
+        session, slot = self._session, self._session.slot_of(info)
         number, attributes = session.attributes.number(slot)
-        with session.engine.lock:
-            lane.reached(0)
-            if attributes is not None:
-                self._owner.add_attributes(slot, 0, number, attributes)
-            label = session.attributes.label(slot)
-            if round_.op is not SUM:
-                label = label._replace(op=round_.op.name)
-            complete = lane.add(info, round_._replace(under=Under(number, label)))
-            if self._direct is not None:
-                self._direct.pushed(info.id)
-            session.control.activity.note(f"push of key {shown(info.key)}")
-            if complete and lane.may_start:
-                lane.running = session.engine.start(self._rounds.run(lane), lane.name)
+        lane.reached(0)
+        if attributes is not None:
+            self._owner.add_attributes(slot, 0, number, attributes)
+        label = session.attributes.label(slot)
+        if round_.op is not SUM:
+            label = label._replace(op=round_.op.name)
+        complete = lane.add(info, round_._replace(under=Under(number, label)))
+        if self._direct is not None:
+            self._direct.pushed(info.id)
+        session.control.activity.note(f"push of key {shown(info.key)}")
+        return complete and lane.may_start
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -215,8 +215,11 @@ class AllreduceStrategy(DistributedStrategy):
         return None if flat is None else Rounds(self._lend, self._session.wait, infos, flat, op)
 
     def _lend(self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction) -> Pending:
-        round_, sink = lent(self._lanes[info.id], info, value, outs)
-        self._push(info, round_._replace(op=op))
+        lane = self._lanes[info.id]
+        round_, sink = lent(lane, info, value, outs)
+        with self._session.engine.lock:
+            if self._push(lane, info, round_._replace(op=op)):
+                lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
         return self._deliver(info, sink, "pushpull")
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
@@ -349,7 +352,7 @@ class AllreduceStrategy(DistributedStrategy):
             for info in infos:
                 lane = self._lanes[info.id]
                 if isinstance(lane, Bucket) and lane.add(info, None) and lane.may_start:
-                    lane.running = self._session.engine.start(self._rounds.run(lane), lane.name)
+                    lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""

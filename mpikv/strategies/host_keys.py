@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, place_bytes
-from mpikv.engine.request import Steps
+from mpikv.engine.request import Steps, Waiter
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
 from mpikv.topology import topology
 from mpikv.transports.base import Transport
@@ -31,13 +31,12 @@ class HostKeys:
     def __init__(self, memory: HostMemory, transport: Transport) -> None:
         found = topology(transport.hosts)
         self.memory = memory
-        self._transport = transport
         self._n_lanes = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
         self._words = memory.words(0, memory.size * LINE)
         self._seen = b""
         self._space = Space(self._most * ALIGN_BYTES, memory.n_bytes)  # kept by worker 0 alone
-        self._under_way: dict[HostKey, Any] = {}
+        self._waiting: dict[HostKey, Waiter] = {}
 
     # --- places
 
@@ -53,7 +52,10 @@ class HostKeys:
 
     def key(self, begin: int, n_elems: int, dtype: np.dtype[Any]) -> HostKey:
         """A key at its place."""
-        return HostKey(self.memory, begin, n_elems, (dtype, sum_dtype(dtype)), self._n_lanes, on_count=self._count)
+        dtypes = dtype, sum_dtype(dtype)
+        return HostKey(
+            self.memory, begin, n_elems, dtypes, self._n_lanes, on_count=self._count, on_wait=self._waiting.__setitem__
+        )
 
     def array(self, begin: int, n_bytes: int) -> HostArray:
         """This worker's part of a place for arrays."""
@@ -63,16 +65,6 @@ class HostKeys:
 
     def _count(self) -> None:
         self._words[self.memory.rank * LINE] += 1
-
-    def watched(self, key: HostKey, steps: Steps[None]) -> Steps[None]:
-        """`steps` that are moved on whenever a worker of this host has counted something of `key`."""
-        owner = getattr(self._transport, "owner", None)
-        if owner is not None:
-            self._under_way[key] = owner
-        try:
-            yield from steps
-        finally:
-            self._under_way.pop(key, None)
 
     def listen(self) -> Steps[None]:
         """For the progress engine: look in each of its steps."""
@@ -84,7 +76,6 @@ class HostKeys:
         seen = self._words.tobytes()
         if seen != self._seen:
             self._seen = seen
-            for key, owner in self._under_way.items():
-                if key.changed():
-                    owner.woken = True
+            for key in [key for key in self._waiting if key.changed()]:
+                self._waiting.pop(key).wake()
         return False
