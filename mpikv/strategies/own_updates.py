@@ -7,13 +7,16 @@ The sum has no label there, and no owner that could compare. So each step of suc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpikv.control.contests import Series
 from mpikv.keys import Key
 from mpikv.labels import Label
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
-from mpikv.strategies.workers import Workers
+
+if TYPE_CHECKING:
+    from mpikv.strategies.workers import Workers
 
 
 class OwnUpdates:

@@ -237,7 +237,7 @@ def test_buckets():
     def body(store):
         keys, W, me = ["a", "b", "c"], store.num_workers, store.rank
         store.init(keys, [np.zeros(n, F32) for n in (3, 5, 2)])
-        store._bucket(keys)
+        store.strategy.bucket(keys)
         mine = [[numbers(worker + i, n, F32) for i, n in enumerate((3, 5, 2))] for worker in range(W)]
         for op in (*OPS, *OPS):
             values = [array.copy() for array in mine[me]]

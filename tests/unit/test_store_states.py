@@ -176,8 +176,8 @@ def test_keys_without_a_state_in_the_file_have_none_afterwards(mode, tmp_path):
 def test_optimizers_of_different_kinds_on_one_store(mode, tmp_path):
     def body(store):
         store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
-        store._set_optimizer_for(["a"], optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        store._set_optimizer_for(["b"], optimizers.create("adam"))
+        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5), ["a"])
+        store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
         one = np.ones(2 * BOUND, np.float32)
         store.push(["a", "b"], [one, one])
         store.barrier()
