@@ -353,5 +353,9 @@ class Optimizer(Declared):
         return out
 
 
+(FACTOR,) = (name for name, field in Optimizer.fields.items() if field.factor)
+"""The attribute that workers may have different values of in one round: labels.py says how."""
+
+
 def _listed(state: Any) -> str:
     return ", ".join(sorted(map(str, state))) if type(state) is dict else shown(state)
