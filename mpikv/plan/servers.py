@@ -127,6 +127,9 @@ class _Counting:
     def probe(self, tag: int) -> None:
         return None
 
+    def poll(self) -> None:
+        """Nothing is ever under way."""
+
     def close(self) -> None:
         """Nothing to give back."""
 
