@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpikv.checks import meant, options, shown
 from mpikv.optimizers.fields import Field, factors, field, flag, number, texts
@@ -20,7 +20,6 @@ from mpikv.runtime.abort import tells
 if TYPE_CHECKING:
     from typing_extensions import Self, dataclass_transform
 else:
-    _T = TypeVar("_T")
 
     def dataclass_transform(**_: Any) -> Any:  # `typing` has it since Python 3.11
         return lambda cls: cls
