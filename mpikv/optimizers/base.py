@@ -116,13 +116,13 @@ class Optimizer(Declared):
 
     _memory: ClassVar[Scratch]  # each optimizer has its own; without ClassVar type checkers would take it for a field
     _arrays: ClassVar[Mapping[str, Array]] = {}
-    _names: ClassVar[tuple[tuple[str, str], ...]] = ()  # of arrays, with the field that each is there for
+    _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
     _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._arrays = {one.name: one for one in cls.states if isinstance(one, Array)}
-        cls._names = tuple((one.name, one.where) for one in cls._arrays.values())
+        cls._always = None if any(one.where for one in cls._arrays.values()) else tuple(cls._arrays)
         cls._numbers = {"t": 0, **{one.name: one.begin for one in cls.states if isinstance(one, Scalar)}}
         if cls.__doc__ and cls.states:
             lines = (f"    {one.name}: {one.doc}" for one in cls.states)
@@ -175,9 +175,11 @@ class Optimizer(Declared):
 
     # --- state
 
-    def state_names(self) -> list[str]:
+    def state_names(self) -> Sequence[str]:
         """The arrays of a state under the hyperparameters now in force."""
-        return [name for name, where in self._names if not where or getattr(self, where)]
+        if self._always is not None:
+            return self._always
+        return [name for name, one in self._arrays.items() if not one.where or getattr(self, one.where)]
 
     def init(self, weight: HostArray) -> State:
         """The state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.

@@ -103,7 +103,7 @@ def test_subclasses() -> None:
     with pytest.raises(ValueError, match="broken: beta1 must be less than 1"):
         type("Broken", (Adam,), {"beta1": 2})
     weight = np.ones(3)
-    assert Eager().state_names() == ["mean", "var"]
+    assert list(Eager().state_names()) == ["mean", "var"]
     assert set(Eager().init(weight)) == {"t", "sum", "mean", "var"}
     assert Eager(late=1).init(weight)["best"].tolist() == [1, 1, 1]
 
