@@ -217,17 +217,16 @@ def damaged_file(directory, damage):
     if damage in ("length", "kind", "shape", "unknown"):
         entry = file.entries["w"]
         meta = dict(file.meta)
-        entries = {"w": entry}
         if damage == "length":
-            entries = {"w": states.Entry((4,), entry.dtype, {**entry.state, "momentum": np.zeros(3, np.float32)})}
+            entry = entry._replace(state={**entry.state, "momentum": np.zeros(3, np.float32)})
         elif damage == "kind":
             meta = {"optimizers": [["w", "adam"]]}
         elif damage == "shape":
-            entries = {"w": states.Entry((2, 2), entry.dtype, entry.state)}
+            entry = entry._replace(shape=(2, 2))
         else:
-            entries = {"v": entry}
+            entry = entry._replace(key="v")
             meta = {"optimizers": [["v", "sgd"]]}
-        states.save_states(bad, entries, meta=meta)
+        states.save_states(bad, [entry], meta=meta)
         return bad
     middle = len(good) // 2
     contents = {
