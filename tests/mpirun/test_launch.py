@@ -113,6 +113,7 @@ def test_lines_stay_whole(mpi: Mpi) -> None:
         assert tagged(job, f"worker {rank}") == [f"x{rank}" * 100 + str(i) for i in range(3000)]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("case", "status", "phrase"),
     [

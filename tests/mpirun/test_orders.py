@@ -17,6 +17,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.grid(1)
 @KINDS
 @pytest.mark.parametrize("case", ["two", "ring"])
 def test_stores_closed_in_different_orders(mpi, case: str, kind: str) -> None:

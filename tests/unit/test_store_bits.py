@@ -59,6 +59,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_servers_give_the_bits_of_the_naive_algorithm(name, workers):
