@@ -12,6 +12,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpikv import notices
@@ -23,6 +24,7 @@ from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.hostmemory import segment, waker
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
+from mpikv.placement import Members
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
@@ -33,9 +35,9 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
+from mpikv.topology import pretended
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport, ranks_here
-from mpikv.transports.topology import pretended
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -170,14 +172,14 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
 
     # What is missing is no error: messages do the same, `mpikv info` says why.
     memory, links = None, None
-    for_workers = wants_memory(roles, spec, config, transport.hosts)
-    for_servers = wants_links(roles, spec, config, transport.hosts)
-    if for_workers or for_servers:
+    members = members_of(transport.hosts, roles, spec, config)
+    for_servers = members.path == "servers"
+    if members.shares_memory:
         here = ranks_here(transport)
         memory, _ = segment.open_host_memory(here.index(transport.rank), len(here), gather)
-    if for_workers:
-        memory = segment.on_all_hosts(memory, gather_all)
-    if for_servers:
+        if not for_servers:
+            memory = segment.on_all_hosts(memory, gather_all)
+    if for_servers and members.shares_memory:
         links = None if memory is None else server_links(transport, memory, roles, config)
         (waker.stand_by if links is None else links.bell.connect)(gather)
     if transport.rank in roles.servers:
@@ -278,16 +280,9 @@ def server_core(
     return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous, memory)
 
 
-def wants_memory(roles: Roles, spec: StoreSpec, config: Config, hosts: Sequence[str]) -> bool:
-    """Whether workers use memory that they share: several of them on some host, who own the keys themselves."""
-    automatic = config.shared_memory == "auto" and config.algorithm == "auto"
-    return automatic and spec.synchronous and not roles.servers and len(set(hosts)) < len(hosts)
-
-
-def wants_links(roles: Roles, spec: StoreSpec, config: Config, hosts: Sequence[str]) -> bool:
-    """Whether workers and servers of one host talk through memory, where there are any."""
-    owned_by_servers = bool(roles.servers) or not spec.synchronous
-    return config.shared_memory == "auto" and owned_by_servers and len(set(hosts)) < len(hosts)
+def members_of(hosts: Sequence[str], roles: Roles, spec: StoreSpec, config: Config) -> Members:
+    """What the placement of all keys of a store follows from."""
+    return Members(tuple(hosts), roles.workers, roles.servers, spec.synchronous, config)
 
 
 def server_links(transport: Transport, memory: HostMemory, roles: Roles, config: Config) -> LocalTransport | None:
@@ -308,23 +303,16 @@ def worker_strategy(
     links: LocalTransport | None = None,
 ) -> Strategy:
     """The strategy of a worker: who owns the keys follows from the type and the number of servers."""
-    if spec.synchronous and not roles.servers:
-        return AllreduceStrategy(transport, config, threaded=threaded, on_fatal=on_fatal, memory=memory)
+    members = members_of(transport.hosts, roles, spec, config)
+    if members.path != "servers":
+        if memory is None:
+            members = replace(members, memory=False)
+        return AllreduceStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, memory=memory)
     service = None
     if not roles.servers:
         core = server_core(transport.hosts, roles, spec, links)
         service = serve(transport if links is None else links, roles.workers, core)
-    return PsStrategy(
-        transport,
-        roles.workers,
-        roles.servers or roles.workers,
-        config,
-        synchronous=spec.synchronous,
-        threaded=threaded,
-        on_fatal=on_fatal,
-        service=service,
-        local=links,
-    )
+    return PsStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, service=service, local=links)
 
 
 def _be_server(

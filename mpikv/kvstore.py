@@ -16,7 +16,7 @@ from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
 from mpikv.keys import Key
-from mpikv.prepared import PreparedCalls
+from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import OwnUpdates, Pending, Sink, Strategy, Updater
 
@@ -332,10 +332,10 @@ class KVStore:
             self._start_pushpull(items, targets, None, priority, reduction).wait()
         if call is not None:
             arrays = (array for entries in (items, targets) for _, arrays in entries for array in arrays)
-            if form is None and all(isinstance(array, np.ndarray) for array in arrays):
+            if form is None and all(map(may_come_again, arrays)):
                 prepared.add(key, value, out, call)
             else:
-                call.release()  # a tensor may come with other memory next time
+                call.release()
         return finished(form)
 
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int, op: Reduction) -> Request:

@@ -15,18 +15,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.engine.request import Request, Steps
-from mpikv.keys import even_bounds
 from mpikv.transports.base import Group
-
-
-def bounds(n_elems: int, size: int) -> tuple[int, ...]:
-    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`."""
-    return even_bounds(n_elems, size)
-
-
-def owners(size: int) -> int:
-    """How many ranks, from 0 on, may own a chunk."""
-    return size
 
 
 def reduce_scatter(

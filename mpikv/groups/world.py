@@ -25,10 +25,11 @@ from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import Watch
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory, aligned
+from mpikv.placement import Members
 from mpikv.runtime import abort, library
+from mpikv.topology import pretended
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import ranks_here
-from mpikv.transports.topology import pretended
 
 # What the ranks of one job must have alike.
 SETTINGS = ("algorithm", "fake_hosts", "shared_memory")
@@ -176,7 +177,7 @@ def _open(config: Config) -> World:
             raise ConfigError(f"init_process_group: MPIKV_{name.upper()} differs between ranks: {', '.join(values)}")
     transport.hosts = pretended(transport.hosts, config.fake_hosts)
     memory = None
-    if config.shared_memory == "auto" and config.algorithm == "auto" and len(set(transport.hosts)) < transport.size:
+    if Members(transport.hosts, tuple(range(transport.size)), config=config).shares_memory:
         here = ranks_here(transport)
 
         def gather(data: bytes) -> list[bytes]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mpikv import checks
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.launch import allocation, environment, hosts, line, remote, sync
+from mpikv.launch import allocation, channel, environment, hosts, line, remote, sync
 from mpikv.launch.command import NOT_FOUND
 from mpikv.launch.hosts import Host
 from mpikv.launch.output import Output
@@ -176,7 +176,7 @@ def _told(job: Job, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
     """The variables that tell the process above each rank what to do. Without addresses it prints for itself."""
     plan: dict[str, object] = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.grace_s}
     if addresses:
-        plan |= {"addresses": list(addresses), "secret": job.secret}
+        plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
     return {LAUNCH: json.dumps(plan), JOB: f"{job.id}/mpirun"}
 
 
@@ -195,10 +195,9 @@ def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
         job.secret,
         output,
         Limits(options.timeout, options.start_timeout, options.grace),
-        everywhere=bool(job.addresses),
+        job.addresses or ["127.0.0.1"],
     )
-    addresses = [(address, watch.port) for address in (job.addresses or ["127.0.0.1"])]
-    verdict = watch.run(job.words, {**os.environ, **job.variables, **_told(job, addresses)})
+    verdict = watch.run(job.words, {**os.environ, **job.variables, **_told(job, watch.addresses)})
     if verdict.text:
         output.say(verdict.text)
     begun = {block.host for block in job.blocks if watch.ranks[block.first_rank].host}

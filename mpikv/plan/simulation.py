@@ -28,7 +28,7 @@ from mpikv.plan.blank import Blank, blank
 from mpikv.plan.costs import LOCAL_LATENCY_S, SOCKET_BYTES, Costs, Link
 from mpikv.plan.ranks import Message, Rank
 from mpikv.plan.waiting import Rhythm
-from mpikv.transports.topology import topology
+from mpikv.topology import topology
 
 # Connections share a link in evenly at first, while their windows are small; later one that has it keeps it for a
 # while. So a turn is as long as what its sender has had since the link was idle, within these limits, which were chosen

@@ -23,18 +23,17 @@ from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
-from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
-from mpikv.config import Config
 from mpikv.control.contests import Labels
 from mpikv.engine.request import Done, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory, aligned
-from mpikv.keys import Key, KeyInfo, whole_bounds
+from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.placement import Members, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Pending, PreparedCall, Sink
@@ -57,7 +56,7 @@ class AllreduceStrategy(DistributedStrategy):
     def __init__(
         self,
         transport: Transport,
-        config: Config,
+        members: Members,
         *,
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
@@ -67,9 +66,9 @@ class AllreduceStrategy(DistributedStrategy):
         self._lanes: dict[int, Lane] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
-        self._config = config
+        self._members = members
         self._native: Any = None
-        if config.algorithm == "native":
+        if members.config.algorithm == "native":
             # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
             from mpikv.collectives import native  # noqa: PLC0415
 
@@ -77,10 +76,10 @@ class AllreduceStrategy(DistributedStrategy):
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
         # Workers that are ahead may ask worker 0 for a key's place as soon as its engine runs.
-        one_host = len(set(transport.hosts)) == 1
-        self._direct = None if memory is None or not one_host else Direct(memory, self._lanes, self._owner)
-        self._hosts = None if memory is None or one_host else HostKeys(memory, transport)
-        self._workers = Workers(transport, range(transport.size), config, self, threaded=threaded, on_fatal=on_fatal)
+        path = members.path
+        self._direct = Direct(memory, self._lanes, self._owner) if memory is not None and path == "direct" else None
+        self._hosts = HostKeys(memory, transport) if memory is not None and path == "hosted" else None
+        self._workers = Workers(transport, members.workers, members.config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
         dispute = self._workers.control.dispute
         self._rounds = LaneRounds(
@@ -94,13 +93,13 @@ class AllreduceStrategy(DistributedStrategy):
         if self._hosts is not None:
             self._workers.engine.serve(self._hosts.listen(), "counters of this host")
 
-    # --- placement
+    # --- keys as they are agreed on
 
-    def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
-        """The key's place in shared memory; its bounds follow from its number."""
+    def reserve(self, info: KeyInfo) -> Any:
+        """The key's place in shared memory; all else follows from what all workers know."""
         if self._hosts is not None:
-            return self._hosts.reserve_key(n_elems, itemsize_bytes)
-        return None if self._direct is None else self._direct.arena.reserve(n_elems * itemsize_bytes)
+            return self._hosts.reserve_key(info.n_elems, info.dtype.itemsize)
+        return None if self._direct is None else self._direct.arena.reserve(info.n_bytes)
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
@@ -160,19 +159,12 @@ class AllreduceStrategy(DistributedStrategy):
         return list(dict.fromkeys(self._lanes.values()))
 
     def _place(self, lane: Lane) -> None:
-        """Choose algorithm and owners of a key from what all workers know."""
-        info, p = lane.info, self.num_workers
-        wire_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
-        # With the direct way the ordinary one must add in the same order: it is then a matter of time which one goes.
-        lane.algorithm = (
-            "naive" if self._direct is not None else choose(wire_bytes, p, self._config.algorithm, self._group.hosts)
-        )
-        module = self._native or ALGORITHMS[lane.algorithm]
+        """Where its values live from now on: with the optimizer that serves it."""
+        info, room = lane.info, lane.shared is not None or lane.offset_bytes >= 0
         optimizer = self._owner.optimizer_of(info.id)
-        if optimizer is not None and not optimizer.elementwise:
-            lane.bounds = whole_bounds(info.n_elems, p, info.id % module.owners(p))
-        else:
-            lane.bounds = chunk_bounds(lane.algorithm, info.n_elems, self._group.hosts)
+        lane.placement = place(
+            self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
+        )
         lane.adding = lane.sharing = group = self._group
         if lane.comparison is not None:
             owners = frozenset(rank for i, rank in enumerate(group.ranks) if lane.bounds[i] < lane.bounds[i + 1])

@@ -45,8 +45,12 @@ class Lane(Protocol):
     """What this module needs of a key's lane."""
 
     info: KeyInfo
-    bounds: tuple[int, ...]
     offset_bytes: int  # in the arena
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """What each worker owns of the value."""
+        ...
 
     @property
     def idle(self) -> bool:

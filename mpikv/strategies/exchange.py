@@ -25,8 +25,9 @@ from mpikv.arrays import HostArray
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
-from mpikv.keys import KeyInfo, ShardPlan, partitions
+from mpikv.keys import KeyInfo, partitions
 from mpikv.observe.stall import Waiting
+from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.transports.base import Arrival, Transport
@@ -69,18 +70,17 @@ class Route(NamedTuple):
 class ClientKey:
     """One key as its client sees it."""
 
-    def __init__(self, info: KeyInfo, plan: ShardPlan, part_elems: int) -> None:
+    def __init__(self, info: KeyInfo, placement: Placement) -> None:
         self.info = info
-        self.part_elems = part_elems
         self.pushed = 0
-        self.move(plan)
+        self.move(placement)
 
-    def move(self, plan: ShardPlan) -> None:
+    def move(self, placement: Placement) -> None:
         """The key lives there from now on."""
-        self.plan = plan
+        self.placement = placement
         self.routes = []
-        for shard in plan:
-            parts = partitions(shard.begin, shard.end, self.part_elems)
+        for shard in placement.shards:
+            parts = partitions(shard.begin, shard.end, placement.part_elems)
             n_bytes = (shard.end - shard.begin) * self.info.dtype.itemsize
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES))
         self.small = len(self.routes) == 1 and self.routes[0].inline

@@ -18,8 +18,8 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, place_bytes
 from mpikv.engine.request import Steps
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
+from mpikv.topology import topology
 from mpikv.transports.base import Transport
-from mpikv.transports.topology import topology
 
 LINE = ALIGN_BYTES // WORD_BYTES
 WIDEST_WIRE_BYTES = 4  # what elements that are shorter are added in, at most: float16 in float32

@@ -84,13 +84,13 @@ class LaneRounds:
                     buf *= buf.dtype.type(ratio)
             yield from self._native.reduce_scatter(lane.comm, buf, bounds, combine)
         else:
-            reduce_scatter = ALGORITHMS[lane.algorithm].reduce_scatter
+            reduce_scatter = ALGORITHMS[lane.placement.algorithm].reduce_scatter
             yield from reduce_scatter(lane.adding, buf, bounds, wire.key_tag(info.id, 1), combine)
         self._apply(lane, buf, round_)
         if self._native is not None:
             yield from self._native.allgather(lane.comm, lane.stored, bounds)
         else:
-            allgather = ALGORITHMS[lane.algorithm].allgather
+            allgather = ALGORITHMS[lane.placement.algorithm].allgather
             yield from allgather(lane.sharing, lane.stored, bounds, wire.key_tag(info.id, 2))
 
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:

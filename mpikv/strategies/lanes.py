@@ -27,6 +27,7 @@ from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
+from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.strategies.direct import Direct
@@ -68,8 +69,7 @@ class Lane:
         self.offset_bytes = -1  # in shared memory, where there is some
         self._direct = direct
         self._own: HostArray | None = np.empty(info.n_elems, info.dtype)
-        self.bounds: tuple[int, ...] = ()
-        self.algorithm = ""
+        self.placement: Placement
         self.queue: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
@@ -81,6 +81,11 @@ class Lane:
         self.running: Running[None] | None = None
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """What each worker owns of the value."""
+        return self.placement.bounds
 
     def share(self, shared: HostKey | None) -> None:
         """Have the value in the memory of the host. Before it is set."""

@@ -20,14 +20,14 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
-from mpikv.config import Config
 from mpikv.engine.request import Done, Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
-from mpikv.keys import Key, KeyInfo, Shard, add_load, even_bounds, plan_of_bounds, server_plan
+from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.placement import Members, add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Pending, Sink
@@ -38,7 +38,6 @@ from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport
 
-EVENLY = -1  # in place of a key's only owner: it is cut evenly over all servers
 Entry = tuple[KeyInfo, HostArray | None, Sink | None]  # a key of a call: what is pushed, where the answer goes
 
 
@@ -78,35 +77,32 @@ class PreparedExchange:
 class PsStrategy(DistributedStrategy):
     """A worker of a store whose values live with servers.
 
-    workers, servers: ranks of the transport. service: a server's loop to run inside this worker, or None. local: the
+    members: of the transport. service: a server's loop to run inside this worker, or None. local: the
     transport through memory to servers of this host, where there is one.
     """
 
     def __init__(
         self,
         transport: Transport,
-        workers: Sequence[int],
-        servers: Sequence[int],
-        config: Config,
+        members: Members,
         *,
-        synchronous: bool,
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         service: Steps[None] | None = None,
         local: LocalTransport | None = None,
     ) -> None:
         super().__init__()
-        self.synchronous = synchronous
-        self._config = config
-        self._servers = tuple(servers)
-        self._labels = [f"server {i} (rank {rank} on {transport.hosts[rank]})" for i, rank in enumerate(servers)]
+        self.synchronous = members.synchronous
+        self._members = members
+        self._servers = members.owners
+        self._labels = [f"server {i} (rank {rank} on {members.hosts[rank]})" for i, rank in enumerate(self._servers)]
         self._keys: dict[int, ClientKey] = {}
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
         self._local = local
-        self._client = Client(transport if local is None else local, servers)
-        self._workers = Workers(transport, workers, config, self, threaded=threaded, on_fatal=on_fatal)
+        self._client = Client(transport if local is None else local, self._servers)
+        self._workers = Workers(transport, members.workers, members.config, self, threaded=threaded, on_fatal=on_fatal)
         self._engine = self._workers.engine
         if local is not None:
             self._engine.bell = local.bell
@@ -115,21 +111,17 @@ class PsStrategy(DistributedStrategy):
         self.rank = self._workers.group.rank
         self.num_workers = self._workers.group.size
 
-    # --- placement
+    # --- keys as they are agreed on
 
-    def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
-        """At worker 0: the key's shards, balanced by bytes, and the length of their partitions."""
-        plan = server_plan(n_elems, self._loads, self._config.bigarray_bound_elems, whole=self._whole)
-        add_load(self._loads, plan, itemsize_bytes)
-        # Not the shards themselves, of which there may be as many as servers: every worker is told.
-        return [plan[0].owner if len(plan) == 1 else EVENLY, max(1, self._config.partition_bytes // itemsize_bytes)]
+    def reserve(self, info: KeyInfo) -> Any:
+        """At worker 0: where the key lives, balanced by bytes."""
+        placement = place(self._members, info, whole=self._whole, load_bytes=self._loads)
+        add_load(self._loads, placement, info.dtype.itemsize)
+        return placement.told()
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        owner, part_elems = reserved
-        evenly = plan_of_bounds(even_bounds(info.n_elems, len(self._servers)))
-        key = ClientKey(info, evenly if owner == EVENLY else (Shard(owner, 0, info.n_elems),), part_elems)
-        self._keys[info.id] = key
+        key = self._keys[info.id] = ClientKey(info, as_told(self._members, info, reserved))
         if self.rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
@@ -188,9 +180,9 @@ class PsStrategy(DistributedStrategy):
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
         info = key.info
-        for shard in key.plan:
+        for shard in key.placement.shards:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text |= {"part": key.part_elems, "version": key.pushed}
+            text |= {"part": key.placement.part_elems, "version": key.pushed}
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             self._send(shard.owner, wire.Header(wire.INIT, info.id), payload)
 
@@ -319,12 +311,12 @@ class PsStrategy(DistributedStrategy):
             self._workers.wait(pending, timeout_s)
         except StallError as error:
             if isinstance(pending.request, Together):
-                limit_s = self._config.timeout_s if timeout_s is None else timeout_s
+                limit_s = self._members.config.timeout_s if timeout_s is None else timeout_s
                 pending.request.explain(error, lambda waiting: self._workers.control.report(waiting, limit_s))
             raise
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:
-        owners = tuple(self._labels[shard.owner] for shard in key.plan)
+        owners = tuple(self._labels[route.owner] for route in key.routes)
         return Waiting(call, key.info.key, key.info.id, key.pushed if self.synchronous else None, owners)
 
     # --- optimizers
@@ -354,17 +346,17 @@ class PsStrategy(DistributedStrategy):
         """Move keys that are cut into shards to one server each. Collective."""
         for info in self.infos():
             key = self._keys[info.id]
-            if self._workers.slot_of(info) != slot or len(key.plan) < 2:
+            if self._workers.slot_of(info) != slot or len(key.routes) < 2:
                 continue
-            plan = (Shard(info.id % len(self._servers), 0, info.n_elems),)
+            placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
             if self.rank == 0:
                 value: HostArray = np.empty(info.n_elems, info.dtype)
                 self.wait(self.pull(info, Sink(info, [value]), 0))
-                for shard in key.plan:
-                    self._send(shard.owner, wire.Header(wire.REMOVE, info.id))
-                key.move(plan)
+                for route in key.routes:
+                    self._send(route.owner, wire.Header(wire.REMOVE, info.id))
+                key.move(placement)
                 self._send_value(key, value)
-            key.move(plan)
+            key.move(placement)
 
     def _owned(self, server: int) -> list[tuple[KeyInfo, int, int]]:
         """What a server owns, in the pieces that it keeps states of."""

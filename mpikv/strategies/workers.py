@@ -35,8 +35,8 @@ class Placement(Protocol):
 
     synchronous: bool  # whether all workers make the same steps
 
-    def reserve(self, key_id: int, n_elems: int, itemsize_bytes: int) -> Any:
-        """At worker 0: what all ranks must know of a new key beyond its number, as JSON."""
+    def reserve(self, info: KeyInfo) -> Any:
+        """At worker 0: what all ranks must know of a new key beyond what they brought, as JSON."""
         ...
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
@@ -193,9 +193,8 @@ class Workers:
                 MpikvError, f"init of key {shown(name)}: this MPI library has tags for {limit} keys only"
             )
         self._next_id += 1
-        dtype = dtype_of(payload[1])
-        n_elems = KeyInfo(name, key_id, tuple(payload[0]), dtype).n_elems
-        return [key_id, *payload, self._placement.reserve(key_id, n_elems, dtype.itemsize)]
+        result = [key_id, *payload]
+        return [*result, self._placement.reserve(self._info(name, result))]
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:

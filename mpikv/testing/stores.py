@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpikv import spec as store_spec
 from mpikv.config import Config
 from mpikv.hostmemory.segment import HostMemory, private_memory
-from mpikv.kv import server_core, server_links, wants_links, wants_memory, worker_strategy
+from mpikv.kv import members_of, server_core, server_links, worker_strategy
 from mpikv.kvstore import KVStore
 from mpikv.server.loop import run_server
 from mpikv.server.roles import assign
@@ -40,15 +40,15 @@ def spawn_stores(
 
     places = hosts or ["localhost"] * size
     memories: dict[str, Iterator[HostMemory]] = {}
-    shared = wants_memory(roles, spec, config, places), wants_links(roles, spec, config, places)
+    members = members_of(places, roles, spec, config)
     mine: list[HostMemory | None] = [None] * size
-    if any(shared):
+    if members.shares_memory:
         memories = {host: iter(private_memory(list(places).count(host))) for host in dict.fromkeys(places)}
         mine = [next(memories[host]) for host in places]
 
     def rank_body(transport: ThreadTransport) -> T | None:
         memory = mine[transport.rank]
-        links = None if memory is None or not shared[1] else server_links(transport, memory, roles, config)
+        links = None if memory is None or members.path != "servers" else server_links(transport, memory, roles, config)
         if transport.rank in roles.servers:
             core = server_core(transport.hosts, roles, spec, links)
             run_server(transport if links is None else links, roles.workers, core, config.timeout_s)

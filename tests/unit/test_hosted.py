@@ -11,9 +11,10 @@ from mpikv.collectives.host_key import HostKey, place_bytes
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.keys import even_bounds, whole_bounds
+from mpikv.placement import bounds_of
 from mpikv.testing.ranks import run_collective
+from mpikv.topology import topology
 from mpikv.transports.threads import Fabric
-from mpikv.transports.topology import topology
 
 LAYOUTS = ("aab", "abb", "aba", "aabb", "abab", "aaab", "aabbc", "abcab", "aabbcc", "aaabbc", "aaaabbb", "abbbbbbb")
 HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)
@@ -101,7 +102,7 @@ def check(hosts: str, n: int, bounds: tuple[int, ...], **how) -> None:
 @HOSTS
 @pytest.mark.parametrize("n", [0, 1, 7, 1001])
 def test_sizes(hosts: str, n: int) -> None:
-    check(hosts, n, hierarchical.bounds(n, len(hosts), hosts))
+    check(hosts, n, bounds_of("hierarchical", n, hosts))
     check(hosts, n, even_bounds(n, len(hosts)), lent="changed")
 
 
@@ -111,14 +112,14 @@ def test_sizes(hosts: str, n: int) -> None:
 def test_long_values(hosts: str, lent: str) -> None:
     """More segments than a window; values anywhere."""
     n = (LINK_WINDOW + 3) * LINK_SEGMENT_BYTES // 4 * topology(hosts).carriers + 5
-    check(hosts, n, hierarchical.bounds(n, len(hosts), hosts), lent=lent)
+    check(hosts, n, bounds_of("hierarchical", n, hosts), lent=lent)
 
 
 @HOSTS
 def test_medium_values(hosts: str) -> None:
     """Just above what is short, so that some chunks have one segment and others none."""
     n = hierarchical.SHORT_BYTES * topology(hosts).carriers // 4 + 1
-    check(hosts, n, hierarchical.bounds(n, len(hosts), hosts), lent="mixed")
+    check(hosts, n, bounds_of("hierarchical", n, hosts), lent="mixed")
 
 
 @pytest.mark.parametrize("hosts", ["aab", "aabb", "aaab", "aaaabbb"])
@@ -132,7 +133,7 @@ def test_one_owner_of_everything(hosts: str, n: int) -> None:
 def test_dtypes(dtype: str) -> None:
     for hosts in ("aab", "aabb"):
         for n in (37, 100_001):
-            check(hosts, n, hierarchical.bounds(n, len(hosts), hosts), dtype=np.dtype(dtype))
+            check(hosts, n, bounds_of("hierarchical", n, hosts), dtype=np.dtype(dtype))
 
 
 def test_counters_that_are_behind_or_ahead() -> None:
