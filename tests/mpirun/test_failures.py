@@ -91,8 +91,8 @@ GRID = [
     *[("dist_sync", 1, case) for case in WITH_SERVERS],
     *[("dist_async", 0, case) for case in ASYNCHRONOUS],
 ]
-# In these the launcher has a part, or the start and the end of MPI; --full makes them with both. The other cases are the
-# store's alone, and MPICH starts a job in a third of the time.
+# In these the launcher has a part, or the start and the end of MPI; --full makes them with both. The other cases are
+# the store's alone, and MPICH starts a job in a third of the time.
 UNDER_BOTH = {
     "raises",
     "exits with a status",
