@@ -153,6 +153,7 @@ def test_killed(mpi, kind: str, servers: int, victim: int, tmp_path: Path) -> No
         ranks = {int(rank): pid for pid in running.processes() if (rank := rank_of(pid)) is not None}
         if kind == "dist_sync":  # the others say what they lack if they already wait for it when they are ended
             running.kill(ranks[victim], signal.SIGSTOP)
+            (tmp_path / "stopped").touch()
             running.wait_for("waits")
         running.kill(ranks[victim])
     job = running.result
