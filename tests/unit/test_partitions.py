@@ -45,6 +45,7 @@ def dtypes_modes_bounds():
             yield dtype, mode, bound
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("dtype", "mode", "bound"), list(dtypes_modes_bounds()))
 def test_every_size(dtype, mode, bound):
     """`push`, `pull`, `pushpull` in place and into another array, alone and as lists; exact sums of small integers."""
@@ -118,6 +119,7 @@ def _body(optimizer):
     return body
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("memory", ["auto", "off", "long"])
@@ -406,6 +408,7 @@ def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
     assert _messages(fabric, 1, 1, SMALL, together, **WHOLE)[0] == 2 * -(-40 // per_message)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("memory", ["auto", "off", "long"])
 @pytest.mark.parametrize("name", ["none", "test", "lamb"])
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -122,6 +122,7 @@ def exchange(store, call: str, keys, grads, outs) -> None:
         store.pushpull_async(keys, grads, out=outs).wait()
 
 
+@pytest.mark.grid(1)
 @EVERY_WAY
 def test_each_gradient_counts_with_its_own_factor(way: Way) -> None:
     # Each size in two dtypes, each dtype in three sizes.

@@ -84,6 +84,7 @@ def every_form(store: KVStore, n: int, dtype) -> None:
         same(out, expected(op, pairs, W))
 
 
+@pytest.mark.grid
 @MODES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_reduction(mode, dtype):
@@ -94,6 +95,7 @@ def test_every_reduction(mode, dtype):
     mode.run(body)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("hosts", LAYOUTS)
 @pytest.mark.parametrize("shared", ["auto", "off"])
 def test_several_hosts(hosts, shared):

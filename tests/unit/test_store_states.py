@@ -241,6 +241,7 @@ def damaged_file(directory, damage):
     return bad
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("damage", DAMAGE)
 @EVERY_KIND
 def test_a_file_that_does_not_fit_changes_nothing(mode, damage, tmp_path):
