@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
-of elements and plain numbers. What a user's own function keeps may be anything (wrap.py)."""
+of elements and plain numbers. What a user's own function keeps may be anything (function.py)."""
 
 BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
 
