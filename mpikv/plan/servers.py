@@ -21,6 +21,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.clock import MACHINE_CLOCK
 from mpikv.config import Config
 from mpikv.engine.request import Done, Predicate, Request, Steps
 from mpikv.keys import KeyInfo
@@ -114,6 +115,7 @@ class _Counting:
     def __init__(self) -> None:
         self.rank, self.size, self.max_tag = 0, 0, 2**31 - 1
         self.hosts: tuple[str, ...] = ()
+        self.clock = MACHINE_CLOCK
         self.sent_messages = self.sent_bytes = 0
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:

@@ -11,7 +11,7 @@ from mpikv.groups.world import World
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.testing.ranks import spawn
 from mpikv.testing.stores import TEST_TIMEOUT_S
-from mpikv.transports.threads import ThreadTransport
+from mpikv.transports.base import Transport
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def spawn_groups(
         }
         memories = [next(of_host[host]) for host in places]
 
-    def rank_body(transport: ThreadTransport) -> T:
+    def rank_body(transport: Transport) -> T:
         fatal: list[BaseException] = []
         memory = memories[transport.rank]
         world = World(transport, config, threaded=True, memory=memory, on_fatal=fatal.append)

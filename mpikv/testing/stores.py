@@ -13,7 +13,8 @@ from mpikv.kvstore import KVStore
 from mpikv.server.loop import run_server
 from mpikv.server.roles import assign
 from mpikv.testing.ranks import spawn
-from mpikv.transports.threads import ThreadTransport
+from mpikv.transports.base import Transport
+from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
@@ -28,9 +29,11 @@ def spawn_stores(
     num_servers: int = 0,
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
+    fabric: Fabric | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
 
+    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts.
     The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
     """
     spec = store_spec.parse(name)
@@ -46,7 +49,7 @@ def spawn_stores(
         memories = {host: iter(private_memory(list(places).count(host))) for host in dict.fromkeys(places)}
         mine = [next(memories[host]) for host in places]
 
-    def rank_body(transport: ThreadTransport) -> T | None:
+    def rank_body(transport: Transport) -> T | None:
         memory = mine[transport.rank]
         links = None if memory is None or members.path != "servers" else server_links(transport, memory, roles, config)
         if transport.rank in roles.servers:
@@ -68,5 +71,5 @@ def spawn_stores(
             raise fatal[0]
         return result
 
-    results = spawn(size, rank_body, hosts=hosts, timeout_s=3 * config.timeout_s + 10)
+    results = spawn(size, rank_body, hosts=hosts, fabric=fabric, timeout_s=3 * config.timeout_s + 10)
     return [results[rank] for rank in roles.workers]  # type: ignore[misc]
