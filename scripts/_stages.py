@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import frameworks  # noqa: E402 - lies beside the tests
+import grids  # noqa: E402
 import jobs  # noqa: E402
 import report  # noqa: E402
 
@@ -131,7 +132,8 @@ def stages(
     found = [without_full(stage) for stage in found]
     if full:
         found += [
-            Stage("full", "without MPI, the rest", openmpi, units, LIMIT_S, options=[*ONLY_FULL, *without_runner]),
+            Stage("full", "without MPI, the rest", openmpi, units[:1], LIMIT_S, options=[*ONLY_FULL, *without_runner]),
+            Stage("full", "properties, all examples", openmpi, units[1:], LIMIT_S),
             Stage("full", "whole jobs, the rest", openmpi, others, LIMIT_S, options=ONLY_FULL),
             *under(openmpi, "Open MPI", FULL_OPENMPI_SIZES, "full"),
             *under(mpich, "MPICH", FULL_MPICH_SIZES, "full"),
@@ -211,6 +213,7 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
             report.STAGE_VARIABLE: stage.title,
             jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
             frameworks.VARIABLE: ",".join(stage.frameworks),
+            grids.FULL_VARIABLE: "yes" if stage.group == "full" else "",
         },
         folder / "tmp",
     )
