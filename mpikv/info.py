@@ -23,7 +23,7 @@ from mpikv.hostmemory import segment
 from mpikv.placement_map import ranges
 from mpikv.runtime import interface, launcher, library
 from mpikv.server.roles import assign
-from mpikv.transports.topology import pretended
+from mpikv.topology import pretended
 
 # What each array library's packages are called: CuPy's name says which CUDA it was built for.
 ARRAY_LIBRARIES = {

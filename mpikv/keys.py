@@ -6,6 +6,7 @@ the gradients for it and applies the optimizer to it. A plan is the tuple of a k
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class KeyInfo:
     @property
     def n_elems(self) -> int:
         """Elements of the value; 1 for a 0-dimensional one."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
@@ -79,30 +80,6 @@ def plan_of_bounds(bounds: Sequence[int]) -> ShardPlan:
     return tuple(Shard(i, bounds[i], bounds[i + 1]) for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1])
 
 
-def least_loaded(load_bytes: Sequence[int]) -> int:
-    """The owner that holds the fewest bytes; the first of several."""
-    return min(range(len(load_bytes)), key=lambda owner: (load_bytes[owner], owner))
-
-
-def server_plan(n_elems: int, load_bytes: Sequence[int], bigarray_bound_elems: int, *, whole: bool) -> ShardPlan:
-    """Where a key lives among servers that hold `load_bytes` already.
-
-    A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all. `whole`
-    keeps a large one together too: its optimizer's formula needs all of it. An empty value has no shard.
-    """
-    if n_elems == 0:
-        return ()
-    if whole or n_elems < bigarray_bound_elems or len(load_bytes) == 1:
-        return (Shard(least_loaded(load_bytes), 0, n_elems),)
-    return plan_of_bounds(even_bounds(n_elems, len(load_bytes)))
-
-
 def partitions(begin: int, end: int, part_elems: int) -> tuple[tuple[int, int], ...]:
     """The pieces of at most `part_elems` elements that the elements `[begin, end)` travel in; empty ones have none."""
     return tuple((at, min(at + part_elems, end)) for at in range(begin, end, part_elems))
-
-
-def add_load(load_bytes: list[int], plan: ShardPlan, itemsize_bytes: int) -> None:
-    """Count a key's shards to their owners, in place."""
-    for shard in plan:
-        load_bytes[shard.owner] += (shard.end - shard.begin) * itemsize_bytes

@@ -1,7 +1,7 @@
 """The map of a job: for each rank its host, role, local rank, device, and what it would hold of a network's values.
 
-What a `dist_sync` store would make of these ranks with the settings in force, from the same functions: roles, shards
-and chunks are the store's own. The keys of a network are taken as initialised one by one in the order of its layers;
+What a `dist_sync` store would make of these ranks with the settings in force, from the same functions: roles and
+placements are the store's own. The keys of a network are taken as initialised one by one in the order of its layers;
 a `Trainer` puts small ones into buckets and cuts those, which moves some bytes between the owners.
 
 A device is the CUDA device that a rank gets by its number on its host, over the devices that it may see
@@ -12,7 +12,6 @@ without importing an array library. All but `visible_gpus` is pure. Cost: one pa
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -20,19 +19,17 @@ from typing import NamedTuple
 import numpy as np
 
 from mpikv import models
-from mpikv.collectives.select import choose, chunk_bounds
 from mpikv.config import Config
-from mpikv.keys import ShardPlan, add_load, plan_of_bounds, server_plan
-from mpikv.kv import wants_memory
+from mpikv.keys import KeyInfo, ShardPlan
+from mpikv.placement import Members, add_load, place
 from mpikv.server.roles import Roles
-from mpikv.spec import StoreSpec
-from mpikv.transports.topology import Topology, topology
+from mpikv.topology import Topology, topology
 
 LONG = 64  # ranks from which on equal hosts share lines
 MOST_RANGES = 4  # of rank numbers in one cell
-ITEM_BYTES = np.dtype("float32").itemsize
+DTYPE = np.dtype("float32")
+ITEM_BYTES = DTYPE.itemsize
 TITLES = ("rank", "host", "role", "local rank", "device", "shards held")
-DIST_SYNC = StoreSpec(distributed=True, synchronous=True, on_device=False)
 
 
 class Gpus(NamedTuple):
@@ -87,21 +84,14 @@ def device(gpus: Gpus, local_rank: int) -> str:
 
 def plans(model: str, roles: Roles, hosts: Sequence[str], config: Config) -> list[tuple[int, ShardPlan]]:
     """Elements and shards of each key of a network. The owners are the servers, or the workers where there are none."""
-    sizes = [math.prod(shape) for shape in models.shapes(model)]
-    if not roles.servers:
-        # Workers that are all on one host add where the values lie, whatever the table of algorithms says.
-        shared = wants_memory(roles, DIST_SYNC, config, hosts) and len(set(hosts)) == 1
-        found = []
-        for n in sizes:
-            algorithm = "naive" if shared else choose(n * ITEM_BYTES, len(hosts), config.algorithm, hosts)
-            found.append((n, plan_of_bounds(chunk_bounds(algorithm, n, hosts))))
-        return found
-    load_bytes = [0] * len(roles.servers)
+    members = Members(tuple(hosts), roles.workers, roles.servers, config=config)
+    load_bytes = [0] * len(members.owners)
     found = []
-    for n in sizes:
-        plan = server_plan(n, load_bytes, config.bigarray_bound_elems, whole=False)
-        add_load(load_bytes, plan, ITEM_BYTES)
-        found.append((n, plan))
+    for number, shape in enumerate(models.shapes(model)):
+        info = KeyInfo(number, number, tuple(shape), DTYPE)
+        placement = place(members, info, load_bytes=load_bytes)
+        add_load(load_bytes, placement, ITEM_BYTES)
+        found.append((info.n_elems, placement.shards))
     return found
 
 

@@ -2,18 +2,24 @@
 
 A call is known by its keys and by the very array objects it was made with, in order. It is kept from its second coming
 on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys.
-What is not looked at again, for it would cost as much as the call: whether an array in a list was given another shape
-in place, or made read-only, since it was pushed last.
+What is not looked at again, for it would cost as much as the call: whether a NumPy array in a list was given another
+shape in place, or made read-only, since it was pushed last. PyTorch's tensors are looked at each time: `tensor.data =`
+and `set_` give them other memory.
 
-Cost of finding a call: a comparison of identity per key.
+Cost of finding a call: a comparison of identity per key; half a microsecond more for each tensor of PyTorch.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpikv import tensors
+from mpikv.arrays import host_view
 from mpikv.strategies.base import PreparedCall
 
 KEPT_LISTS = 16  # more than a program has trainers, or parts of a model that it pushes in turn
@@ -22,22 +28,71 @@ KEPT_SINGLES = 4096
 Listed = (list, tuple)
 
 
+class _Tensor(NamedTuple):
+    """A tensor of PyTorch's, and where it was when the call was prepared."""
+
+    tensor: Any
+    address: int
+    shape: Any
+    strides: Any
+    dtype: Any
+
+    def is_same(self) -> bool:
+        """Whether it still has the same memory, in the same form."""
+        tensor = self.tensor
+        return bool(
+            tensor.data_ptr() == self.address
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+            and tensor.dtype is self.dtype
+        )
+
+
+def _tensors(arrays: Iterable[Any]) -> list[_Tensor]:
+    """Those of the arrays that may be given other memory."""
+    return [
+        _Tensor(array, array.data_ptr(), array.shape, array.stride(), array.dtype)
+        for array in arrays
+        if tensors.is_tensor(array)
+    ]
+
+
+def may_come_again(array: Any) -> bool:
+    """Whether a prepared call with this array can be known again, and then reads and writes the array's own memory."""
+    if isinstance(array, np.ndarray):
+        return True
+    if not tensors.is_tensor(array):
+        return False  # JAX's never change, and CuPy's are copied through the host
+    address: int = host_view(array, "a tensor").__array_interface__["data"][0]
+    return bool(address == array.data_ptr())  # not so where PyTorch has to make the values first
+
+
 class _Single:
     """A known call with one key, and one array each for value and result."""
 
-    __slots__ = ("call", "out", "shape", "value")
+    __slots__ = ("call", "out", "shape", "tensors", "value")
 
     def __init__(self, value: Any, out: Any, call: PreparedCall) -> None:
         self.value = value
         self.out = out
         self.shape = value.shape
+        self.tensors = _tensors((value, out))
         self.call = call
+
+    def is_same(self, value: Any, out: Any) -> bool:
+        """Whether a call with the same key is this one."""
+        if value is not self.value or out is not self.out or value.shape != self.shape:
+            return False
+        target = value if out is None else out
+        if isinstance(target, np.ndarray) and not target.flags.writeable:
+            return False
+        return not self.tensors or all(one.is_same() for one in self.tensors)
 
 
 class _List:
     """A known call with lists."""
 
-    __slots__ = ("call", "keys", "nested", "outs", "texts", "types", "unequal", "values")
+    __slots__ = ("call", "keys", "nested", "outs", "tensors", "texts", "types", "unequal", "values")
 
     def __init__(self, keys: Any, value: Any, out: Any, call: PreparedCall) -> None:
         self.keys = list(keys)
@@ -46,11 +101,15 @@ class _List:
         self.values = _objects(value) if self.nested else list(value)
         self.outs = None if out is None else _objects(out) if self.nested else list(out)
         self.texts = all(type(one) is str for one in keys)
-        self.unequal = not self.nested and all(one.size > 1 for one in value)
+        self.unequal = not self.nested and all(isinstance(one, np.ndarray) and one.size > 1 for one in value)
+        self.tensors = _tensors((*self.values, *(self.outs or ())))
         self.call = call
 
     def is_same(self, keys: Any, value: Any, out: Any) -> bool:
         """Whether a call is this one."""
+        return self._is_made_with(keys, value, out) and (not self.tensors or all(one.is_same() for one in self.tensors))
+
+    def _is_made_with(self, keys: Any, value: Any, out: Any) -> bool:
         if len(keys) != len(self.keys):
             return False
         if self.texts and type(keys) is list:
@@ -106,14 +165,7 @@ class PreparedCalls:
         """The call that was made with these very arguments before."""
         if type(key) is str or type(key) is int:
             known = self._singles.get(key)
-            if (
-                known is not None
-                and known.value is value
-                and known.out is out
-                and value.shape == known.shape
-                and (value if out is None else out).flags.writeable
-                and known.call.valid
-            ):
+            if known is not None and known.is_same(value, out) and known.call.valid:
                 return known.call
         elif type(key) in Listed and type(value) in Listed and (out is None or type(out) in Listed):
             for i, listed in enumerate(self._lists):

@@ -17,23 +17,12 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.engine.request import Steps
-from mpikv.keys import even_bounds
+from mpikv.placement import most_owners
 from mpikv.transports.base import Group
 
 
-def owners(size: int) -> int:
-    """How many ranks, from 0 on, may own a chunk: the largest power of two that is not above `size`."""
-    return 1 << (size.bit_length() - 1)
-
-
-def bounds(n_elems: int, size: int) -> tuple[int, ...]:
-    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`; the folded ranks' chunks are empty."""
-    core = even_bounds(n_elems, owners(size))
-    return core + (n_elems,) * (size + 1 - len(core))
-
-
 def _check(group: Group, chunks: Sequence[int]) -> int:
-    core = owners(group.size)
+    core = most_owners("halving_doubling", group.size)
     if chunks[core] != chunks[group.size]:
         raise ValueError(f"halving_doubling: of {group.size} ranks only the first {core} may own a chunk")
     return core

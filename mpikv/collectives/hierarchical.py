@@ -30,34 +30,12 @@ from mpikv.collectives import halving_doubling, naive
 from mpikv.collectives.ring import Circle, passing
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, Span, Stage, cut, drive, scratch
 from mpikv.engine.request import Steps
-from mpikv.keys import even_bounds
+from mpikv.topology import topology
 from mpikv.transports.base import Group
-from mpikv.transports.topology import topology
 
 # One lane of up to so many bytes takes as long as a few messages: then fewer steps win over equal shares of the link.
 SHORT_BYTES = 32 << 10
 DIRECT_HOSTS = 4  # up to so many hosts every carrier may send to all others at once
-
-
-def bounds(n_elems: int, size: int, hosts: Sequence[str] | None = None) -> tuple[int, ...]:
-    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`.
-
-    With the host of each rank every host owns the same share, cut evenly over its ranks, so that all links carry the
-    same; without, every rank owns the same.
-    """
-    if hosts is None:
-        return even_bounds(n_elems, size)
-    members = topology(hosts).hosts
-    shares = np.diff(even_bounds(n_elems, len(members)))
-    lengths = np.zeros(size, np.int64)
-    for ranks, share in zip(members, shares, strict=True):
-        lengths[list(ranks)] = np.diff(even_bounds(int(share), len(ranks)))
-    return (0, *(int(end) for end in np.cumsum(lengths)))
-
-
-def owners(size: int) -> int:
-    """How many ranks, from 0 on, may own a chunk."""
-    return size
 
 
 class Lanes:

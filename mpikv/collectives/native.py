@@ -18,7 +18,6 @@ from mpikv.arrays import HostArray
 from mpikv.collectives.labelled import NOTE_BYTES, Comparison, said_in
 from mpikv.engine.request import Steps
 from mpikv.errors import UnsupportedError
-from mpikv.keys import even_bounds
 from mpikv.transports.mpi import MpiRequest
 
 # Dtypes that every MPI reduces; float16 and bfloat16 arrive here widened to float32.
@@ -32,16 +31,6 @@ REDUCIBLE = {
 }
 
 MPI_OPS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maximum: MPI.MAX, np.multiply: MPI.PROD}
-
-
-def bounds(n_elems: int, size: int) -> tuple[int, ...]:
-    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`."""
-    return even_bounds(n_elems, size)
-
-
-def owners(size: int) -> int:
-    """How many ranks, from 0 on, may own a chunk."""
-    return size
 
 
 def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:

@@ -31,20 +31,9 @@ from mpikv.collectives.stages import (
     scratch,
 )
 from mpikv.engine.request import Steps
-from mpikv.keys import even_bounds
 from mpikv.transports.base import Group
 
 SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment
-
-
-def bounds(n_elems: int, size: int) -> tuple[int, ...]:
-    """Chunk i, owned by rank i, is `[bounds[i], bounds[i+1])`."""
-    return even_bounds(n_elems, size)
-
-
-def owners(size: int) -> int:
-    """How many ranks, from 0 on, may own a chunk."""
-    return size
 
 
 def passing(

@@ -16,9 +16,10 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives import naive, ring
-from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
+from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.groups.operators import Operator
+from mpikv.placement import bounds_of, choose
 from mpikv.transports.base import Group
 
 DIRECT_RANKS, DIRECT_BYTES = 4, 64 << 10  # up to either a reduce-scatter sends each part straight to its owner
@@ -31,7 +32,7 @@ def allreduce(group: Group, buf: HostArray, operator: Operator, tag: int, algori
         return
     name = choose(buf.nbytes, group.size, "auto" if algorithm == "native" else algorithm, group.hosts)
     module = ALGORITHMS[name]
-    chunks = chunk_bounds(name, buf.size, group.hosts)
+    chunks = bounds_of(name, buf.size, group.hosts)
     own = slice(chunks[group.rank], chunks[group.rank + 1])
     wide = buf.astype(sum_dtype(buf.dtype), copy=False)
     yield from module.reduce_scatter(group, wide, chunks, tag, combine=operator.combine)

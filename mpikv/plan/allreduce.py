@@ -14,10 +14,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from mpikv import buckets, wire
-from mpikv.collectives.select import ALGORITHMS, choose, chunk_bounds
+from mpikv.collectives.select import ALGORITHMS
+from mpikv.config import Config
 from mpikv.engine.request import Steps
 from mpikv.errors import ConfigError
+from mpikv.keys import KeyInfo
+from mpikv.placement import Members, Placement, place
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.outcome import Outcome
 from mpikv.plan.ranks import Rank
@@ -30,12 +35,17 @@ MOST_MESSAGES = 3_000_000  # some minutes
 
 
 class Lane(NamedTuple):
-    """Keys that travel together: their number, elements and algorithm; which keys they are."""
+    """Keys that travel together: their number and elements, which keys they are, and their placement."""
 
     key_id: int
     n_elems: int
-    algorithm: str
     keys: tuple[int, ...]
+    placement: Placement
+
+    @property
+    def algorithm(self) -> str:
+        """How its values are added."""
+        return self.placement.algorithm
 
 
 def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
@@ -51,8 +61,14 @@ def lanes_of(workload: Workload, hosts: Sequence[str], algorithm: str = "auto") 
     lanes = []
     for group in groups:
         keys, n_elems = tuple(order[i] for i in group), sum(sizes[i] for i in group)
-        lanes.append(Lane(keys[0], n_elems, choose(ITEM_BYTES * n_elems, len(hosts), algorithm, hosts), keys))
+        lanes.append(_lane(keys, n_elems, hosts, algorithm))
     return lanes
+
+
+def _lane(keys: tuple[int, ...], n_elems: int, hosts: Sequence[str], algorithm: str) -> Lane:
+    info = KeyInfo(keys[0], keys[0], (n_elems,), np.dtype(DTYPE))
+    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
+    return Lane(keys[0], n_elems, keys, place(members, info))
 
 
 def simulate(
@@ -80,7 +96,7 @@ def simulate(
         raise ConfigError("ranks that do not do the same: all must be simulated")
     symmetric = alike and (workers > EVERY_RANK if every_rank is None else not every_rank)
     if symmetric:
-        lanes = [lane._replace(n_elems=-(-lane.n_elems // workers) * workers) for lane in lanes]
+        lanes = [_lane(lane.keys, -(-lane.n_elems // workers) * workers, hosts, lane.algorithm) for lane in lanes]
     elif _messages(lanes, workers) > MOST_MESSAGES:
         raise ConfigError(
             f"{workers} workers: too many messages to simulate every rank; with a power of two workers, as many on "
@@ -145,7 +161,7 @@ def _start(
 
 def _round(simulation: Simulation, group: Group, lane: Lane) -> Steps[None]:
     """What `AllreduceStrategy` does with a lane."""
-    bounds = chunk_bounds(lane.algorithm, lane.n_elems, group.hosts)
+    bounds = lane.placement.bounds
     module = ALGORITHMS[lane.algorithm]
     buf = simulation.blank(lane.n_elems, DTYPE)
     yield from module.reduce_scatter(group, buf, bounds, wire.key_tag(lane.key_id, 1))

@@ -1,7 +1,7 @@
 """One simulated rank: its core, its transport, and the generators that it runs.
 
-The transport is the one that collectives, clients and servers see. A request knows whose it is and wakes only that
-generator, as over MPI. What a message holds is not kept, but for the headers of requests to servers, which they read.
+The transport is the one that collectives, clients and servers see. A request wakes only the generator that waits for
+it, as over MPI. What a message holds is not kept, but for the headers of requests to servers, which they read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.request import Completion, Request, Steps
 from mpikv.engine.running import Running
 from mpikv.plan.blank import Blank
 from mpikv.plan.costs import EAGER_BYTES
@@ -28,24 +28,15 @@ CONTROL_SHARE = 0.2  # of a message's work, for an announcement or an agreement,
 Headers = list[tuple[int, HostArray]]
 
 
-class Transfer:
-    """A send or a receive. Done when `finish` was called."""
+class Transfer(Completion):
+    """A send or a receive."""
 
-    __slots__ = ("buf", "done", "message", "owner", "rank")
+    __slots__ = ("buf", "message", "rank")
 
-    def __init__(self, rank: Rank, owner: Running[Any] | None, buf: HostArray | None) -> None:
-        self.rank, self.owner, self.buf = rank, owner, buf
-        self.done = False
+    def __init__(self, rank: Rank, buf: HostArray | None) -> None:
+        super().__init__()
+        self.rank, self.buf = rank, buf
         self.message: Message | None = None
-
-    def test(self) -> bool:
-        """Whether it is done."""
-        return self.done
-
-    def finish(self) -> None:
-        """It is done; wakes its generator."""
-        self.done = True
-        self.rank.wake(self.owner)
 
 
 class Message:
@@ -77,7 +68,7 @@ class Arrived:
     def receive(self, buf: HostArray) -> Request:
         """Receive it."""
         rank = self._message.receiver
-        request = Transfer(rank, rank.owner, buf)
+        request = Transfer(rank, buf)
         rank.match(self._message, request)
         return request
 
@@ -95,7 +86,6 @@ class Rank:
         self.max_tag = 2**31 - 1
         self.sent_messages = 0
         self.sent_bytes = 0
-        self.owner: Running[Any] | None = None
         self.now_s = 0.0  # where its core is
         self.busy_s = 0.0
         self.finished_s = 0.0  # when the last of its generators ended
@@ -123,7 +113,7 @@ class Rank:
         n_bytes = buf.nbytes
         self.sent_messages += 1
         self.sent_bytes += n_bytes
-        request = Transfer(self, self.owner, None)
+        request = Transfer(self, None)
         local = self._simulation.is_local(self.rank, dest)
         key_id = None if tag < wire.TAG_KEYS else (tag - wire.TAG_KEYS) // wire.TAGS_PER_KEY
         receiver, source = self._simulation.route(self, dest, key_id)
@@ -166,7 +156,7 @@ class Rank:
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """See `Transport`."""
-        request = Transfer(self, self.owner, buf)
+        request = Transfer(self, buf)
         waiting = self._unexpected.get((source, tag))
         if waiting:
             self.match(waiting.popleft(), request)
@@ -177,6 +167,9 @@ class Rank:
     def probe(self, tag: int) -> Arrived | None:
         """See `Transport`; requests to servers alone."""
         return Arrived(self._requests.popleft()) if tag == wire.TAG_REQUEST and self._requests else None
+
+    def poll(self) -> None:
+        """Nothing to find out: a look handles what has arrived."""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -211,12 +204,6 @@ class Rank:
     def pay_work(self, seconds: float) -> None:
         """The core adds or copies; as a server for all workers that are stood for."""
         self.pay(seconds * self._simulation.weight if self._serving else seconds)
-
-    def wake(self, running: Running[Any] | None) -> None:
-        """Something has happened to a generator's request."""
-        if running is not None and not running.woken:
-            running.woken = True
-            self._ready.append(running)
 
     def expect(self, time_s: float) -> None:
         """Something has happened that the next look will see."""
@@ -275,7 +262,7 @@ class Rank:
 
     def start(self, steps: Steps[Any]) -> Running[Any]:
         """Start a generator, as the engine does. Inside `work`."""
-        running: Running[Any] = Running(steps, "")
+        running: Running[Any] = Running(steps, "", self._ready)
         self._running.add(running)
         self._step(running)
         return running
@@ -285,16 +272,12 @@ class Rank:
         self._services.append(Running(steps, ""))
 
     def _step(self, running: Running[Any]) -> bool:
-        before, self.owner = self.owner, running
         moved = running.advance()
-        self.owner = before
         if running.done:
             if running.error is not None:
                 raise running.error
             self._running.discard(running)
             self.finished_s = self.now_s
-        elif running.woken:
-            self._ready.append(running)
         return moved
 
     def _advance(self) -> None:

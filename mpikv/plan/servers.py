@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.config import Config
 from mpikv.engine.request import Done, Predicate, Request, Steps
-from mpikv.keys import KeyInfo, add_load, server_plan
+from mpikv.keys import KeyInfo
+from mpikv.placement import Members, add_load, place
 from mpikv.plan.blank import Blank, blank
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.outcome import Outcome
@@ -41,17 +42,9 @@ EVERY_WORKER = 16  # up to so many workers are all simulated
 STANDING = 8  # of more, so many stand for all
 
 
-class Placement(NamedTuple):
-    """Ranks of the workers that are simulated, and of the servers; the host of each rank."""
-
-    workers: tuple[int, ...]
-    servers: tuple[int, ...]
-    hosts: tuple[str, ...]
-
-
-def place(
+def members_of(
     workers: int, servers: int, per_host: int, *, shared: bool = False, simulated: int | None = None
-) -> Placement:
+) -> Members:
     """Workers in blocks on their hosts; servers on hosts of their own, as many on each, or on the workers' in turn.
 
     servers: 0: one inside every worker. simulated: only so many of the workers, the first ones; default all.
@@ -59,12 +52,12 @@ def place(
     simulated = workers if simulated is None else simulated
     if not servers:
         hosts = tuple(f"h{rank // per_host}" for rank in range(workers))
-        return Placement(tuple(range(simulated)), tuple(range(workers)), hosts)
+        return Members(hosts, tuple(range(simulated)), tuple(range(workers)))
     n_hosts = -(-workers // per_host)
     of_workers = [f"h{rank // per_host}" for rank in range(simulated)]
     of_servers = [f"h{i % n_hosts}" if shared else f"s{i // per_host}" for i in range(servers)]
     ranks = range(simulated + servers)
-    return Placement(tuple(ranks[:simulated]), tuple(ranks[simulated:]), (*of_workers, *of_servers))
+    return Members((*of_workers, *of_servers), tuple(ranks[:simulated]), tuple(ranks[simulated:]))
 
 
 class _BlankPool(Pool):
@@ -93,13 +86,14 @@ class _BlankSink(Sink):
 
 
 def keys_of(workload: Workload, servers: int, config: Config) -> list[ClientKey]:
-    """Where the keys live and how they travel, as `PsStrategy` decides it."""
+    """Where the keys live and how they travel."""
+    members = Members(("",) * servers, (), tuple(range(servers)), config=config)
     loads, keys = [0] * servers, []
     for number, n_elems in enumerate(workload.sizes):
         info = KeyInfo(number, number, (n_elems,), np.dtype(DTYPE))
-        plan = server_plan(n_elems, loads, config.bigarray_bound_elems, whole=False)
-        add_load(loads, plan, ITEM_BYTES)
-        key = ClientKey(info, plan, max(1, config.partition_bytes // ITEM_BYTES))
+        placement = place(members, info, load_bytes=loads)
+        add_load(loads, placement, ITEM_BYTES)
+        key = ClientKey(info, placement)
         key.pushed = 1
         keys.append(key)
     return keys
@@ -132,6 +126,9 @@ class _Counting:
 
     def probe(self, tag: int) -> None:
         return None
+
+    def poll(self) -> None:
+        """Nothing is ever under way."""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -177,25 +174,25 @@ def simulate(
     weight = workers / standing
     keys = keys_of(workload, servers or workers, config)
     messages, sent_bytes = counted(keys, servers or workers)
-    placement = place(workers, servers, per_host, shared=shared, simulated=standing)
+    members = members_of(workers, servers, per_host, shared=shared, simulated=standing)
 
     def run(ready_s: Sequence[float] | None) -> Simulation:
         simulation = Simulation(
-            placement.hosts,
+            members.hosts,
             link,
             costs,
-            servers=set(placement.servers[0 if servers else standing :]),
+            servers=set(members.servers[0 if servers else standing :]),
             weight=weight,
             alive=alive,
         )
-        for index, server in enumerate(placement.servers):
-            _serve(simulation, simulation.ranks[server], placement, index, keys, synchronous=synchronous)
-        for worker in placement.workers:
+        for index, server in enumerate(members.servers):
+            _serve(simulation, simulation.ranks[server], members, index, keys, synchronous=synchronous)
+        for worker in members.workers:
             rank = simulation.ranks[worker]
             _start(
                 simulation,
                 rank,
-                Client(rank, placement.servers),
+                Client(rank, members.servers),
                 keys,
                 None if ready_s is None else (ready_s, compute_s),
             )
@@ -203,12 +200,12 @@ def simulate(
         return simulation
 
     def end_s(simulation: Simulation) -> float:
-        return max(simulation.ranks[rank].finished_s for rank in placement.workers)
+        return max(simulation.ranks[rank].finished_s for rank in members.workers)
 
     simulation = run(None)
     overlapped_s = max(compute_s, end_s(run(workload.ready_s(compute_s)))) if compute_s else None
     busy_s = {}
-    roles = {"worker": placement.workers, "server": placement.servers} if servers else {"worker": placement.servers}
+    roles = {"worker": members.workers, "server": members.servers} if servers else {"worker": members.servers}
     for role, ranks in roles.items():
         uses = [simulation.use(rank) for rank in ranks]
         if uses:
@@ -223,26 +220,26 @@ def simulate(
 def _serve(
     simulation: Simulation,
     rank: Rank,
-    placement: Placement,
+    members: Members,
     index: int,
     keys: Sequence[ClientKey],
     *,
     synchronous: bool,
 ) -> None:
     """A server with its keys."""
-    labels = [f"worker {i}" for i in range(len(placement.workers))]
+    labels = [f"worker {i}" for i in range(len(members.workers))]
     core = ServerCore(labels, Synchronous if synchronous else Asynchronous)
     core.pool = _BlankPool(simulation)
     for key in keys:
-        for shard in key.plan:
+        for shard in key.placement.shards:
             if shard.owner == index:
                 info = key.info
                 text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-                text |= {"part": key.part_elems, "version": 0}
+                text |= {"part": key.placement.part_elems, "version": 0}
                 value = bytes((shard.end - shard.begin) * ITEM_BYTES)
                 payload = np.frombuffer(wire.with_text(json.dumps(text).encode(), value), np.uint8)
                 core.handle(0, [(wire.Header(wire.INIT, info.id), payload)])
-    rank.serve(serve(rank, placement.workers, core))
+    rank.serve(serve(rank, members.workers, core))
 
 
 def _start(

@@ -22,11 +22,12 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import StallError
-from mpikv.keys import KeyInfo, ShardPlan, partitions
+from mpikv.keys import KeyInfo, partitions
 from mpikv.observe.stall import Waiting
+from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
 from mpikv.transports.base import Arrival, Transport
@@ -37,10 +38,9 @@ GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in t
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
-
-
-MISSING = "Not arrived"  # what a report says where workers are missing
-REPORTS = 64  # each is a question to all workers, answered within milliseconds
+# Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
+# waits for a worker, and few enough that MPI finds the one that it looks for at once.
+PARTS_UNDER_WAY = 64
 
 
 def glance(request: Request) -> bool:
@@ -69,18 +69,17 @@ class Route(NamedTuple):
 class ClientKey:
     """One key as its client sees it."""
 
-    def __init__(self, info: KeyInfo, plan: ShardPlan, part_elems: int) -> None:
+    def __init__(self, info: KeyInfo, placement: Placement) -> None:
         self.info = info
-        self.part_elems = part_elems
         self.pushed = 0
-        self.move(plan)
+        self.move(placement)
 
-    def move(self, plan: ShardPlan) -> None:
+    def move(self, placement: Placement) -> None:
         """The key lives there from now on."""
-        self.plan = plan
+        self.placement = placement
         self.routes = []
-        for shard in plan:
-            parts = partitions(shard.begin, shard.end, self.part_elems)
+        for shard in placement.shards:
+            parts = partitions(shard.begin, shard.end, placement.part_elems)
             n_bytes = (shard.end - shard.begin) * self.info.dtype.itemsize
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES))
         self.small = len(self.routes) == 1 and self.routes[0].inline
@@ -162,15 +161,6 @@ class Together:
                 self._check(waiting)
         return False
 
-    def explain(self, error: StallError, report: Callable[[Waiting], StallError]) -> None:
-        """Let the error be about a key that somebody has not come to, not about the first one."""
-        if MISSING in str(error):
-            return
-        for waiting in self._waitings[:REPORTS]:
-            found = report(waiting)
-            if MISSING in str(found):
-                raise found from None
-
 
 class Client:
     """One worker's end of the messages. Everything here is called under the engine's lock."""
@@ -191,7 +181,7 @@ class Client:
         if len(self._sends) > FEW:
             self.sent()
         message = wire.request(*requests[0]) if len(requests) == 1 else wire.requests(requests)
-        self._sends.append(self.isend(message, server, wire.TAG_REQUEST))
+        self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def sent(self) -> bool:
         """Whether every message has left."""
@@ -230,8 +220,10 @@ class Client:
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
+        self.unsent += kind == wire.PUSH
         values = [None if item.sink is None else item.sink.buffer() for item in items]
-        transfer = _Transfer(self, kind, priority)
+        many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
+        transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
         for item, value in zip(items, values, strict=True):
             for route in item.key.routes:
@@ -241,6 +233,7 @@ class Client:
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
                 item.sink.deliver(value)
+        self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:
         """Start sending to a server."""
@@ -252,9 +245,13 @@ class Client:
 
 
 class _Transfer:
-    """The messages of one call."""
+    """The messages of one call.
 
-    def __init__(self, client: Client, kind: int, priority: int) -> None:
+    many: some shard has more partitions than are to be under way at once. Then those of each shard wait for their turn
+    by themselves: a server may take those of one shard only when other workers have pushed another one.
+    """
+
+    def __init__(self, client: Client, kind: int, priority: int, *, many: bool) -> None:
         self._client = client
         self._kind = kind
         self._priority = priority
@@ -264,6 +261,8 @@ class _Transfer:
         self._payload_tags: list[int] = []
         self._joint: list[tuple[HostArray, list[HostArray]]] = []  # an answer to several keys, and their arrays
         self._late: list[tuple[Request, HostArray, int, int]] = []
+        self._many = many
+        self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
         key = item.key
@@ -316,6 +315,18 @@ class _Transfer:
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         apart = client.through_memory[server] or total is None or value is None
         one_array = not apart and np.may_share_memory(total, value)
+        if self._many:
+            sender = Sender(
+                client,
+                [] if total is None else [(server, total[begin:end]) for begin, end in route.parts],
+                wire.TAG_PAYLOAD + payload_tag,
+                PARTS_UNDER_WAY,
+                lambda: len(route.parts),
+            )
+            targets = [] if value is None else [(server, value[begin:end]) for begin, end in route.parts]
+            may_ask = (lambda: sender.left) if one_array else None
+            self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
+            return
         for begin, end in route.parts:
             if total is not None:
                 request = client.isend(total[begin:end], server, wire.TAG_PAYLOAD + payload_tag)
@@ -328,6 +339,7 @@ class _Transfer:
 
     def end(self) -> Steps[None]:
         """Wait for everything."""
+        yield from drive(*self._stages)
         for request, part, server, tag in self._late:
             yield request
             self._receives.append(self._client.irecv(part, server, tag))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv import wire
-from mpikv.collectives import halving_doubling, naive, ring
-from mpikv.keys import add_load, even_bounds, partitions, plan_of_bounds, server_plan, whole_bounds
+from mpikv.keys import even_bounds, partitions, plan_of_bounds, whole_bounds
 from mpikv.server.roles import assign
 
 sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
@@ -45,51 +44,6 @@ def test_whole_bounds(n, count, data):
     plan = plan_of_bounds(whole_bounds(n, count, owner))
     check_plan(plan, n, count)
     assert {shard.owner for shard in plan} == ({owner} if n else set())
-
-
-@given(st.integers(0, 300), parts)
-def test_bounds_of_the_algorithms(n, size):
-    for module in (naive, ring, halving_doubling):
-        bounds = module.bounds(n, size)
-        assert len(bounds) == size + 1
-        plan = plan_of_bounds(bounds)
-        check_plan(plan, n, size)
-        assert all(shard.owner < module.owners(size) for shard in plan)
-        assert 1 <= module.owners(size) <= size
-        lengths = [shard.end - shard.begin for shard in plan]
-        assert not lengths or max(lengths) - min(lengths) <= 1
-
-
-@given(sizes, st.lists(st.integers(0, 10**9), min_size=1, max_size=12), st.integers(1, 10**6), st.booleans())
-def test_server_plan(n, load, bound, whole):
-    plan = server_plan(n, load, bound, whole=whole)
-    check_plan(plan, n, len(load))
-    if whole or n < bound:
-        assert len(plan) == (n > 0)
-        assert all(load[shard.owner] == min(load) for shard in plan)
-    else:
-        assert len(plan) == min(n, len(load))
-        lengths = [shard.end - shard.begin for shard in plan]
-        assert max(lengths) - min(lengths) <= 1
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8])), max_size=60),
-    st.integers(1, 6),
-    st.integers(1, 2000),
-)
-def test_servers_are_balanced_by_bytes(keys, servers, bound):
-    """No server holds more than the lightest one by more than one whole key and a rounding error per cut one."""
-    load = [0] * servers
-    rounding = largest = 0
-    for n, itemsize in keys:
-        plan = server_plan(n, load, bound, whole=False)
-        add_load(load, plan, itemsize)
-        if len(plan) == 1:
-            largest = max(largest, n * itemsize)
-        rounding += itemsize
-    assert sum(load) == sum(n * itemsize for n, itemsize in keys)
-    assert max(load) - min(load) <= largest + rounding
 
 
 hosts = st.lists(st.sampled_from("abcde"), min_size=1, max_size=24)

@@ -9,6 +9,7 @@ from mpikv.collectives import halving_doubling, select
 from mpikv.collectives.blobs import gather, scatter
 from mpikv.collectives.broadcast import broadcast
 from mpikv.keys import even_bounds, whole_bounds
+from mpikv.placement import bounds_of, choose, most_owners
 from mpikv.testing.ranks import run_collective
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -41,31 +42,32 @@ def check(algorithm: str, p: int, n: int, dtype: str, bounds: tuple[int, ...]) -
         np.testing.assert_array_equal(result, expected.astype(dtype))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("n", SIZES)
 def test_sum_of_all_sizes(algorithm: str, p: int, n: int) -> None:
-    check(algorithm, p, n, "float32", select.ALGORITHMS[algorithm].bounds(n, p))
+    check(algorithm, p, n, "float32", bounds_of(algorithm, n, "a" * p))
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_of_all_dtypes(algorithm: str, p: int, dtype: str) -> None:
-    check(algorithm, p, 37, dtype, select.ALGORITHMS[algorithm].bounds(37, p))
+    check(algorithm, p, 37, dtype, bounds_of(algorithm, 37, "a" * p))
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 def test_one_owner_of_everything(algorithm: str, p: int) -> None:
-    for owner in range(select.ALGORITHMS[algorithm].owners(p)):
+    for owner in range(most_owners(algorithm, p)):
         check(algorithm, p, 13, "float32", whole_bounds(13, p, owner))
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 def test_chunks_longer_than_several_segments(algorithm: str) -> None:
     n = 3 * (1 << 18) + 5
-    check(algorithm, 3, n, "float32", select.ALGORITHMS[algorithm].bounds(n, 3))
+    check(algorithm, 3, n, "float32", bounds_of(algorithm, n, "aaa"))
 
 
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
@@ -73,7 +75,7 @@ def test_chunks_longer_than_several_segments(algorithm: str) -> None:
 def test_same_bits_on_every_rank_and_run(algorithm: str, p: int) -> None:
     """Values whose sum depends on the order of adding."""
     module = select.ALGORITHMS[algorithm]
-    bounds = module.bounds(501, p)
+    bounds = bounds_of(algorithm, 501, "a" * p)
     parts = [np.random.default_rng(rank).standard_normal(501).astype(np.float32) * 10.0**rank for rank in range(p)]
 
     def steps(group):
@@ -136,5 +138,5 @@ def test_bytes_gathered_and_scattered(p: int) -> None:
 def test_the_table_has_a_row_for_everything() -> None:
     for p in range(1, 70):
         for exponent in range(32):
-            assert select.choose(1 << exponent, p) in select.ALGORITHMS
-            assert select.choose(1 << exponent, p, "ring") == "ring"
+            assert choose(1 << exponent, p) in select.ALGORITHMS
+            assert choose(1 << exponent, p, "ring") == "ring"

@@ -8,9 +8,10 @@ import pytest
 from mpikv.collectives import hierarchical, select
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.keys import even_bounds, whole_bounds
+from mpikv.placement import bounds_of, choose
 from mpikv.testing.ranks import run_collective
+from mpikv.topology import topology
 from mpikv.transports.threads import Fabric
-from mpikv.transports.topology import topology
 
 # One letter for the host of each rank.
 LAYOUTS = (
@@ -51,7 +52,7 @@ def check(hosts: str, n: int, dtype: str, bounds: tuple[int, ...]) -> Fabric:
 @HOSTS
 @pytest.mark.parametrize("n", SIZES)
 def test_sizes(hosts: str, n: int) -> None:
-    check(hosts, n, "float32", hierarchical.bounds(n, len(hosts), hosts))
+    check(hosts, n, "float32", bounds_of("hierarchical", n, hosts))
     check(hosts, n, "float32", even_bounds(n, len(hosts)))
 
 
@@ -59,27 +60,27 @@ def test_sizes(hosts: str, n: int) -> None:
 def test_long_buffers(hosts: str) -> None:
     """More segments than a window, in each chunk."""
     n = (LINK_WINDOW + 3) * SEGMENT * min(len(hosts), 3) + 5
-    check(hosts, n, "float32", hierarchical.bounds(n, len(hosts), hosts))
+    check(hosts, n, "float32", bounds_of("hierarchical", n, hosts))
 
 
 @HOSTS
 def test_medium_buffers(hosts: str) -> None:
     """Just above what is short, so that some chunks have one segment and others none."""
     n = (hierarchical.SHORT_BYTES * topology(hosts).carriers) // 4 + 1
-    check(hosts, n, "float32", hierarchical.bounds(n, len(hosts), hosts))
+    check(hosts, n, "float32", bounds_of("hierarchical", n, hosts))
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aab", "abcab"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(hosts: str, dtype: str) -> None:
     for n in (37, 100_001):
-        check(hosts, n, dtype, hierarchical.bounds(n, len(hosts), hosts))
+        check(hosts, n, dtype, bounds_of("hierarchical", n, hosts))
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "aabb", "aaabc", "abcab"])
 @pytest.mark.parametrize("n", [13, 100_003])
 def test_one_owner_of_everything(hosts: str, n: int) -> None:
-    for owner in range(hierarchical.owners(len(hosts))):
+    for owner in range(len(hosts)):
         check(hosts, n, "float32", whole_bounds(n, len(hosts), owner))
 
 
@@ -87,7 +88,7 @@ def test_one_owner_of_everything(hosts: str, n: int) -> None:
 @pytest.mark.parametrize("n", [501, 50_001])
 def test_same_bits_on_every_rank_and_run(hosts: str, n: int) -> None:
     """Values whose sum depends on the order of adding."""
-    bounds = hierarchical.bounds(n, len(hosts), hosts)
+    bounds = bounds_of("hierarchical", n, hosts)
     parts = [np.random.default_rng(r).standard_normal(n).astype(np.float32) * 10.0**r for r in range(len(hosts))]
 
     def steps(group):
@@ -115,7 +116,7 @@ def crossing_bytes(fabric: Fabric, hosts: str) -> dict[str, list[int]]:
 def test_every_byte_crosses_a_link_once(hosts: str, n: int) -> None:
     """840 elements divide evenly over any number of hosts and ranks here, so the count is exact."""
     h = len(set(hosts))
-    fabric = check(hosts, n, "float32", hierarchical.bounds(n, len(hosts), hosts))
+    fabric = check(hosts, n, "float32", bounds_of("hierarchical", n, hosts))
     expected = 2 * (h - 1) * n * 4 // h
     assert crossing_bytes(fabric, hosts) == {host: [expected, expected] for host in hosts}
 
@@ -123,7 +124,7 @@ def test_every_byte_crosses_a_link_once(hosts: str, n: int) -> None:
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aabbcc", "aaabbb"])
 def test_all_ranks_of_a_host_share_the_link(hosts: str) -> None:
     n = 840 * 200
-    fabric = check(hosts, n, "float32", hierarchical.bounds(n, len(hosts), hosts))
+    fabric = check(hosts, n, "float32", bounds_of("hierarchical", n, hosts))
     out = [0] * len(hosts)
     for (source, dest), n_bytes in fabric.bytes_between.items():
         out[source] += n_bytes * (hosts[source] != hosts[dest])
@@ -134,7 +135,7 @@ def test_all_ranks_of_a_host_share_the_link(hosts: str) -> None:
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_every_host_owns_the_same(hosts: str) -> None:
     for n in (0, 1, 5, 840):
-        bounds = hierarchical.bounds(n, len(hosts), hosts)
+        bounds = bounds_of("hierarchical", n, hosts)
         assert (bounds[0], bounds[-1], len(bounds)) == (0, n, len(hosts) + 1)
         owned = [sum(bounds[r + 1] - bounds[r] for r in range(len(hosts)) if hosts[r] == host) for host in set(hosts)]
         assert sum(owned) == n
@@ -143,16 +144,16 @@ def test_every_host_owns_the_same(hosts: str) -> None:
 
 def test_what_is_chosen() -> None:
     for n_bytes in (4, 1 << 10, 1 << 20, 1 << 28):
-        assert select.choose(n_bytes, 4, hosts="aabb") == "hierarchical"
-        assert select.choose(n_bytes, 4, hosts="abcb") == "hierarchical"
-        assert select.choose(n_bytes, 4, hosts="aaaa") == select.choose(n_bytes, 4)
-        assert select.choose(n_bytes, 4, "ring", "aabb") == "ring"
-        assert select.choose(n_bytes, 4, hosts="abcd") in ("naive", "halving_doubling", "ring")
-    assert select.choose(1 << 24, 2, hosts="ab") == "ring"
+        assert choose(n_bytes, 4, hosts="aabb") == "hierarchical"
+        assert choose(n_bytes, 4, hosts="abcb") == "hierarchical"
+        assert choose(n_bytes, 4, hosts="aaaa") == choose(n_bytes, 4)
+        assert choose(n_bytes, 4, "ring", "aabb") == "ring"
+        assert choose(n_bytes, 4, hosts="abcd") in ("naive", "halving_doubling", "ring")
+    assert choose(1 << 24, 2, hosts="ab") == "ring"
 
 
 @pytest.mark.parametrize("algorithm", [*select.ALGORITHMS, "native"])
 def test_bounds_of_each_algorithm(algorithm: str) -> None:
     for hosts in LAYOUTS:
-        bounds = select.chunk_bounds(algorithm, 101, hosts)
+        bounds = bounds_of(algorithm, 101, hosts)
         assert (bounds[0], bounds[-1], len(bounds)) == (0, 101, len(hosts) + 1)

@@ -8,12 +8,9 @@ import pytest
 from mpikv.keys import (
     KeyInfo,
     Shard,
-    add_load,
     check_key,
     even_bounds,
-    least_loaded,
     plan_of_bounds,
-    server_plan,
     whole_bounds,
 )
 
@@ -67,23 +64,3 @@ def test_whole_bounds():
 def test_plan_of_bounds_leaves_out_empty_parts():
     assert plan_of_bounds((0, 0, 3, 3, 5)) == (Shard(1, 0, 3), Shard(3, 3, 5))
     assert plan_of_bounds((0, 0, 0)) == ()
-
-
-def test_least_loaded_is_the_first_of_several():
-    assert least_loaded([5, 3, 3, 9]) == 1
-    assert least_loaded([0]) == 0
-
-
-def test_server_plan():
-    assert server_plan(9, [7, 0, 5], 10, whole=False) == (Shard(1, 0, 9),)
-    assert server_plan(10, [7, 0, 5], 10, whole=False) == (Shard(0, 0, 4), Shard(1, 4, 7), Shard(2, 7, 10))
-    assert server_plan(10, [7, 0, 5], 10, whole=True) == (Shard(1, 0, 10),)
-    assert server_plan(10, [7], 10, whole=False) == (Shard(0, 0, 10),)
-    assert server_plan(0, [7, 0], 1, whole=False) == ()
-    assert server_plan(2, [7, 0, 5], 1, whole=False) == (Shard(0, 0, 1), Shard(1, 1, 2))
-
-
-def test_load_is_in_bytes():
-    load = [1, 2]
-    add_load(load, (Shard(0, 0, 3), Shard(1, 3, 4)), 8)
-    assert load == [25, 10]

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from test_hosted import memories_of
+from test_hosted import host_key, memories_of
 
 from mpikv.collectives import hierarchical, hosted, select
-from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, Comparison, SharingGroup
 from mpikv.keys import whole_bounds
 from mpikv.labels import Label
+from mpikv.placement import bounds_of, most_owners
 from mpikv.testing.ranks import run_collective
-from mpikv.transports.topology import topology
+from mpikv.topology import topology
 
 F32 = np.dtype(np.float32)
 FIRST = Label("{}", 1.0)
@@ -90,7 +90,7 @@ def through_memory(hosts: str, n: int, bounds):
     memories = memories_of(hosts)
 
     def halves(group):
-        key = HostKey(memories[group.rank], 1 << 12, n, (F32, F32), topology(hosts).carriers)
+        key = host_key(memories[group.rank], 1 << 12, n, F32, lanes=topology(hosts).carriers, most=len(hosts))
 
         def reduce_scatter(adding, buf, comparison):
             return (
@@ -137,8 +137,9 @@ def check(hosts: str, n: int, bounds: Sequence[int], halves, n_rounds: int | Non
 def test_all_ranks_know_in_the_same_round(algorithm: str, p: int) -> None:
     """Also ranks that own nothing: fewer elements than ranks, folded ranks, one owner of everything."""
     module = select.ALGORITHMS[algorithm]
-    last = module.owners(p) - 1
-    for n, bounds in ((1, module.bounds(1, p)), (41, module.bounds(41, p)), (5, whole_bounds(5, p, last))):
+    last = most_owners(algorithm, p) - 1
+    one, several = bounds_of(algorithm, 1, "a" * p), bounds_of(algorithm, 41, "a" * p)
+    for n, bounds in ((1, one), (41, several), (5, whole_bounds(5, p, last))):
         check("a" * p, n, bounds, by_messages(module, bounds))
 
 
@@ -147,7 +148,8 @@ def test_long_chunks(algorithm: str) -> None:
     """Several segments to each of several hosts."""
     module = select.ALGORITHMS[algorithm]
     n = 100_003
-    check("abc", n, module.bounds(n, 3), by_messages(module, module.bounds(n, 3)), LONG_ROUNDS)
+    bounds = bounds_of(algorithm, n, "abc")
+    check("abc", n, bounds, by_messages(module, bounds), LONG_ROUNDS)
 
 
 LAYOUTS = pytest.mark.parametrize(("hosts", "n"), list(itertools.product(("aab", "aabb", "aaabbc"), (1, 41))))
@@ -155,13 +157,13 @@ LAYOUTS = pytest.mark.parametrize(("hosts", "n"), list(itertools.product(("aab",
 
 @LAYOUTS
 def test_hosts_by_messages(hosts: str, n: int) -> None:
-    bounds = hierarchical.bounds(n, len(hosts), hosts)
+    bounds = bounds_of("hierarchical", n, hosts)
     check(hosts, n, bounds, by_messages(hierarchical, bounds))
 
 
 @LAYOUTS
 def test_hosts_through_memory(hosts: str, n: int) -> None:
-    bounds = hierarchical.bounds(n, len(hosts), hosts)
+    bounds = bounds_of("hierarchical", n, hosts)
     check(hosts, n, bounds, through_memory(hosts, n, bounds))
 
 
@@ -173,7 +175,7 @@ def test_hosts_through_memory_with_one_owner() -> None:
 @pytest.mark.parametrize("hosts", ["aab", "aaabbc"])
 def test_hosts_with_long_chunks(hosts: str) -> None:
     n = 100_003
-    bounds = hierarchical.bounds(n, len(hosts), hosts)
+    bounds = bounds_of("hierarchical", n, hosts)
     check(hosts, n, bounds, by_messages(hierarchical, bounds), LONG_ROUNDS)
     check(hosts, n, bounds, through_memory(hosts, n, bounds), LONG_ROUNDS)
 

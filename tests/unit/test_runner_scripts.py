@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import fnmatch
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import frameworks
+import jobs
 import pytest
 from jobs import ROOT, Job, Mpi, find_mpi
 
@@ -76,33 +79,114 @@ def test_a_hang_and_a_leftover_process_are_failures(tmp_path: Path) -> None:
     assert len(judged([("a", "passed")], 0, tmp_path, ranks_left=[1234]).failed) == 1
 
 
+CONFTEST = """
+import report
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", report.WHOLE_JOB)
+    config.pluginmanager.register(report.Report())
+"""
+UNSTEADY = """
+from pathlib import Path
+import pytest
+
+def before(name):
+    return Path(__file__).with_name(name).exists() or Path(__file__).with_name(name).touch()
+
+@pytest.mark.whole_job
+def test_second():
+    print("said", "by a job")
+    assert before("second"), "not the first time"
+
+@pytest.mark.whole_job
+def test_never():
+    assert False, f"never {bool(before('never'))}"
+
+def test_of_a_unit():
+    assert before("unit"), "nobody tries again"
+
+def test_good():
+    pass
+"""
+
+
+def test_a_job_that_failed_is_run_once_more_and_nothing_else_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stages, "PROGRESS_S", 0.0)
+    mpi = find_mpi()
+    if mpi is None:
+        pytest.skip("no mpirun in this environment")
+    (tmp_path / "test_it.py").write_text(UNSTEADY)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)  # where tests are run
+    stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0), [mpi]) == 1
+    said = capsys.readouterr().out
+    place = "title: test_it.py::"
+    first, once_more = said.split(": 1 passed, 3 failed, 0 skipped in ")
+    assert "0 failed: title " in first  # progress
+    assert [line for line in first.splitlines() if line.startswith("failed: ")] == [
+        f"failed: {place}test_{name}" for name in ("second", "never", "of_a_unit")
+    ]
+    assert once_more.count("--- title: ") == 2
+    assert f"--- {place}test_second: passed when it was run once more, alone" in once_more
+    assert f"--- {place}test_never: failed when it was run once more, alone" in once_more
+    assert once_more.count("not the first time") >= 1
+    assert once_more.count("said by a job") == 2  # both outputs
+    assert "never False" in once_more
+    assert "never True" in once_more
+    assert once_more.splitlines()[-5:-2] == [
+        f"failed: {place}test_never",
+        f"failed: {place}test_of_a_unit",
+        f"unsteady: {place}test_second",
+    ]
+    assert once_more.splitlines()[-1] == "2 passed, 2 failed"
+
+
+def test_a_stage_that_died_is_not_mended_by_a_job_that_passes(tmp_path: Path) -> None:
+    """Its other tests have not run: that the last one was a job, and may pass, tells nothing of them."""
+    assert judged([("a", "passed"), ("b", "started")], 1, tmp_path).whole_jobs == {}
+
+
 def test_no_report_at_all(tmp_path: Path) -> None:
     counted = _stages.count(tmp_path / "absent")
     assert (counted.passed, counted.failed, counted.reasons) == ([], [], {})
 
 
+def own_stages(stages: list[_stages.Stage], path: Path) -> list[_stages.Stage]:
+    """Those without mpirun that run this file of tests."""
+    name = str(path.relative_to(ROOT))
+    ignored = ("--ignore=", "--ignore-glob=")
+    return [
+        stage
+        for stage in stages
+        if not stage.ranks
+        and any(name.startswith(one) for one in stage.paths)
+        and not any(one.startswith(ignored) and fnmatch.fnmatch(name, one.partition("=")[2]) for one in stage.options)
+    ]
+
+
 def test_stages() -> None:
     mpi = find_mpi()
     found = _stages.stages(mpi, mpi, quick=False)
-    assert [stage.ranks for stage in found if stage.group == "mpi"] == [1, 2, 3, 4, 5]
     assert {"unit", "mpi", "mpich", "runner", "jobs", "cluster", "examples"} == {stage.group for stage in found}
-    # Every file of tests belongs to exactly one stage, but those under mpirun to several.
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        name = str(path.relative_to(ROOT))
-        own = [
-            stage
-            for stage in found
-            if not stage.ranks
-            and any(name.startswith(one) for one in stage.paths)
-            and f"--ignore={name}" not in stage.options
-        ]
-        assert len(own) == (0 if name.startswith("tests/mpi/") else 1), name
-    # What takes minutes is a stage that another one leaves out.
-    (full,) = [stage for stage in _stages.stages(mpi, mpi, quick=False, full=True) if stage not in found]
-    assert [stage.options for stage in found if stage.paths == full.paths] == [["-m", "not full"]]
-    assert (full.group, full.options) == ("full", ["-m", "full"])
     quick = _stages.stages(mpi, mpi, quick=True)
     assert {stage.group for stage in quick} == {"unit", "mpi"}
+    # What takes minutes, and the rest of the grids, is left to other stages.
+    assert all("not full" in stage.options[1] for stage in (*found, *quick))
+    every = _stages.stages(mpi, mpi, quick=False, full=True)
+    assert every[: len(found)] == found
+    more = every[len(found) :]
+    assert all(stage.group == "full" and (stage.ranks or stage.options[:2] == ["-m", "full"]) for stage in more)
+    assert sorted(stage.ranks for stage in every if stage.ranks) == [1, 2, 3, 3, 4, 4, 5]
+    # Every file of tests belongs to exactly one stage, and to one of those, but those under mpirun to several.
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        once = not path.is_relative_to(ROOT / "tests/mpi")
+        assert len(own_stages(found, path)) == once, path
+        clusters_and_runner = path.parent.name == "cluster" or path.name.startswith("test_runner")
+        assert len(own_stages(more, path)) == (once and not clusters_and_runner), path
 
 
 def test_the_oldest_versions() -> None:
@@ -160,7 +244,7 @@ def test_the_tests_on_clusters_are_all_or_a_selection() -> None:
     (every,) = _stages.stages(mpi, mpi, quick=False, cluster=True)
     (selected,) = (stage for stage in _stages.stages(mpi, mpi, quick=False) if stage.group == "cluster")
     assert (every.group, every.paths, every.options) == ("cluster", selected.paths, [])
-    assert selected.options == ["-m", "not cluster_full"]
+    assert selected.options == ["-m", "not full and not cluster_full"]
     assert every.may_skip
     assert selected.may_skip
 

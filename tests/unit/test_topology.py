@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpikv import ConfigError
-from mpikv.transports.topology import pretended, topology
+from mpikv.topology import pretended, topology
 
 
 def test_blocks_of_ranks():

@@ -1,0 +1,230 @@
+"""Where a key lives and which way its gradients go: one pure value, the same on every rank.
+
+`Members` is what all keys of a store have in common: its ranks, their hosts, the settings. `place` makes of it and of
+one key the key's `Placement`: the path, the algorithm, the owners, and the bounds of what each of them owns. All of it
+follows from what all ranks agreed on at `init`, so that each computes it by itself and nobody asks. Only where servers
+own the keys worker 0 chooses, by the bytes that each server holds already, and tells the others its choice (`told`).
+
+The paths:
+
+- `direct`: all workers are on one host, and add in memory that they share: in one call where all make the same one,
+  else key by key.
+- `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages go
+  between hosts alone.
+- `messages`: the workers own the keys and send messages, also within a host.
+- `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
+
+Cost: one pass over the ranks. Input and output: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from mpikv.arrays import sum_dtype
+from mpikv.config import Config
+from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
+from mpikv.topology import topology
+
+Path = Literal["direct", "hosted", "messages", "servers"]
+EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
+
+
+class Row(NamedTuple):
+    """Up to `max_ranks` ranks and up to `max_bytes` bytes on the wire: `algorithm`. None: no limit."""
+
+    max_ranks: int | None
+    max_bytes: int | None
+    algorithm: str
+
+
+# The first row that fits. Few ranks: the direct algorithm has the fewest steps, is as fast as the others up to some
+# megabytes, and adds in the order of the ranks, so that the bits are those of a server; beyond, its scratch memory of a
+# whole buffer counts. Many ranks: short messages cost their steps, long ones their bytes. Measured with
+# scripts/compare_algorithms.py; see docs/adr/0003-allreduce-table.md.
+TABLE = (
+    Row(4, 4 << 20, "naive"),
+    Row(None, 64 << 10, "halving_doubling"),
+    Row(None, None, "ring"),
+)
+
+# One rank on each of several hosts. The ring keeps both directions of a link busy all the time; the others have long
+# messages, which Open MPI sends over TCP only once the receiver's consent has come back through a full socket. Measured
+# with scripts/bench_links.py.
+ACROSS = (
+    Row(4, 32 << 10, "naive"),
+    Row(None, 32 << 10, "halving_doubling"),
+    Row(None, None, "ring"),
+)
+
+
+def choose(n_bytes: int, size: int, forced: str = "auto", hosts: Sequence[str] = ()) -> str:
+    """The name of the algorithm for `n_bytes` bytes over `size` ranks. hosts: of each rank, where it is known."""
+    if forced != "auto":
+        return forced
+    n_hosts = len(set(hosts))
+    if n_hosts > 1 and n_hosts < size:
+        return "hierarchical"
+    for row in ACROSS if n_hosts > 1 else TABLE:
+        if (row.max_ranks is None or size <= row.max_ranks) and (row.max_bytes is None or n_bytes <= row.max_bytes):
+            return row.algorithm
+    raise AssertionError("the last row of the table fits everything")
+
+
+def most_owners(algorithm: str, size: int) -> int:
+    """How many ranks, from 0 on, may own a part.
+
+    Halving and doubling runs between as many ranks as the largest power of two has; the others own nothing.
+    """
+    return 1 << (size.bit_length() - 1) if algorithm == "halving_doubling" else size
+
+
+def bounds_of(algorithm: str, n_elems: int, hosts: Sequence[str]) -> tuple[int, ...]:
+    """What each rank owns: rank i owns `[bounds[i], bounds[i+1])`. hosts: of each rank.
+
+    The hierarchical algorithm gives every host the same share and cuts it evenly over the host's ranks, so that all
+    links carry the same; the others give every rank the same.
+    """
+    size = len(hosts)
+    if algorithm != "hierarchical":
+        core = even_bounds(n_elems, most_owners(algorithm, size))
+        return core + (n_elems,) * (size + 1 - len(core))
+    members, lengths = topology(hosts).hosts, [0] * size
+    shares = even_bounds(n_elems, len(members))
+    for i, ranks in enumerate(members):
+        cuts = even_bounds(shares[i + 1] - shares[i], len(ranks))
+        for place, rank in enumerate(ranks):
+            lengths[rank] = cuts[place + 1] - cuts[place]
+    return tuple(accumulate(lengths, initial=0))
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks of a store and its settings, alike on every rank.
+
+    hosts: of each rank. workers, servers: ranks. memory: whether the ranks of each host can share memory, as far as
+    known.
+    """
+
+    hosts: tuple[str, ...]
+    workers: tuple[int, ...]
+    servers: tuple[int, ...] = ()
+    synchronous: bool = True
+    config: Config = Config()  # noqa: RUF009 - immutable
+    memory: bool = True
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks that own the keys; a placement counts them from 0."""
+        return self.servers or self.workers
+
+    @cached_property
+    def worker_hosts(self) -> tuple[str, ...]:
+        """The host of each worker."""
+        return tuple(self.hosts[rank] for rank in self.workers)
+
+    @property
+    def _on_servers(self) -> bool:
+        return bool(self.servers) or not self.synchronous
+
+    @cached_property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one host use memory that they share, where a host has several ranks."""
+        wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.algorithm == "auto")
+        return wanted and self.memory and len(set(self.hosts)) < len(self.hosts)
+
+    @cached_property
+    def path(self) -> Path:
+        """The path of every key, as long as the memory has room for it."""
+        if self._on_servers:
+            return "servers"
+        if not self.shares_memory:
+            return "messages"
+        return "direct" if len(set(self.hosts)) == 1 else "hosted"
+
+
+class Placement(NamedTuple):
+    """One key's. Part i of its flat value, `[bounds[i], bounds[i+1])`, belongs to `owners[i]`; it may be empty.
+
+    owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add, "" for
+    servers. part_elems: the most elements that travel to or from a server in one piece; 0 for workers.
+    """
+
+    path: Path
+    algorithm: str
+    owners: tuple[int, ...]
+    bounds: tuple[int, ...]
+    part_elems: int = 0
+
+    @property
+    def shards(self) -> ShardPlan:
+        """The parts that are not empty."""
+        return tuple(shard._replace(owner=self.owners[shard.owner]) for shard in plan_of_bounds(self.bounds))
+
+    def told(self) -> list[int]:
+        """What worker 0 tells the others of a key on servers, whatever their number: its only owner, and part_elems."""
+        return [self.owners[0] if len(self.owners) == 1 else EVENLY, self.part_elems]
+
+
+def place(
+    members: Members, info: KeyInfo, *, whole: bool = False, room: bool = True, load_bytes: Sequence[int] = ()
+) -> Placement:
+    """Where a key lives and which way it goes.
+
+    whole: one owner has all of it, since its optimizer's formula needs the whole value. room: whether the memory that a
+    host's workers share has room for it. load_bytes: for servers: what each of them holds already.
+    """
+    if members.path == "servers":
+        return _on_servers(members, info, whole=whole, load_bytes=load_bytes)
+    size = len(members.workers)
+    if members.path == "direct":
+        # A call that does not go the direct way must add in the same order: it is a matter of time which way it goes.
+        algorithm = "naive"
+    else:
+        n_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
+        algorithm = choose(n_bytes, size, members.config.algorithm, members.worker_hosts)
+    if whole:
+        bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
+    else:
+        bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
+    return Placement(members.path if room else "messages", algorithm, tuple(range(size)), bounds)
+
+
+def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:
+    """A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all."""
+    part_elems = max(1, members.config.partition_bytes // info.dtype.itemsize)
+    n_servers = len(members.owners)
+    if n_servers == 1 or whole or info.n_elems < members.config.bigarray_bound_elems:
+        return on_server(info, least_loaded(load_bytes), part_elems)
+    return _evenly(info, n_servers, part_elems)
+
+
+def _evenly(info: KeyInfo, n_servers: int, part_elems: int) -> Placement:
+    bounds = even_bounds(info.n_elems, n_servers)
+    return Placement("servers", "", tuple(range(n_servers)), bounds, part_elems)
+
+
+def on_server(info: KeyInfo, server: int, part_elems: int) -> Placement:
+    """A key that lives with one server alone."""
+    return Placement("servers", "", (server,), (0, info.n_elems), part_elems)
+
+
+def as_told(members: Members, info: KeyInfo, told: Sequence[int]) -> Placement:
+    """The placement that worker 0 has told (`Placement.told`)."""
+    server, part_elems = told
+    return _evenly(info, len(members.owners), part_elems) if server == EVENLY else on_server(info, server, part_elems)
+
+
+def least_loaded(load_bytes: Sequence[int]) -> int:
+    """The owner that holds the fewest bytes; the first of several."""
+    return min(range(len(load_bytes)), key=lambda owner: (load_bytes[owner], owner))
+
+
+def add_load(load_bytes: list[int], placement: Placement, itemsize_bytes: int) -> None:
+    """Count what a key adds to its owners, in place."""
+    for owner, begin, end in placement.shards:
+        load_bytes[owner] += (end - begin) * itemsize_bytes

@@ -1,0 +1,151 @@
+"""Laws of placements: every element has one owner, and every rank finds the same."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpikv.collectives.select import ALGORITHMS
+from mpikv.config import Config
+from mpikv.keys import KeyInfo
+from mpikv.placement import Members, Placement, add_load, as_told, bounds_of, least_loaded, most_owners, place
+from mpikv.server.roles import assign
+
+sizes = st.one_of(st.integers(0, 50), st.integers(0, 2**40))
+dtypes = st.sampled_from(["int8", "float16", "float32", "float64"])
+loads = st.lists(st.integers(0, 10**9), min_size=1, max_size=12)
+NAMES = ["auto", *ALGORITHMS, "native"]
+
+
+@st.composite
+def members(draw: st.DrawFn) -> Members:
+    hosts = draw(st.lists(st.sampled_from("abcde"), min_size=1, max_size=12))
+    roles = assign(hosts, draw(st.integers(0, len(hosts) - 1)) if draw(st.booleans()) else 0)
+    config = Config(
+        algorithm=draw(st.sampled_from(NAMES)),
+        shared_memory=draw(st.sampled_from(["auto", "off"])),
+        bigarray_bound_elems=draw(st.integers(1, 10**6)),
+        partition_bytes=draw(st.integers(1, 1 << 21)),
+    )
+    return Members(tuple(hosts), roles.workers, roles.servers, draw(st.booleans()), config, draw(st.booleans()))
+
+
+def key(number: int, n_elems: int, dtype: str = "float32") -> KeyInfo:
+    return KeyInfo(number, number, (n_elems,), np.dtype(dtype))
+
+
+def check_shards(found: Placement, n_elems: int, owners: int) -> None:
+    """Covers [0, n) exactly, in order, without empty shards, by owners that exist."""
+    position = 0
+    for owner, begin, end in found.shards:
+        assert begin == position
+        assert end > begin
+        assert 0 <= owner < owners
+        position = end
+    assert position == n_elems
+
+
+@given(members(), st.builds(key, st.integers(0, 10**6), sizes, dtypes), st.booleans(), st.booleans(), st.data())
+def test_each_element_has_one_owner(store, info, whole, room, data):
+    n, n_owners = info.n_elems, len(store.owners)
+    held = data.draw(st.lists(st.integers(0, 10**9), min_size=n_owners, max_size=n_owners))
+    found = place(store, info, whole=whole, room=room, load_bytes=held)
+    assert (found.bounds[0], found.bounds[-1], len(found.bounds)) == (0, n, len(found.owners) + 1)
+    assert list(found.bounds) == sorted(found.bounds)
+    check_shards(found, n, n_owners)
+    if whole:
+        assert len(found.shards) == (n > 0)
+    assert (found.algorithm == "") == (found.path == "servers") == (found.part_elems > 0)
+
+
+@given(members(), sizes, st.integers(0, 10**6), st.booleans(), st.data())
+def test_every_rank_finds_the_same(store, n, number, whole, data):
+    """From its own copy of what all know; for servers from what worker 0 tells, which is short."""
+    info, n_owners = key(number, n), len(store.owners)
+    held = data.draw(st.lists(st.integers(0, 10**9), min_size=n_owners, max_size=n_owners))
+    first = place(store, info, whole=whole, load_bytes=held)
+    copy = Members(*(getattr(store, name) for name in Members.__dataclass_fields__))
+    if first.path == "servers":
+        assert len(first.told()) == 2
+        assert as_told(copy, key(number, n), first.told()) == first
+    else:
+        assert place(copy, key(number, n), whole=whole) == first
+
+
+@given(members(), sizes)
+def test_the_path(store, n):
+    """What the head of mpikv/placement.py says of each."""
+    found = place(store, key(0, n), load_bytes=[0] * len(store.owners))
+    owned_by_workers = store.synchronous and not store.servers
+    automatic = store.config.algorithm == store.config.shared_memory == "auto" and store.memory
+    assert found.path == store.path
+    assert (found.path == "servers") == (not owned_by_workers)
+    several = len(set(store.hosts)) < len(store.hosts)
+    assert (found.path in ("direct", "hosted")) == (owned_by_workers and automatic and several)
+    if found.path == "direct":
+        assert len(set(store.hosts)) == 1
+        assert found.algorithm == "naive"
+    if found.path == "hosted":
+        assert len(set(store.hosts)) > 1
+        assert found.algorithm == "hierarchical"
+    if owned_by_workers:
+        without = place(store, key(0, n), room=False)
+        assert without == found._replace(path="messages")
+        if store.config.algorithm != "auto":
+            assert found.algorithm == store.config.algorithm
+    if found.path == "servers" and store.shares_memory:
+        assert several
+
+
+@given(st.integers(0, 300), st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.sampled_from(NAMES[1:]))
+def test_bounds_of_the_algorithms(n, hosts, algorithm):
+    """Every rank that may own something owns as much as the others, or every host as much as the other hosts."""
+    bounds = bounds_of(algorithm, n, hosts)
+    lengths = np.diff(bounds).tolist()
+    assert (bounds[0], bounds[-1], len(lengths)) == (0, n, len(hosts))
+    owners = most_owners(algorithm, len(hosts))
+    assert 1 <= owners <= len(hosts)
+    assert not any(lengths[owners:])
+    if algorithm == "hierarchical":
+        by_host = {host: [n for n, of in zip(lengths, hosts, strict=True) if of == host] for host in hosts}
+        assert max(map(sum, by_host.values())) - min(map(sum, by_host.values())) <= 1
+        assert all(max(of_host) - min(of_host) <= 1 for of_host in by_host.values())
+    else:
+        assert max(lengths[:owners]) - min(lengths[:owners]) <= 1
+
+
+@given(sizes, loads, st.integers(1, 10**6), st.booleans())
+def test_servers(n, held, bound, whole):
+    """A key below the bound goes whole to the server that holds least; a larger one is cut evenly over all."""
+    store = Members(("a",) * len(held), (), tuple(range(len(held))), config=Config(bigarray_bound_elems=bound))
+    shards = place(store, key(0, n), whole=whole, load_bytes=held).shards
+    if whole or n < bound:
+        assert len(shards) == (n > 0)
+        assert all(held[shard.owner] == min(held) for shard in shards)
+    else:
+        assert len(shards) == min(n, len(held))
+        lengths = [shard.end - shard.begin for shard in shards]
+        assert max(lengths) - min(lengths) <= 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), dtypes), max_size=60), st.integers(1, 6), st.integers(1, 2000))
+def test_servers_are_balanced_by_bytes(keys, servers, bound):
+    """No server holds more than the lightest one by more than one whole key and a rounding error per cut one."""
+    store = Members(("a",) * servers, (), tuple(range(servers)), config=Config(bigarray_bound_elems=bound))
+    held = [0] * servers
+    rounding = largest = 0
+    for number, (n, dtype) in enumerate(keys):
+        info = key(number, n, dtype)
+        found = place(store, info, load_bytes=held)
+        add_load(held, found, info.dtype.itemsize)
+        if len(found.shards) == 1:
+            largest = max(largest, info.n_bytes)
+        rounding += info.dtype.itemsize
+    assert sum(held) == sum(n * np.dtype(dtype).itemsize for n, dtype in keys)
+    assert max(held) - min(held) <= largest + rounding
+
+
+@given(loads)
+def test_the_first_of_those_that_hold_least(held):
+    assert least_loaded(held) == held.index(min(held))
