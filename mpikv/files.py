@@ -2,6 +2,9 @@
 
 So a reader finds the old file or the new one, whenever the writer is killed. A rename puts a regular file in the place
 of whatever is there, so what is something else (a device, a pipe, a socket, a folder) is refused and stays as it is.
+
+A symbolic link that another user has put where a file is to be written could make the writer replace any of its own
+files. So only links of this user and of root are followed, and what is written beside is made anew under a random name.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO
 
+MOST_LINKS = 40  # as Linux has it
 KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISCHR, "a character device"),
@@ -49,26 +53,70 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None
     """Make a file of what `write` writes, whole or not at all: beside its place first, then renamed. Local, blocks.
 
     The file that a symbolic link points to is replaced, not the link; a file that is there already keeps its mode.
-    Raises what `write` raises, and OSError, also where `path` is no regular file; what is there then stays as it was.
+    Raises what `write` raises, and OSError, also where `path` is no regular file or another user's symbolic link; what
+    is there then stays as it was.
     """
     with replacing(path) as file:
         write(file)
 
 
+def place_of(path: str | os.PathLike[str]) -> str:
+    """Where a file that is written to `path` comes to lie: at the end of the symbolic links, if it is one.
+
+    Raises PermissionError for a link that neither this user nor root has made.
+    """
+    place = os.path.abspath(os.fsdecode(path))
+    for _ in range(MOST_LINKS):
+        folder, name = os.path.split(place)
+        place = os.path.join(os.path.realpath(folder), name)
+        try:
+            status = os.lstat(place)
+        except FileNotFoundError:
+            return place
+        if not stat.S_ISLNK(status.st_mode):
+            return place
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(errno.EPERM, "is a symbolic link that another user has made", os.fsdecode(path))
+        place = os.path.join(folder, os.readlink(place))
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fsdecode(path))
+
+
+def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file to be written bit by bit, empty at first, not buffered. Raises OSError for a link or no regular file."""
+    # Not blocking, for opening a pipe waits for its reader; emptied only once it is known to be a file.
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", os.fsdecode(path))
+        os.ftruncate(number, 0)
+        return open(number, "wb", buffering=0)
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def write_private(path: str | os.PathLike[str], text: str) -> None:
+    """Make a new file that only this user can read (mode 600). Raises FileExistsError where something is there."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """The file that takes the place of `path` where the block ends without an error; see `replace_file`."""
-    target = os.path.realpath(os.fsdecode(path))
+    target = place_of(path)
     before = check_regular(path)
+    mode = 0o666 if before is None else stat.S_IMODE(before.st_mode)
     # Not made of the file's name, which may be as long as names can be.
     beside = os.path.join(os.path.dirname(target), f".mpikv-{uuid.uuid4().hex[:16]}.tmp")
     try:
-        with open(beside, "xb") as file:
+        # With the mode that it will have, less what umask takes away: nobody reads it meanwhile who may not later.
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
             if before is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(before.st_mode))
+                os.fchmod(file.fileno(), mode)
         os.replace(beside, target)
     except BaseException as error:
         with contextlib.suppress(OSError):

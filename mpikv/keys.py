@@ -6,6 +6,7 @@ the gradients for it and applies the optimizer to it. A plan is the tuple of a k
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class KeyInfo:
     @property
     def n_elems(self) -> int:
         """Elements of the value; 1 for a 0-dimensional one."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:

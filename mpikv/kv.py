@@ -1,43 +1,34 @@
 """`kv.create`: the module that users know from MXNet.
 
-The only place that sees strategies and servers. It brings the ranks together once: each tells its settings and its
-role, all check that they fit, and every rank builds the same picture of workers and servers.
+It brings the ranks together once: each tells its settings and its role, all check that they fit, and every rank builds
+the same picture of workers and servers, from which the store is assembled (assembly.py).
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpikv import notices
 from mpikv import spec as store_spec
+from mpikv.assembly import assemble
 from mpikv.checks import wrong
 from mpikv.config import Config
 from mpikv.control.agreement import grouped
-from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
-from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.runtime import abort, launcher, library, signals
-from mpikv.server.core import ServerCore
-from mpikv.server.loop import run_server, serve
-from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.server.roles import Roles, assign
 from mpikv.spec import StoreSpec
-from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
-from mpikv.strategies.ps import PsStrategy
-from mpikv.topology import pretended
-from mpikv.transports.base import Transport
-from mpikv.transports.memory import LocalTransport, local_transport, ranks_here
+from mpikv.topology import labels
+from mpikv.transports.memory import LocalTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -129,7 +120,7 @@ def _check_process(name: str) -> None:
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
+    from mpikv.processes import Processes  # noqa: PLC0415
 
     world = MPI.COMM_WORLD
     if world.Get_size() > 1:
@@ -143,51 +134,38 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise ValueError("comm is COMM_NULL: this rank belongs to no group of the split, and makes no store")
     elif not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
-    me = f"rank {comm.Get_rank()} of {comm.Get_size()}"
-    ended = _check_servers(name, comm)
-
-    def nobody() -> BaseException:
-        return StallError(
-            f"{me} waited {config.timeout_s:g} s in kv.create({name!r}) for the other ranks of its communicator: "
-            f"every one of them must call it{ended}"
-        )
-
-    transport = open_transport(comm, config.timeout_s, nobody)
-    mine = json.dumps(_introduction(spec, config)).encode()
-    told = [json.loads(text) for text in allgather_bytes(transport, mine, config.timeout_s, nobody)]
+    processes = Processes(comm, config, f"kv.create({name!r})", _check_servers(name, comm))
+    transport = processes.transport
     try:
-        _compare_settings(told, transport.hosts)
-        transport.hosts = pretended(transport.hosts, config.fake_hosts)
-        spec, roles = _settle(told, transport.hosts, config)
+        spec, roles = _settle(processes.compare(_introduction(spec, config)), transport.hosts, config)
     except MpikvError:
         transport.close()
         raise
 
-    def gather_all(data: bytes) -> list[bytes]:
-        return allgather_bytes(transport, data, config.timeout_s, nobody)
+    def connect(links: LocalTransport | None) -> None:
+        (waker.stand_by if links is None else links.bell.connect)(processes.gather_here)
 
-    def gather(data: bytes) -> list[bytes]:
-        everybodys = gather_all(data)
-        return [everybodys[rank] for rank in ranks_here(transport)]
-
-    # What is missing is no error: messages do the same, `mpikv info` says why.
-    memory, links = None, None
-    members = members_of(transport.hosts, roles, spec, config)
-    for_servers = members.path == "servers"
+    members = Members(transport.hosts, roles.workers, roles.servers, spec.synchronous, config)
+    memory = None
     if members.shares_memory:
-        here = ranks_here(transport)
-        memory, _ = segment.open_host_memory(here.index(transport.rank), len(here), gather)
-        if not for_servers:
-            memory = segment.on_all_hosts(memory, gather_all)
-    if for_servers and members.shares_memory:
-        links = None if memory is None else server_links(transport, memory, roles, config)
-        (waker.stand_by if links is None else links.bell.connect)(gather)
+        memory = processes.memory()
+        if members.path != "servers":
+            memory = segment.on_all_hosts(memory, processes.gather)
+    listener = _stop_signals(config)
     if transport.rank in roles.servers:
-        _be_server(transport, roles, spec, config, links)
-    threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    strategy = worker_strategy(
-        transport, roles, spec, config, threaded=threaded, on_fatal=abort.fatal, memory=memory, links=links
+        listener.install()
+    strategy = assemble(
+        transport,
+        members,
+        threaded=processes.threaded,
+        on_fatal=abort.fatal,
+        memory=memory,
+        connect=connect,
+        asked_to_stop=listener.why,
     )
+    if strategy is None:
+        listener.end()
+        raise SystemExit(0)
     store = KVStore(name, strategy, on_device=spec.on_device, stop_file=config.stop_file)
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
@@ -228,21 +206,9 @@ def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
     return {"type": type_, "num_servers": config.num_servers, "settings": settings}
 
 
-def _labels(hosts: Sequence[str]) -> list[str]:
-    return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-
-
-def _compare_settings(told: list[dict[str, Any]], hosts: Sequence[str]) -> None:
-    """ConfigError, the same on every rank, where a setting differs between ranks."""
-    for setting in told[0]["settings"]:
-        values = [entry["settings"][setting] for entry in told]
-        if len(set(values)) > 1:
-            raise ConfigError(f"kv.create: {setting} differs between ranks: {grouped(values, _labels(hosts))}")
-
-
 def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
     """The roles that follow from what all ranks told. The same on every rank, and so is a ConfigError."""
-    labels = _labels(hosts)
+    called = labels(hosts)
     by_program = tuple(rank for rank, entry in enumerate(told) if entry["type"] is None)
     others = [rank for rank in range(len(told)) if rank not in by_program]
     if not others:
@@ -251,7 +217,7 @@ def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) 
         )
     types = [_type_name(told[rank]["type"]) for rank in others]
     numbers = [told[rank]["num_servers"] for rank in others]
-    names = [labels[rank] for rank in others]
+    names = [called[rank] for rank in others]
     if len(set(types)) > 1:
         raise ConfigError(f"kv.create: the type of the store differs between ranks: {grouped(types, names)}")
     if len(set(numbers)) > 1:
@@ -269,68 +235,6 @@ def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) 
 
 def _type_name(fields: list[bool]) -> str:
     return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
-
-
-def server_core(
-    hosts: tuple[str, ...], roles: Roles, spec: StoreSpec, links: LocalTransport | None = None
-) -> ServerCore:
-    """The state machine of one server."""
-    labels = [f"worker {i} on {hosts[rank]}" for i, rank in enumerate(roles.workers)]
-    memory = None if links is None else links.segment
-    return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous, memory)
-
-
-def members_of(hosts: Sequence[str], roles: Roles, spec: StoreSpec, config: Config) -> Members:
-    """What the placement of all keys of a store follows from."""
-    return Members(tuple(hosts), roles.workers, roles.servers, spec.synchronous, config)
-
-
-def server_links(transport: Transport, memory: HostMemory, roles: Roles, config: Config) -> LocalTransport | None:
-    """The transport between workers and servers of this rank's host; None where it is not one or the other's."""
-    servers = roles.servers or roles.workers
-    return local_transport(transport, memory, roles.workers, servers, config.partition_bytes)
-
-
-def worker_strategy(
-    transport: Transport,
-    roles: Roles,
-    spec: StoreSpec,
-    config: Config,
-    *,
-    threaded: bool,
-    on_fatal: Callable[[BaseException], None],
-    memory: HostMemory | None = None,
-    links: LocalTransport | None = None,
-) -> Strategy:
-    """The strategy of a worker: who owns the keys follows from the type and the number of servers."""
-    members = members_of(transport.hosts, roles, spec, config)
-    if members.path != "servers":
-        if memory is None:
-            members = replace(members, memory=False)
-        return AllreduceStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, memory=memory)
-    service = None
-    if not roles.servers:
-        core = server_core(transport.hosts, roles, spec, links)
-        service = serve(transport if links is None else links, roles.workers, core)
-    return PsStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, service=service, local=links)
-
-
-def _be_server(
-    transport: Transport, roles: Roles, spec: StoreSpec, config: Config, links: LocalTransport | None
-) -> None:
-    """Serve, then end the process."""
-    listener = _stop_signals(config)
-    listener.install()
-    core = server_core(transport.hosts, roles, spec, links)
-    try:
-        run_server(transport if links is None else links, roles.workers, core, config.timeout_s, listener.why)
-    except SystemExit as error:
-        raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
-    listener.end()
-    if links is not None:
-        links.close()
-    transport.close()
-    raise SystemExit(0)
 
 
 def _stop_signals(config: Config) -> signals.StopSignals:

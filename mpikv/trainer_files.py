@@ -7,10 +7,10 @@ status 0, on all workers; `resume` of the next run goes on from there.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import tempfile
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,9 +127,8 @@ class TrainerFiles:
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
-        folder, name = os.path.split(os.path.realpath(path))
-        # Short, since the file's own name may be as long as names can be.
-        states = os.path.join(folder, f".mpikv-{hashlib.sha256(name.encode()).hexdigest()[:16]}.states")
+        # Worker 0's counts. Not made of the file's name, which may be as long as names can be, nor foreseen by anybody.
+        states = os.path.join(os.path.dirname(os.path.realpath(path)), f".mpikv-{uuid.uuid4().hex[:16]}.states")
         try:
             if self._on_store:
                 self.save_states(states)

@@ -3,6 +3,9 @@
 The counts come from the report that the tests themselves write (`tests/report.py`), so a stage that dies in the middle
 still counts: the test it died in has failed. A stage that executes no test fails, and so does each number of ranks. No
 stage can hang: each has a time limit, after which all its processes are ended, with those of the jobs it has started.
+
+A test that starts a real job (the mark `whole_job`) and fails is run once more when all stages have ended, with nothing
+beside it. Where it passes then, it has passed and is called unsteady, with both outputs. No other test is repeated.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapp
 SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
 WITHOUT_FULL = ["-m", "not full"]  # tests that take minutes are a stage of their own, which --full adds
 POLL_S = 0.1
+PROGRESS_S = 30.0  # between two lines of progress where nobody watches a terminal
 NO_TESTS = 5  # pytest's status where it ran none
 
 
@@ -66,12 +70,16 @@ class Stage:
 
 @dataclass
 class Count:
-    """The tests of a stage by outcome. reasons: why each of the skipped was. seconds: how long each has taken."""
+    """The tests of a stage by outcome. reasons: why each of the skipped was. seconds: how long each has taken.
+
+    whole_jobs: of the failed tests, those that start a real job, with the text of their failure.
+    """
 
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    whole_jobs: dict[str, str] = field(default_factory=dict)
 
 
 def stages(
@@ -131,11 +139,24 @@ def oldest_stages(oldest: jobs.Mpi) -> list[Stage]:
 
 @dataclass
 class Session:
-    """A stage that runs. folder: for its report and its temporary files."""
+    """A stage that runs. folder: for its report and its temporary files. collected, ended: so many of its tests are."""
 
     stage: Stage
     running: jobs.Running
     folder: Path
+    collected: int = 0
+    ended: int = 0
+    read: int = 0  # bytes of the report
+
+    def news(self) -> list[str]:
+        """The tests that have failed since the last call."""
+        lines = whole_lines(self.folder / "report", self.read)
+        self.read += sum(map(len, lines))
+        entries = [json.loads(line) for line in lines]
+        self.collected += sum(entry.get("collected", 0) for entry in entries)
+        ended = [entry for entry in entries if entry.get("outcome") not in (None, "started")]
+        self.ended += len(ended)
+        return [entry["test"] for entry in ended if entry["outcome"] == "failed"]
 
     def finish(self) -> tuple[jobs.Job, Count]:
         """Wait for its end."""
@@ -175,35 +196,98 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
     return Session(stage, jobs.Running(command, env, folder / "tmp", stage.limit_s, echo=options.v), folder)
 
 
-def run_all(
-    chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi]
-) -> Iterator[tuple[Stage, jobs.Job, Count]]:
-    """Run the stages, some at the same time, and hand over each when it has ended.
+class Progress:
+    """Says how far the stages are, and which tests fail, as they fail.
 
-    Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two
-    cores well. With their output on the terminal they run one by one.
+    A terminal has one line, which is written anew; elsewhere there is a line every PROGRESS_S.
     """
-    at_once = 1 if options.v else min(3, 1 + len(os.sched_getaffinity(0)))
-    waiting, active = list(chosen), []
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._began = self._said = time.monotonic()
+        self._failed = 0
+
+    def clear(self) -> None:
+        """Take the line away, since something else is printed."""
+        if self._terminal:
+            print("\r\033[K", end="", flush=True)
+
+    def look(self, active: Sequence[Session]) -> None:
+        """Read what the running stages report, and tell of it."""
+        failed = [f"failed: {session.stage.title}: {test}" for session in active for test in session.news()]
+        self._failed += len(failed)
+        if failed:
+            self.clear()
+            print("\n".join(failed), flush=True)
+        now = time.monotonic()
+        if active and (self._terminal or now - self._said >= PROGRESS_S):
+            self._said = now
+            parts = ", ".join(f"{one.stage.title} {one.ended}/{one.collected or '?'}" for one in active)
+            line = f"{now - self._began:.0f} s, {self._failed} failed: {parts}"
+            if self._terminal:
+                width = shutil.get_terminal_size().columns - 1
+                print(f"\r\033[K{line[:width]}", end="", flush=True)
+            else:
+                print(line, flush=True)
+
+
+def run_all(
+    chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi], *, at_once: int
+) -> Iterator[tuple[Stage, jobs.Job, Count]]:
+    """Run the stages, `at_once` of them at the same time, and hand over each when it has ended."""
+    waiting, active, progress = list(chosen), [], Progress()
     try:
         while waiting or active:
             while waiting and len(active) < at_once:
                 active.append(start(waiting.pop(0), options, environments))
-            for session in [one for one in active if one.running.is_over]:
+            over = [one for one in active if one.running.is_over]
+            if not options.v:  # where the tests' own output is on the terminal, it says so, too
+                progress.look(active)
+            for session in over:
                 active.remove(session)
-                yield session.stage, *session.finish()
+                finished = session.finish()
+                progress.clear()
+                yield session.stage, *finished
             time.sleep(POLL_S)
     finally:  # Ctrl-C
+        progress.clear()
         for session in active:
             session.end()
+
+
+def repeat(
+    failed: Sequence[tuple[Stage, str, str]], options: argparse.Namespace, environments: list[jobs.Mpi]
+) -> list[tuple[Stage, str]]:
+    """Run failed tests (stage, test, its failure) once more, one by one; print both outputs. Returns who passes now."""
+    again = [replace(stage, paths=[test], options=[*stage.options, "-rP"]) for stage, test, _ in failed]
+    unsteady = []
+    outcomes = run_all(again, options, environments, at_once=1)
+    for (stage, test, text), (_, job, counted) in zip(failed, outcomes, strict=True):
+        judge(stage, job, counted, selected=False)
+        passes = counted.passed == [test] and not counted.failed
+        print(f"--- {stage.title}: {test}: {'passed' if passes else 'failed'} when it was run once more, alone")
+        print(f"--- the first time\n{text}\n--- the second time\n{job.stdout}{job.stderr}", flush=True)
+        if passes:
+            unsteady.append((stage, test))
+    return unsteady
+
+
+def whole_lines(path: Path, begin: int = 0) -> list[bytes]:
+    """The lines of a report from this byte on; one that is still being written is not among them."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(begin)
+        return [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def count(path: Path) -> Count:
     """The tests by their last outcome in the report; one that has started and not ended has failed."""
     last: dict[str, dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in whole_lines(path):
         entry = json.loads(line)
-        last[entry["test"]] = entry
+        if "test" in entry:
+            last[entry["test"]] = entry
     result = Count()
     for test, entry in last.items():
         result.seconds[test] = entry["seconds"]
@@ -213,6 +297,8 @@ def count(path: Path) -> Count:
             result.reasons[test] = entry["reason"]
         else:
             result.failed.append(test)
+            if entry.get("whole_job"):
+                result.whole_jobs[test] = entry["text"]
     return result
 
 
@@ -228,6 +314,47 @@ def judge(stage: Stage, job: jobs.Job, counted: Count, *, selected: bool) -> Non
             counted.failed.append(f"(the stage ended with status {job.status})")
     if job.ranks_left and not job.timed_out:
         counted.failed.append(f"(the stage left {len(job.ranks_left)} processes behind)")
+
+
+def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi]) -> int:
+    """Run these stages and tell how it went; 0 if all tests passed."""
+    passed, failed, executed, skipped, whole_jobs = 0, [], set(), {}, []
+    began = time.monotonic()
+    # Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two
+    # cores well. With their output on the terminal they run one by one.
+    at_once = 1 if options.v else min(3, 1 + len(os.sched_getaffinity(0)))
+    for stage, job, counted in run_all(chosen, options, environments, at_once=at_once):
+        judge(stage, job, counted, selected=bool(options.k))
+        if counted.failed and not options.v:
+            print(f"--- {stage.title}\n{job.stdout}{job.stderr}", flush=True)
+        print(
+            f"{stage.title}: {len(counted.passed)} passed, {len(counted.failed)} failed, "
+            f"{len(counted.reasons)} skipped in {job.seconds:.0f} s",
+            flush=True,
+        )
+        for test in sorted(counted.seconds, key=counted.seconds.__getitem__, reverse=True)[: options.slowest]:
+            print(f"  {counted.seconds[test]:6.1f} s  {test}", flush=True)
+        passed += len(counted.passed)
+        failed += [(stage, test) for test in counted.failed]
+        if job.status == 1:  # pytest has come to its end, and says that tests have failed
+            whole_jobs += [(stage, test, text) for test, text in counted.whole_jobs.items()]
+        executed.update(counted.passed, counted.failed)
+        skipped.update(counted.reasons)
+    # A test that needs more ranks than one stage has is skipped there and executed in another: not skipped.
+    skipped = {test: reason for test, reason in skipped.items() if test not in executed}
+    for reason, n in collections.Counter(skipped.values()).items():
+        print(f"skipped: {n} x {reason}")
+    unsteady = repeat(whole_jobs, options, environments)
+    failed = [one for one in failed if one not in unsteady]
+    passed += len(unsteady)
+    for said, tests in (("failed", failed), ("unsteady", unsteady)):
+        for stage, test in tests:
+            print(f"{said}: {stage.title}: {test}")
+    if not executed:
+        print("no test was executed")
+    print(f"{time.monotonic() - began:.0f} s in all, on {len(os.sched_getaffinity(0))} cores")
+    print(f"{passed} passed, {len(failed) + (not executed)} failed" + (f", {len(skipped)} skipped" if skipped else ""))
+    return 1 if failed or not executed else 0
 
 
 def main() -> int:
@@ -262,35 +389,7 @@ def main() -> int:
             parser.error(f"--only knows {', '.join(known)}")
         chosen = [stage for stage in chosen if stage.group in groups]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
-    passed, failed, executed, skipped = 0, [], set(), {}
-    began = time.monotonic()
-    for stage, job, counted in run_all(chosen, options, environments):
-        judge(stage, job, counted, selected=bool(options.k))
-        if counted.failed and not options.v:
-            print(f"--- {stage.title}\n{job.stdout}{job.stderr}", flush=True)
-        print(
-            f"{stage.title}: {len(counted.passed)} passed, {len(counted.failed)} failed, "
-            f"{len(counted.reasons)} skipped in {job.seconds:.0f} s",
-            flush=True,
-        )
-        for test in sorted(counted.seconds, key=counted.seconds.__getitem__, reverse=True)[: options.slowest]:
-            print(f"  {counted.seconds[test]:6.1f} s  {test}", flush=True)
-        passed += len(counted.passed)
-        failed += [f"{stage.title}: {test}" for test in counted.failed]
-        executed.update(counted.passed, counted.failed)
-        skipped.update(counted.reasons)
-    # A test that needs more ranks than one stage has is skipped there and executed in another: not skipped.
-    skipped = {test: reason for test, reason in skipped.items() if test not in executed}
-    for reason, n in collections.Counter(skipped.values()).items():
-        print(f"skipped: {n} x {reason}")
-    for test in failed:
-        print(f"failed: {test}")
-    if not executed:
-        failed.append("no test")
-        print("no test was executed")
-    print(f"{time.monotonic() - began:.0f} s in all, on {len(os.sched_getaffinity(0))} cores")
-    print(f"{passed} passed, {len(failed)} failed" + (f", {len(skipped)} skipped" if skipped else ""))
-    return 1 if failed else 0
+    return run(chosen, options, environments)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request
+from mpikv.engine.request import Request, Waiter, Waking, wakes
 from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
@@ -48,6 +49,13 @@ class Said(NamedTuple):
 def said_in(note: HostArray) -> Said:
     """What a note (NOTE_BYTES,) of uint8 says."""
     return Said(*_NOTE.unpack(note.data)[1:])
+
+
+@lru_cache(maxsize=64)  # a store of many keys has few labels
+def _said_of(label: Label, *, exact: bool) -> Said:
+    if exact:
+        return Said(digest(label), 1.0)
+    return Said(digest(label.rest, label.factor == 0.0), label.factor)  # 0 cannot be scaled to anything else
 
 
 class Comparison:
@@ -82,10 +90,7 @@ class Comparison:
         several = list(dict.fromkeys(label for label in labels if label is not None))
         if len(several) != 1:
             return Said(digest(several), 1.0)  # one factor is said for all keys, so these must be equal too
-        (label,) = several
-        if self._exact:
-            return Said(digest(label), 1.0)
-        return Said(digest(label.rest, label.factor == 0.0), label.factor)  # 0 cannot be scaled to anything else
+        return _said_of(several[0], exact=self._exact)
 
     @property
     def mixed(self) -> bool:
@@ -196,7 +201,7 @@ def _with_note(buf: HostArray, said: Said) -> HostArray:
     return message
 
 
-class _Noted:
+class _Noted(Waking):
     """A request: a message that may end with a note, received into `buf`, values and then room."""
 
     def __init__(self, group: Group, buf: HostArray, source: int, tag: int, comparison: Comparison) -> None:
@@ -205,7 +210,6 @@ class _Noted:
         self._note[0] = 0  # before the message can come
         self._source, self._comparison = group.ranks[source], comparison
         self._request = group.transport.irecv(buf, self._source, tag, NOTE_BYTES)
-        self.owner = getattr(self._request, "owner", None)  # who is woken when it comes (engine/engine.py)
         self._done = False
 
     def test(self) -> bool:
@@ -214,6 +218,10 @@ class _Noted:
             self._done = True
             self._take(said_in(self._note) if self._note[0] else None)
         return self._done
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When it has come, if the transport's request does."""
+        return wakes(self._request, waiter)
 
     def _take(self, said: Said | None) -> None:
         raise NotImplementedError

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.request import Request, Steps, Waiter, Waking, wakes
 from mpikv.transports.base import Group
 
 # Across a link a segment must be a short message for MPI (Open MPI's TCP: up to 64 KiB with its header). A longer one
@@ -33,6 +33,18 @@ HOST_WINDOW = 2
 Span = tuple[int, int]  # elements [begin, end) of a buffer
 
 
+class Ends(Protocol):
+    """Where messages go to and come from: a group, or whoever numbers those it talks to."""
+
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+        """As `Transport.isend`."""
+        ...
+
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+        """As `Transport.irecv`."""
+        ...
+
+
 class Stage(Protocol):
     """A part of a collective. `done`: nothing is left to move."""
 
@@ -42,11 +54,13 @@ class Stage(Protocol):
         """Do what can be done without waiting; whether that was anything. Raises what went wrong."""
         ...
 
+    def wakes(self, waiter: Waiter) -> bool:
+        """As `Waking.wakes`, where something else than another stage has to happen before this one can move."""
+        ...
 
-class _Moves:
-    """A request that is done when a stage has moved, or all are done. Only messages move it."""
 
-    wakes = True
+class _Moves(Waking):
+    """A request that is done when a stage has moved, or all are done."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
@@ -57,6 +71,10 @@ class _Moves:
             if not stage.done:
                 moved |= stage.move()
         return moved or all(stage.done for stage in self._stages)
+
+    def wakes(self, waiter: Waiter) -> bool:
+        promised = [stage.wakes(waiter) for stage in self._stages if not stage.done]  # by each: any of them may move
+        return all(promised)
 
 
 def drive(*stages: Stage) -> Steps[None]:
@@ -89,12 +107,17 @@ class Sender:
     """
 
     def __init__(
-        self, group: Group, segments: Sequence[tuple[int, HostArray]], tag: int, window: int, ready: Callable[[], int]
+        self, group: Ends, segments: Sequence[tuple[int, HostArray]], tag: int, window: int, ready: Callable[[], int]
     ) -> None:
         self._group, self._segments, self._tag, self._window, self._ready = group, segments, tag, window, ready
         self._under_way: deque[Request] = deque()
         self._sent = 0
         self.done = not segments
+
+    @property
+    def left(self) -> int:
+        """How many segments, from the first on, have left their arrays."""
+        return self._sent - len(self._under_way)
 
     def move(self) -> bool:
         """Forget what has been sent, start what is ready."""
@@ -111,27 +134,32 @@ class Sender:
         self.done = self._sent == len(self._segments) and not self._under_way
         return moved
 
+    def wakes(self, waiter: Waiter) -> bool:
+        """When the oldest segment under way has left."""
+        return not self._under_way or wakes(self._under_way[0], waiter)
+
 
 class Receiver:
     """A stage that receives segments from given ranks, in order, a limited number at a time.
 
     targets: (rank of the group, array that segment is received into), where a target is free again, for another
     segment, once `take(i)` has been called for segment i. count: how many have been received and taken.
-    may_take: how many, from the first on, may be taken by now.
+    may_take: how many, from the first on, may be taken by now. may_ask: how many may be received into their targets.
     """
 
     def __init__(
         self,
-        group: Group,
+        group: Ends,
         targets: Sequence[tuple[int, HostArray]],
         tag: int,
         window: int,
         *,
         take: Callable[[int], None] | None = None,
         may_take: Callable[[], int] | None = None,
+        may_ask: Callable[[], int] | None = None,
     ) -> None:
         self._group, self._targets, self._tag, self._window = group, targets, tag, window
-        self._take, self._may_take = take, may_take
+        self._take, self._may_take, self._may_ask = take, may_take, may_ask
         self._under_way: deque[Request] = deque()
         self._posted = 0
         self.count = 0
@@ -141,8 +169,9 @@ class Receiver:
         """Take what has come, ask for more."""
         moved = False
         limit = len(self._targets) if self._may_take is None else self._may_take()
+        wanted = len(self._targets) if self._may_ask is None else self._may_ask()
         while True:
-            while self._posted < len(self._targets) and len(self._under_way) < self._window:
+            while self._posted < wanted and len(self._under_way) < self._window:
                 source, target = self._targets[self._posted]
                 self._under_way.append(self._group.irecv(target, source, self._tag))
                 self._posted += 1
@@ -155,3 +184,9 @@ class Receiver:
             moved = True
         self.done = self.count == len(self._targets)
         return moved
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When the oldest segment under way has come, where it may be taken then."""
+        if not self._under_way or (self._may_take is not None and self.count >= self._may_take()):
+            return True  # another stage has to move
+        return wakes(self._under_way[0], waiter)

@@ -67,11 +67,21 @@ class Proposal:
     """A request that is done when each of its items has a verdict."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        self.replies: dict[Item, Reply | None] = dict.fromkeys(items)
+        self.items = tuple(items)
+        self.replies: dict[Item, Reply] = {}  # in the order in which they came
+        self._missing = set(items)
+
+    def take(self, item: Item, reply: Reply) -> bool:
+        """Note a verdict; False where it is not one that this proposal waits for."""
+        if item not in self._missing:
+            return False
+        self._missing.remove(item)
+        self.replies[item] = reply
+        return True
 
     def test(self) -> bool:
         """Whether all verdicts are there."""
-        return None not in self.replies.values()
+        return not self._missing
 
 
 class _Listening:
@@ -206,29 +216,25 @@ class Control:
                     raise StallError(f"{stall} They wait for this worker in another store: {SAME_ORDER}.") from None
                 print(f"mpikv: {stall} Still waiting.", file=sys.stderr, flush=True)
         self.activity.waits_for = frozenset()
-        reply = proposal.replies[(topic, name)]
-        assert reply is not None
-        return reply.unwrap()
+        return proposal.replies[topic, name].unwrap()
 
     def _deliver(self, verdicts: Sequence[Verdict]) -> None:
         if self._leader is not None and self._agreement is not None:
             self._order(self._leader.blocked(self._agreement.blocked()))
-        others: dict[int, list[Verdict]] = {}
+        by_worker: dict[int, list[Verdict]] = {}
         for verdict in verdicts:
-            if verdict.worker == self._workers.rank:
-                self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
-            else:
-                others.setdefault(verdict.worker, []).append(verdict)
-        for worker, some in others.items():
+            by_worker.setdefault(verdict.worker, []).append(verdict)
+        mine = by_worker.pop(self._workers.rank, [])
+        for worker, some in by_worker.items():  # first: they act on them while this worker does
             self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": some})
+        for verdict in mine:
+            self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
 
     def _decided(self, item: Item, reply: Reply) -> None:
         self._on_verdict(item, reply)
-        for proposal in self._proposals:
-            if item in proposal.replies and proposal.replies[item] is None:
-                proposal.replies[item] = reply
-                break
-        self._proposals = [proposal for proposal in self._proposals if not proposal.test()]
+        found = next((proposal for proposal in self._proposals if proposal.take(item, reply)), None)
+        if found is not None and found.test():
+            self._proposals.remove(found)
         if item[0] == "close" and reply.error is None:
             self._ended = True
             if self._leader is not None:
@@ -459,6 +465,10 @@ class Control:
         Raises its error; PeerError as soon as what is waited for cannot come any more; StallError after `timeout_s`
         (default: the store's).
         """
+        with self.engine.lock:
+            if self.engine.failure is None and request.test():
+                self.activity.note(waiting)
+                return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         begun_s = asked_s = time.monotonic()
         asked = False
@@ -477,7 +487,7 @@ class Control:
 
         self._waits = waiting
         try:
-            with self.activity.during(str(waiting)):
+            with self.activity.during(waiting):
                 self.engine.wait(request, limit_s, lambda: self.report(waiting, limit_s), look)
         finally:
             self._waits = None

@@ -15,7 +15,7 @@ import math
 import os
 import struct
 import zlib
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from mpikv.runtime.abort import tells
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP_MAGIC = b"\x1f\x8b"
 _LONGEST_HEADER = 4 + 4 * 255
+_PIECE_BYTES = 1 << 20
 
 
 @tells
@@ -38,12 +39,9 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
     ValueError that names the file when it is no IDX file, is cut short, is too long, or has another number of axes.
     """
     with open_regular(checks.path("path", path)) as file:
-        raw = file.read()
-    if raw[:2] == _GZIP_MAGIC:
-        try:
-            raw = gzip.decompress(raw)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path}: damaged or truncated gzip file ({error}); fetch it again") from error
+        packed = file.read(2) == _GZIP_MAGIC
+        file.seek(0)
+        raw = _unpacked(path, file, ndim) if packed else file.read()
     start, shape, dtype = _layout(path, raw, len(raw), ndim)
     return np.frombuffer(raw, dtype=dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
@@ -81,8 +79,41 @@ def _whole(name: str, ndim: int | None) -> NDArray[Any]:
     return np.memmap(name, dtype, "r", start, shape)
 
 
-def _layout(path: Any, raw: bytes, size: int, ndim: int | None) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+def _unpacked(path: Any, file: IO[bytes], ndim: int | None) -> bytearray:
+    """What is packed in the file, but no more than a byte beyond what its header says: a small file may hold much."""
+    try:
+        with gzip.GzipFile(fileobj=file) as stream:
+            raw = bytearray(stream.read(_LONGEST_HEADER))
+            start, shape, dtype = _header(path, raw, len(raw), ndim)
+            most = start + math.prod(shape) * dtype.itemsize + 1
+            # Piece by piece: of a damaged header's length nothing is allocated before it is there.
+            while len(raw) < most and (piece := stream.read(min(_PIECE_BYTES, most - len(raw)))):
+                raw += piece
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: damaged or truncated gzip file ({error}); fetch it again") from error
+    return raw
+
+
+def _layout(
+    path: Any, raw: bytes | bytearray, size: int, ndim: int | None
+) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """Where the elements begin in a file of `size` bytes that begins with `raw`, the array's shape, and its dtype."""
+    start, shape, dtype = _header(path, raw, size, ndim)
+    # Python's integers: a damaged header must not overflow into a length that fits.
+    expected_bytes = start + math.prod(shape) * dtype.itemsize
+    if size != expected_bytes:
+        what = "truncated" if size < expected_bytes else "too long"
+        raise ValueError(
+            f"{path}: {what} IDX file: shape {shape} of {dtype.itemsize}-byte elements, as its header says, makes "
+            f"{expected_bytes} bytes; the file has {size if size < expected_bytes else 'more'}"
+        )
+    return start, shape, dtype
+
+
+def _header(
+    path: Any, raw: bytes | bytearray, size: int, ndim: int | None
+) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
+    """The same, whether or not the file is as long as that."""
     if len(raw) < 4:
         raise ValueError(f"{path}: truncated IDX file: {size} bytes, the header alone has 4 or more")
     zeros, code, axes = struct.unpack(">HBB", raw[:4])
@@ -97,13 +128,4 @@ def _layout(path: Any, raw: bytes, size: int, ndim: int | None) -> tuple[int, tu
     if len(raw) < start:
         raise ValueError(f"{path}: truncated IDX file: {size} bytes, the header of {axes} axes has {start}")
     shape = struct.unpack(f">{axes}I", raw[4:start])
-    dtype = np.dtype(_DTYPES[code])
-    # Python's integers: a damaged header must not overflow into a length that fits.
-    expected_bytes = start + math.prod(shape) * dtype.itemsize
-    if size != expected_bytes:
-        what = "truncated" if size < expected_bytes else "too long"
-        raise ValueError(
-            f"{path}: {what} IDX file: shape {shape} of {dtype.itemsize}-byte elements, as its header says, makes "
-            f"{expected_bytes} bytes; the file has {size}"
-        )
-    return start, shape, dtype
+    return start, shape, np.dtype(_DTYPES[code])

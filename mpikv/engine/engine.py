@@ -5,7 +5,11 @@ Collectives, server loops and pulls are generators that yield each request they 
 a message on by itself while Python computes, so a thread of the engine steps whenever no caller does. Whoever steps
 holds one lock, so all MPI calls of a store come from one thread at a time.
 
-Cost: a step is one `test` for each running generator. An idle engine wakes `1 / IDLE_NAP_S` times a second.
+A generator whose request wakes it (`Waking`) stands in a queue when it has been woken, and is left alone until then.
+Those whose request cannot are asked in every step.
+
+Cost: a step is one `test` for each service, each generator that has been woken and each one that has to be asked,
+however many are under way. An idle engine wakes `1 / IDLE_NAP_S` times a second.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -35,14 +40,18 @@ class Engine:
     """Moves the transfers of one store on.
 
     threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
-    on_fatal: called with the exception that ended a service (a generator that must never end by one). transport: one
-    that can `poll`, and then wakes the `owner` of what is done.
+    on_fatal: called with the exception that ended a service (a generator that must never end by one). poll: called in
+    each step, to find out what is done and wake who waits for it: a transport's.
     """
 
-    def __init__(self, *, threaded: bool, on_fatal: Callable[[BaseException], None], transport: Any = None) -> None:
-        self._transport: Any = transport if hasattr(transport, "poll") else None
+    def __init__(
+        self, *, threaded: bool, on_fatal: Callable[[BaseException], None], poll: Callable[[], None] = lambda: None
+    ) -> None:
+        self._poll = poll
         self._lock = threading.RLock()
-        self._running: list[Running[Any]] = []
+        self._running: dict[Running[Any], None] = {}  # in the order of their start
+        self._woken: deque[Running[Any]] = deque()
+        self._asked: dict[Running[Any], None] = {}
         self._services: list[Running[Any]] = []
         self._on_fatal = on_fatal
         self._callers = 0  # threads inside `wait`, which step by themselves
@@ -70,9 +79,10 @@ class Engine:
     def take(self, running: Running[Any]) -> None:
         """Move on what was under way without an engine, as `start` does."""
         with self._lock:
-            self._advance(running)
+            running.queue = self._woken
+            self._running[running] = None
+            self._move_on(running)
             if not running.done:
-                self._running.append(running)
                 self._wake.set()
                 if self.serves and self.bell is not None:
                     self.bell.wake_self()
@@ -89,8 +99,7 @@ class Engine:
         """Move everything on that can move; whether anything did."""
         with self._lock:
             moved = False
-            if self._transport is not None:
-                self._transport.poll()
+            self._poll()
             for running in self._services:
                 moved |= self._advance(running)
                 if running.error is not None:
@@ -98,27 +107,29 @@ class Engine:
                     self.failure = self.failure or running.error
                     self._on_fatal(running.error)
                     break  # the others are moved on by the next step
-            ended = False
-            for running in tuple(self._running):
-                if self._transport is None or running.may_move():
-                    moved |= self._advance(running)
-                    ended |= running.done
-            if ended:
-                self._running = [running for running in self._running if not running.done]
+            for running in tuple(self._asked):
+                moved |= self._move_on(running)
+            for _ in range(len(self._woken)):  # who is woken meanwhile has its turn in the next step
+                moved |= self._move_on(self._woken.popleft())
             return moved
 
     def _advance(self, running: Running[Any]) -> bool:
         try:
-            if self._transport is None:
-                return running.advance()
-            before, self._transport.owner = self._transport.owner, running
-            try:
-                return running.advance()
-            finally:
-                self._transport.owner = before
+            return running.advance()
         except BaseException as error:  # Ctrl-C: `advance` raises nothing else
             self.interrupted(running.name, error)
             raise
+
+    def _move_on(self, running: Running[Any]) -> bool:
+        """Advance a generator that is no service, and note what it waits for now."""
+        moved = self._advance(running)
+        if running.done:
+            self._running.pop(running, None)
+        if running.asked and not running.done:
+            self._asked[running] = None
+        else:
+            self._asked.pop(running, None)
+        return moved
 
     def interrupted(self, name: str, error: BaseException) -> None:
         """A transfer was hit and is lost, and other ranks count on it: let every later wait say so."""
@@ -195,4 +206,5 @@ class Engine:
         with self._lock:
             for running in (*self._running, *self._services):
                 running.cancel()
-            self._running, self._services = [], []
+            for some in (self._running, self._asked, self._woken, self._services):
+                some.clear()

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.request import Request, Steps, Waiter, Waking, wakes
 
 T = TypeVar("T")
 
 RESUMES = 64  # of one generator in a row: a server with messages always waiting must not starve the others
 
 
-class Running(Generic[T]):
-    """A generator under way, moved on by its engine; a request with a result."""
+class Running(Waking, Generic[T]):
+    """A generator under way, moved on by its engine; a request with a result, which wakes those who wait for it.
 
-    def __init__(self, steps: Steps[T], name: str) -> None:
+    queue: where it puts itself when it is woken; whoever moves it on looks there. asked: whether what it waits for
+    wakes nobody, so that it has to be moved on again and again to find out.
+    """
+
+    def __init__(self, steps: Steps[T], name: str, queue: deque[Running[Any]] | None = None) -> None:
         self.name = name
         self.done = False
         self.result: T | None = None
         self.error: BaseException | None = None
         self.woken = True  # something has happened since it was last moved on
+        self.asked = True
+        self.queue = queue
         self._steps = steps
         self._waiting_for: Request | None = None
+        self._waiters: list[Waiter] = []
 
     def advance(self) -> bool:
         """Resume while the yielded requests are done, but not for ever. Raises nothing but Ctrl-C.
@@ -31,34 +39,53 @@ class Running(Generic[T]):
         Returns whether anything moved.
         """
         moved, self.woken = False, False
-        for _ in range(RESUMES):
-            if self.done:
-                break
-            try:
+        try:
+            for _ in range(RESUMES):
+                if self.done:
+                    break
                 try:
                     if self._waiting_for is not None and not self._waiting_for.test():
+                        self.asked = not wakes(self._waiting_for, self)
                         break
                 except Exception as error:  # noqa: BLE001 - the generator may know what to make of it
-                    moved, self._waiting_for = True, self._steps.throw(error)
+                    moved = True
+                    self._waiting_for = self._steps.throw(error)
                     continue
                 moved = True
                 self._waiting_for = next(self._steps)
-            except StopIteration as stop:
-                self.result, self.done = stop.value, True
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits for this
-                self.error, self.done = error, True
-            except BaseException as error:
-                # Ctrl-C: it was meant for the caller who happens to step, not for whoever waits for this transfer.
-                self.error, self.done = error, True
-                raise
-        else:
-            self.woken = True  # there may be more
+            else:
+                self.asked = False
+                self.wake()  # there may be more
+        except StopIteration as stop:
+            self._end(stop.value)
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for this
+            self._end(error=error)
+        except BaseException as error:
+            # Ctrl-C: it was meant for the caller who happens to step, not for whoever waits for this transfer.
+            self._end(error=error)
+            raise
         return moved
 
-    def may_move(self) -> bool:
-        """Whether moving it on is worth while: not if it waits for messages of its own, and none has come or gone."""
-        waiting_for = self._waiting_for
-        return self.woken or not (getattr(waiting_for, "wakes", False) or getattr(waiting_for, "owner", None) is self)
+    def _end(self, result: T | None = None, error: BaseException | None = None) -> None:
+        self.result, self.error, self.done = result, error, True
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.wake()
+
+    def wake(self) -> None:
+        """What it waits for may be done."""
+        if not self.woken:
+            self.woken = True
+            if self.queue is not None:
+                self.queue.append(self)
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When it has ended."""
+        if self.done:
+            waiter.wake()
+        else:
+            self._waiters.append(waiter)
+        return True
 
     def test(self) -> bool:
         """Whether it has ended. Raises the exception that ended it."""
@@ -70,13 +97,15 @@ class Running(Generic[T]):
         """Give up with an error: whoever waits for this raises it. Under the engine's lock."""
         if not self.done:
             self._steps.close()
-            self.error, self.done = error, True
+            self._end(error=error)
+            self.wake()  # so that the engine forgets it
 
     def cancel(self) -> None:
         """Give up: the generator's `finally` blocks run, nothing moves any more."""
         if not self.done:
             self._steps.close()
-            self.done = True
+            self._end()
+            self.wake()
 
 
 def run(steps: Steps[T], timeout_s: float, on_timeout: Callable[[], BaseException]) -> T:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpikv.errors import ConfigError
-from mpikv.launch.hosts import Host
+from mpikv.launch.hosts import Host, check_name
 
 OTHERS = ("PBS_NODEFILE", "LSB_HOSTS", "COBALT_NODEFILE")
 QRSH = ("qrsh", "-inherit", "-nostdin", "-V")  # Grid Engine's remote shell within a job; the host's name follows
@@ -35,7 +35,7 @@ def hosts(environ: Mapping[str, str]) -> list[Host]:
             lines = [line.split() for line in Path(environ["PE_HOSTFILE"]).read_text().splitlines() if line.strip()]
             found: dict[str, int] = {}
             for name, slots_text, *_ in lines:  # a host has a line for each of its queues
-                found[name] = found.get(name, 0) + int(slots_text)
+                found[check_name(name)] = found.get(name, 0) + int(slots_text)
         except (OSError, ValueError) as error:
             raise ConfigError(f"PE_HOSTFILE={environ['PE_HOSTFILE']} cannot be read: {error}") from None
         return [Host(name, n) for name, n in found.items()]
@@ -66,7 +66,10 @@ def expand(text: str) -> list[str]:
             else:
                 found = [one + plain for one in found]
         names += found
-    return names
+    try:
+        return [check_name(name) for name in names]
+    except ValueError as error:
+        raise ConfigError(f"SLURM_JOB_NODELIST={text}: {error}") from None
 
 
 def _numbers(ranges: str, text: str) -> list[str]:

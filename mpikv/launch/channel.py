@@ -1,9 +1,17 @@
-"""What a rank's process and the launcher say to each other: frames on one TCP connection.
+"""What a rank's process and the launcher say to each other: a greeting, then frames, on one TCP connection.
 
-A frame is its length (4 bytes, big endian), one byte that says what it is, and that many bytes. The launcher listens; a
-rank's process connects to all of the launcher's addresses at once and keeps the first where the launcher knows the
-job's secret. Then it proves that it knows it as well. `mpirun`'s own daemons connect back to their launcher in the same
-way, so this asks nothing of the network that they do not ask.
+The launcher listens on the addresses that it tells the ranks, and on no other. A rank's process connects to all of them
+at once and keeps the first where both sides have proved that they know the job's secret:
+
+    launcher -> rank   32 random bytes
+    rank -> launcher   32 random bytes of its own, and a proof (HMAC-SHA-256) over both and the address it has dialled
+    launcher -> rank   a proof over the same
+
+So a greeting that was recorded, or that was made for another address, proves nothing, and nothing of a stranger's is
+looked at beyond these 64 bytes. What follows is not encrypted (docs/security.md). `mpirun`'s own daemons connect back
+to their launcher in the same way, so this asks nothing of the network that they do not ask.
+
+A frame is its length (4 bytes, big endian), one byte that says what it is, and that many bytes.
 
 The kernel probes an idle connection and ends it after `LOST_S` without an answer: so each side notices a host that has
 gone, or a link that was cut, without a message of its own, and a process that is merely stopped is not taken for lost.
@@ -15,6 +23,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import os
 import selectors
 import socket
 import struct
@@ -26,7 +35,7 @@ HEADER = struct.Struct("!IB")
 HELLO, OUT, ERR, ENDED, GONE = b"hoexg"  # a rank's process to the launcher
 SIGNAL, BYE = b"sb"  # the launcher to a rank's process
 LARGEST_BYTES = 1 << 22  # of a frame; a longer one is none of ours
-GREETING_BYTES = hashlib.sha256().digest_size
+NONCE_BYTES = PROOF_BYTES = hashlib.sha256().digest_size
 CONNECT_S = 10.0
 LOST_S = 30  # IDLE_S + PROBES * PROBE_S: longer than a switch needs to find another way, much shorter than TCP's hours
 IDLE_S, PROBE_S, PROBES = 10, 5, 4
@@ -62,9 +71,24 @@ class Frames:
             yield kind, body
 
 
-def proof(secret: str, who: str) -> bytes:
-    """Shows that `who` knows the secret, without telling it."""
-    return hmac.new(secret.encode(), who.encode(), hashlib.sha256).digest()
+def proof(secret: str, who: str, address: str, challenge: bytes, nonce: bytes) -> bytes:
+    """Shows that `who` (launcher or rank) knows the secret, on this connection alone.
+
+    address: "host:port" as the rank has dialled it; challenge, nonce: NONCE_BYTES each, the launcher's and the rank's.
+    """
+    return hmac.new(secret.encode(), f"{who} {address} ".encode() + challenge + nonce, hashlib.sha256).digest()
+
+
+def is_proof(given: bytes, expected: bytes) -> bool:
+    """Whether they are the same, in a time that does not tell how much of them is."""
+    return hmac.compare_digest(given, expected)
+
+
+def network() -> str:
+    """Names the network that this process sees, its own loopback interface included: a host's or a container's."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    return ""
 
 
 def watch_link(connection: socket.socket) -> None:
@@ -78,37 +102,84 @@ def watch_link(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+class Trial:
+    """One of the launcher's addresses, while a rank tries it. Nothing here blocks."""
+
+    def __init__(self, host: str, port: int, secret: str) -> None:
+        self.address = f"{host}:{port}"
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        self.socket.connect_ex((host, port))
+        self._secret = secret
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._challenge = b""
+        self._data = b""
+
+    def read(self) -> bool:
+        """Take what has come, and answer. Whether the launcher has proved itself; OSError where it is not the one."""
+        data = self.socket.recv(NONCE_BYTES - len(self._data))
+        if not data:
+            raise ConnectionError("closed")
+        self._data += data
+        if len(self._data) < NONCE_BYTES:
+            return False
+        data, self._data = self._data, b""
+        if not self._challenge:
+            self._challenge = data
+            self.socket.sendall(self._nonce + self._proof("rank"))
+            return False
+        if not is_proof(data, self._proof("launcher")):
+            raise ConnectionError("a wrong proof")
+        return True
+
+    def _proof(self, who: str) -> bytes:
+        return proof(self._secret, who, self.address, self._challenge, self._nonce)
+
+
 def connect(addresses: Sequence[tuple[str, int]], secret: str, limit_s: float = CONNECT_S) -> socket.socket:
-    """A connection to the launcher, which has greeted. Raises ConnectionError that says what each address did."""
+    """A connection to the launcher, both sides of which are proved. Raises ConnectionError: what each address did."""
     deadline = time.monotonic() + limit_s
     said = dict.fromkeys((f"{host}:{port}" for host, port in addresses), "no answer")
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as others:
         for host, port in addresses:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            trial = others.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            trial.setblocking(False)
-            trial.connect_ex((host, port))
-            selector.register(trial, selectors.EVENT_WRITE, f"{host}:{port}")
+            trial = Trial(host, port, secret)
+            others.enter_context(trial.socket)
+            selector.register(trial.socket, selectors.EVENT_WRITE, trial)
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, events in selector.select(left_s):
-                assert isinstance(key.fileobj, socket.socket)
-                trial, name = key.fileobj, key.data
-                failure = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if failure:
-                    selector.unregister(trial)
-                    said[name] = OSError(failure, "").__class__.__name__
-                elif events & selectors.EVENT_WRITE:
-                    selector.modify(trial, selectors.EVENT_READ, name)  # connected: it greets
-                elif _greeted(trial, secret):
-                    return trial.dup()
-                else:
-                    selector.unregister(trial)
-                    said[name] = "another program answered"
-    raise ConnectionError(", ".join(f"{name}: {what}" for name, what in said.items()))
+                trial = key.data
+                assert isinstance(trial, Trial)
+                try:
+                    failure = trial.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if failure:
+                        raise OSError(failure, "")
+                    if events & selectors.EVENT_WRITE:  # connected: the launcher speaks first
+                        selector.modify(trial.socket, selectors.EVENT_READ, trial)
+                    elif trial.read():
+                        return trial.socket.dup()
+                except OSError as error:
+                    selector.unregister(trial.socket)
+                    connected = not events & selectors.EVENT_WRITE
+                    said[trial.address] = "another program answered" if connected else error.__class__.__name__
+    raise ConnectionError(", ".join(f"{address}: {what}" for address, what in said.items()))
 
 
-def _greeted(connection: socket.socket, secret: str) -> bool:
-    # 32 bytes that were sent at once come at once: they fit in any segment.
-    with contextlib.suppress(OSError):
-        return hmac.compare_digest(connection.recv(GREETING_BYTES), proof(secret, "launcher"))
-    return False
+def dialled_from(addresses: Sequence[tuple[str, int]], launchers_network: str) -> list[tuple[str, int]]:
+    """Those of the launcher's addresses that lead to it from here.
+
+    On another host an address that this host has as well (of a loopback interface, of a bridge to containers) leads to
+    a program here, which could carry the greeting to and fro between a rank and the launcher.
+    """
+    if network() == launchers_network:
+        return list(addresses)
+    return [(host, port) for host, port in addresses if not is_own(host)]
+
+
+def is_own(host: str) -> bool:
+    """Whether this address is one of this host's: then it can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as trial:
+            trial.bind((host, 0))
+    except OSError:
+        return False
+    return True

@@ -74,16 +74,16 @@ class Command:
 
     def _listen(self) -> None:
         """Signals and the launcher wake the loop."""
-        ear, mouth = socket.socketpair()
-        for end in (ear, mouth):
+        read_end, write_end = socket.socketpair()
+        for end in (read_end, write_end):
             end.setblocking(False)
-        self._mouth = mouth
-        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        self._wakeup_end = write_end
+        signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
         for signum in (*FORWARDED, signal.SIGCHLD):
             signal.signal(signum, lambda *_: None)
-        self._selector.register(ear, selectors.EVENT_READ)
+        self._selector.register(read_end, selectors.EVENT_READ)
         self._selector.register(self._stand_in_ended, selectors.EVENT_READ)
-        self._ear = ear
+        self._wakeup = read_end
         if self._sink.socket is not None:
             self._selector.register(self._sink.socket, selectors.EVENT_READ)
         adopt_orphans()
@@ -130,8 +130,8 @@ class Command:
                 self._pass_on(signal.SIGTERM)  # at once: MPICH's MPI_Abort returns, and counts on being killed
             elif key.fd in self._lines:
                 self._read(key.fd)
-            elif key.fileobj is self._ear:
-                for signum in set(self._ear.recv(4096)):
+            elif key.fileobj is self._wakeup:
+                for signum in set(self._wakeup.recv(4096)):
                     self._pass_on(signum)
             elif events & selectors.EVENT_READ:
                 self._obey()

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from mpikv.errors import ConfigError
 
-NAME = r"(?:(?P<user>[A-Za-z_][\w.-]*)@)?(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?)"
-ENTRY = re.compile(NAME + r"(?::(?P<slots>\d+))?")
+# Both become words of a remote shell's line: neither begins with a dash nor has a character that a shell knows.
+USER = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
+NAME = re.compile(r"\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", re.ASCII)
+ENTRY = re.compile(rf"(?:(?P<user>{USER.pattern})@)?(?P<host>{NAME.pattern})(?::(?P<slots>\d+))?", re.ASCII)
 LIKELY_PORT = 1000  # no host has so many slots; 22, the usual port, cannot be told from a number of slots
 
 
@@ -64,7 +66,7 @@ def _entry(word: str, options: list[str]) -> Host:
         name, equals, value = option.partition("=")
         if name in ("slots", "max_slots", "max-slots") and equals and value.isdigit():
             slots = int(value) if name == "slots" or slots is None else slots
-        elif name == "user" and value:  # MPICH's
+        elif name == "user" and USER.fullmatch(value):  # MPICH's
             user = value
         else:
             raise ValueError(f"{option!r} is none of slots=NUMBER and user=NAME")
@@ -73,6 +75,13 @@ def _entry(word: str, options: list[str]) -> Host:
     if slots is not None and slots >= LIKELY_PORT:
         raise ValueError(f"{slots} slots on {found['host']}? A port belongs into --ssh 'ssh -p {slots}'")
     return Host(found["host"], slots, user)
+
+
+def check_name(name: str) -> str:
+    """The name of a host, as somebody else gave it. Raises ValueError where it is none."""
+    if NAME.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is no host")
+    return name
 
 
 def merged(hosts: list[Host]) -> list[Host]:

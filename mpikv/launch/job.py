@@ -18,7 +18,7 @@ from typing import NamedTuple
 from mpikv import checks
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.launch import allocation, environment, hosts, line, remote, sync
+from mpikv.launch import allocation, channel, environment, hosts, line, remote, sync
 from mpikv.launch.command import NOT_FOUND
 from mpikv.launch.hosts import Host
 from mpikv.launch.output import Output
@@ -112,15 +112,17 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         more=options.mpirun_options,
     )
     number = {"MPIKV_NUM_SERVERS": str(servers)}  # else a variable set here would make servers of workers
+    told = environment.given(environ)
     given = {
         "all": {
             **(environment.always(environ) if elsewhere else {}),
             **line.package_path(environ),
+            **told["all"],
             **environment.read_pairs("--env", options.env, environ),
             **number,
         },
-        "worker": environment.read_pairs("--env-worker", options.env_worker, environ),
-        "server": environment.read_pairs("--env-server", options.env_server, environ),
+        "worker": {**told["worker"], **environment.read_pairs("--env-worker", options.env_worker, environ)},
+        "server": {**told["server"], **environment.read_pairs("--env-server", options.env_server, environ)},
     }
     variables, addresses = mpirun.environment(() if alone else shell), []
     if elsewhere:
@@ -176,7 +178,7 @@ def _told(job: Job, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
     """The variables that tell the process above each rank what to do. Without addresses it prints for itself."""
     plan: dict[str, object] = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.grace_s}
     if addresses:
-        plan |= {"addresses": list(addresses), "secret": job.secret}
+        plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
     return {LAUNCH: json.dumps(plan), JOB: f"{job.id}/mpirun"}
 
 
@@ -195,10 +197,10 @@ def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
         job.secret,
         output,
         Limits(options.timeout, options.start_timeout, options.grace),
-        everywhere=bool(job.addresses),
+        job.addresses or ["127.0.0.1"],
     )
-    addresses = [(address, watch.port) for address in (job.addresses or ["127.0.0.1"])]
-    verdict = watch.run(job.words, {**os.environ, **job.variables, **_told(job, addresses)})
+    environ = {name: value for name, value in os.environ.items() if name != environment.GIVEN}
+    verdict = watch.run(job.words, {**environ, **job.variables, **_told(job, watch.addresses)})
     if verdict.text:
         output.say(verdict.text)
     begun = {block.host for block in job.blocks if watch.ranks[block.first_rank].host}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from mpikv.errors import ConfigError
+from mpikv.files import open_log
 
 COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI X3.64: cyan, yellow, green, magenta, blue, red
 SERVER_STYLE = "2;"  # faint
@@ -30,7 +31,7 @@ class Output:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                (folder / "launch.log").write_bytes(b"")
+                self._files["launch.log"] = open_log(folder / "launch.log")
             except OSError as error:
                 raise ConfigError(f"--output-dir {folder}: {error}") from None
         plain = "NO_COLOR" in os.environ  # no-color.org
@@ -83,7 +84,12 @@ class Output:
         if self._folder is None:
             return
         if name not in self._files:
-            self._files[name] = (self._folder / name).open("wb", buffering=0)
+            try:
+                self._files[name] = open_log(self._folder / name)
+            except OSError as error:
+                self._folder = None  # before the line that says so
+                self.say(f"--output-dir: {error}; nothing more is written there")
+                return
         self._files[name].write(data)
 
     def _put(self, stream: int, data: bytes) -> None:

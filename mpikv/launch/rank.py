@@ -43,16 +43,16 @@ NO_LAUNCHER = 125  # as timeout(1) has it for failures of its own
 def main(arguments: Sequence[str]) -> int:
     """Run the command to its end. Returns its status; a signal that ended it ends this process, too."""
     parent = os.getppid()
-    ear, mouth = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child:
-        os.close(ear)
+        os.close(read_end)
         return stand_in(child, parent)
-    os.close(mouth)
+    os.close(write_end)
     os.setpgid(0, 0)
     status = 128
     try:
-        status = answer(arguments, ear, daemon=parent)
+        status = answer(arguments, read_end, daemon=parent)
     finally:
         os._exit(status)  # nothing to clean up that the kernel does not
 

@@ -50,13 +50,10 @@ class Sink:
 
     def __init__(self, plan: Mapping[str, Any], place: Place) -> None:
         addresses = [(host, port) for host, port in plan["addresses"]]
-        self.socket = channel.connect(addresses, plan["secret"])
+        self.socket = channel.connect(channel.dialled_from(addresses, plan["network"]), plan["secret"])
         channel.watch_link(self.socket)
         self.pending = bytearray()
-        proof = channel.proof(plan["secret"], "rank").hex()
-        self.pending += channel.message(
-            channel.HELLO, proof=proof, **place._asdict(), pid=os.getpid(), parent=os.getppid()
-        )
+        self.pending += channel.message(channel.HELLO, **place._asdict(), pid=os.getpid(), parent=os.getppid())
         self.flush()  # now: this process may be killed as soon as it has started the command
 
     def write(self, kind: int, data: bytes) -> None:

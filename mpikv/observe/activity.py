@@ -19,15 +19,15 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self._call: str | None = None
-        self._last = "kv.create"
+        self._call: object = None  # whose text says what it is, which is not asked for in every call
+        self._last: object = "kv.create"
         self._failed = False  # the last call; the process is about to end then, and others still ask
         self._since_s = time.monotonic()
         self.others: Callable[[], Iterable[Activity]] = tuple
         self.waits_for: frozenset[str] = frozenset()
 
     @contextmanager
-    def during(self, call: str) -> Iterator[None]:
+    def during(self, call: object) -> Iterator[None]:
         """Note a call for as long as it lasts."""
         self._call, self._since_s, self._failed = call, time.monotonic(), False
         try:
@@ -38,7 +38,7 @@ class Activity:
         finally:
             self._last, self._call, self._since_s = call, None, time.monotonic()
 
-    def note(self, call: str) -> None:
+    def note(self, call: object) -> None:
         """Note a call that does not wait."""
         self._last, self._since_s, self._failed = call, time.monotonic(), False
 

@@ -95,6 +95,9 @@ def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tupl
             damaged(origin, f"not a file of states: its member {name!r} is compressed")
         if member.file_size > length:
             damaged(origin, f"damaged: its member {name!r} claims to be larger than the file")
+    # Members that share bytes of the file could be as many arrays as the file has room for headers.
+    if sum(member.file_size for member in archive.infolist()) > length:
+        damaged(origin, "damaged: its members claim to be larger than the file together")
     if HEADER not in members:
         damaged(origin, f"not a file of states: it has no {HEADER}")
     # All CRCs before anything is parsed.

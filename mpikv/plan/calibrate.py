@@ -50,7 +50,7 @@ def measured() -> Costs:
     transport = open_transport(MPI.COMM_SELF, TIMEOUT_S, lambda: StallError("MPI does not start"))
     mpi_message_s, mpi_byte_s = _line(lambda n_bytes: _through_mpi(transport, n_bytes))
     tcp_message_s, tcp_byte_s = _line(_through_kernel)
-    engine = Engine(threaded=False, on_fatal=_raise, transport=transport)
+    engine = Engine(threaded=False, on_fatal=_raise, poll=transport.poll)
     engine.serve(_listen(transport), "")
     poll_s = _each(engine.step, MESSAGES)
     engine.stop()

@@ -49,6 +49,9 @@ class Counting:
     def probe(self, tag: int) -> None:
         """Nothing comes."""
 
+    def poll(self) -> None:
+        """Nothing is ever under way."""
+
     def close(self) -> None:
         """Nothing to give back."""
 

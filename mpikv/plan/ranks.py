@@ -1,7 +1,7 @@
 """One simulated rank: its core, its transport, and the generators that it runs.
 
-The transport is the one that collectives, clients and servers see. A request knows whose it is and wakes only that
-generator, as over MPI. What a message holds is not kept, but for requests to servers, which read their headers.
+The transport is the one that collectives, clients and servers see. A request wakes only the generator that waits for
+it, as over MPI. What a message holds is not kept, but for requests to servers, which read their headers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request, Steps
+from mpikv.engine.request import Completion, Request, Steps
 from mpikv.engine.running import Running
 from mpikv.plan.costs import EAGER_BYTES
 
@@ -24,24 +24,15 @@ EAGER, ANNOUNCED, AGREED, DATA = range(4)  # a short message; the three parts of
 CONTROL_SHARE = 0.2  # of a message's work, for an announcement or an agreement, of which Python knows nothing
 
 
-class Transfer:
-    """A send or a receive. Done when `finish` was called."""
+class Transfer(Completion):
+    """A send or a receive."""
 
-    __slots__ = ("buf", "done", "message", "owner", "rank")
+    __slots__ = ("buf", "message", "rank")
 
-    def __init__(self, rank: Rank, owner: Running[Any] | None, buf: HostArray | None) -> None:
-        self.rank, self.owner, self.buf = rank, owner, buf
-        self.done = False
+    def __init__(self, rank: Rank, buf: HostArray | None) -> None:
+        super().__init__()
+        self.rank, self.buf = rank, buf
         self.message: Message | None = None
-
-    def test(self) -> bool:
-        """Whether it is done."""
-        return self.done
-
-    def finish(self) -> None:
-        """It is done; wakes its generator."""
-        self.done = True
-        self.rank.wake(self.owner)
 
 
 class Message:
@@ -73,7 +64,7 @@ class Arrived:
     def receive(self, buf: HostArray) -> Request:
         """Receive it."""
         rank = self._message.receiver
-        request = Transfer(rank, rank.owner, buf)
+        request = Transfer(rank, buf)
         rank.match(self._message, request)
         return request
 
@@ -90,7 +81,6 @@ class Rank:
         self.size = len(self.hosts)
         self.max_tag = 2**31 - 1
         self.sent_messages = self.sent_bytes = 0
-        self.owner: Running[Any] | None = None
         self.now_s = 0.0  # where its core is
         self.busy_s = 0.0
         self.finished_s = 0.0  # when the last of its generators ended
@@ -118,7 +108,7 @@ class Rank:
         n_bytes = buf.nbytes
         self.sent_messages += 1
         self.sent_bytes += n_bytes
-        request = Transfer(self, self.owner, None)
+        request = Transfer(self, None)
         local = self._simulation.is_local(self.rank, dest)
         message = Message(self._simulation.ranks[dest], self.rank, tag, n_bytes, request, local=local)
         if tag == wire.TAG_REQUEST:
@@ -159,7 +149,7 @@ class Rank:
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """See `Transport`."""
-        request = Transfer(self, self.owner, buf)
+        request = Transfer(self, buf)
         waiting = self._unexpected.get((source, tag))
         if waiting:
             self.match(waiting.popleft(), request)
@@ -170,6 +160,9 @@ class Rank:
     def probe(self, tag: int) -> Arrived | None:
         """See `Transport`; requests to servers alone."""
         return Arrived(self._requests.popleft()) if tag == wire.TAG_REQUEST and self._requests else None
+
+    def poll(self) -> None:
+        """Nothing to find out: a look handles what has arrived."""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -203,12 +196,6 @@ class Rank:
     def pay_work(self, seconds: float) -> None:
         """The core adds or copies; as a server for all workers that are stood for."""
         self.pay(seconds * self._simulation.weight if self._serving else seconds)
-
-    def wake(self, running: Running[Any] | None) -> None:
-        """Something has happened to a generator's request."""
-        if running is not None and not running.woken:
-            running.woken = True
-            self._ready.append(running)
 
     def expect(self, time_s: float) -> None:
         """Something has happened that the next look will see."""
@@ -267,7 +254,7 @@ class Rank:
 
     def start(self, steps: Steps[Any]) -> Running[Any]:
         """Start a generator, as the engine does. Inside `work`."""
-        running: Running[Any] = Running(steps, "")
+        running: Running[Any] = Running(steps, "", self._ready)
         self._running.add(running)
         self._step(running)
         return running
@@ -277,16 +264,12 @@ class Rank:
         self._services.append(Running(steps, ""))
 
     def _step(self, running: Running[Any]) -> bool:
-        before, self.owner = self.owner, running
         moved = running.advance()
-        self.owner = before
         if running.done:
             if running.error is not None:
                 raise running.error
             self._running.discard(running)
             self.finished_s = self.now_s
-        elif running.woken:
-            self._ready.append(running)
         return moved
 
     def _advance(self) -> None:

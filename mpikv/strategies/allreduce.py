@@ -15,19 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from mpikv import buckets, wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
-from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.control.contests import Labels
 from mpikv.engine.request import Done, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, MpikvError, UnsupportedError
-from mpikv.hostmemory.segment import HostMemory, aligned
+from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.hostmemory.segment import HostMemory
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
@@ -76,15 +74,13 @@ class AllreduceStrategy(DistributedStrategy):
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
         # Workers that are ahead may ask worker 0 for a key's place as soon as its engine runs.
-        path = members.path
-        self._direct = Direct(memory, self._lanes, self._owner) if memory is not None and path == "direct" else None
-        self._hosts = HostKeys(memory, transport) if memory is not None and path == "hosted" else None
+        self._hosts = None if memory is None else HostKeys(memory, transport)
+        direct = members.path == "direct"
+        self._direct = Direct(self._hosts, self._lanes, self._owner) if self._hosts is not None and direct else None
         self._workers = Workers(transport, members.workers, members.config, self, threaded=threaded, on_fatal=on_fatal)
         self._group = self._workers.group
         dispute = self._workers.control.dispute
-        self._rounds = LaneRounds(
-            self._group, self._owner, self._hosts, dispute, native=self._native, comms=self._comms
-        )
+        self._rounds = LaneRounds(self._group, self._owner, dispute, native=self._native, comms=self._comms)
         self.rank = self._group.rank
         self.num_workers = self._group.size
         if self._direct is not None:
@@ -97,19 +93,15 @@ class AllreduceStrategy(DistributedStrategy):
 
     def reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
-        if self._hosts is not None:
-            return self._hosts.reserve_key(info.n_elems, info.dtype.itemsize)
-        return None if self._direct is None else self._direct.arena.reserve(info.n_bytes)
+        return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
 
     def begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
-        lane = Lane(info, self._direct)
-        lane.share(self._shared(info, reserved))
-        if self._direct is not None:
-            lane.offset_bytes = -1 if reserved is None else reserved
-            self._direct.add_key(info.id)
+        lane = Lane(info)
+        if self._hosts is not None and reserved is not None:
+            lane.share(self._hosts.key(reserved, info.n_elems, info.dtype))
         if self.rank == 0:
-            lane.own_value()[...] = self._first_values.pop(info.key)
+            lane.own[...] = self._first_values.pop(info.key)
         self._compare(lane)
         self._place(lane)
         self._lanes[info.id] = lane
@@ -122,9 +114,6 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _labels_as_set(self, lane: Lane) -> Labels:
         return tuple(self._workers.attributes.as_set(self._workers.slot_of(info)) for info in lane.keys)
-
-    def _shared(self, info: KeyInfo, place: int | None) -> HostKey | None:
-        return None if self._hosts is None or place is None else self._hosts.key(place, info.n_elems, info.dtype)
 
     def agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
@@ -152,7 +141,7 @@ class AllreduceStrategy(DistributedStrategy):
         return {info.id: self._pushed(info) for lane in self._all_lanes() for info in lane.keys}
 
     def _pushed(self, info: KeyInfo) -> int:
-        return self._lanes[info.id].pushes_of(info) + (0 if self._direct is None else self._direct.rounds(info.id))
+        return self._lanes[info.id].pushes_of(info) + self._lanes[info.id].calls.rounds
 
     def _all_lanes(self) -> list[Lane]:
         """Each lane once."""
@@ -160,7 +149,7 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _place(self, lane: Lane) -> None:
         """Where its values live from now on: with the optimizer that serves it."""
-        info, room = lane.info, lane.shared is not None or lane.offset_bytes >= 0
+        info, room = lane.info, lane.shared is not None
         optimizer = self._owner.optimizer_of(info.id)
         lane.placement = place(
             self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
@@ -179,9 +168,8 @@ class AllreduceStrategy(DistributedStrategy):
             self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
-            if not self._workers.is_released(info):
-                lane = self._lanes[info.id]
-                self._workers.wait(Pending(Reached(lane, 0), Waiting("init", info.key, info.id)))
+            if not self._workers.is_released(info) and not self._lanes[info.id].has_value:
+                self._workers.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -207,7 +195,7 @@ class AllreduceStrategy(DistributedStrategy):
                 label = label._replace(op=round_.op.name)
             complete = lane.add(info, round_._replace(under=Under(number, label)))
             if self._direct is not None:
-                self._direct.pushed(info.id)
+                self._direct.pushed(lane)
             self._workers.control.activity.note(f"push of key {shown(info.key)}")
             if complete:
                 self._start(lane)
@@ -240,28 +228,21 @@ class AllreduceStrategy(DistributedStrategy):
         return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """Memory in the part of the host's that belongs to this worker."""
-        if self._hosts is not None:
-            begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
-            begin = self._workers.agree("empty", [text, begin], "empty")
-            return None if begin is None else self._hosts.array(begin, n_bytes)
-        if self._direct is None:
+        """Memory in a block of the host's, of which a part belongs to this worker."""
+        if self._hosts is None:
             return super().allocate(text, n_bytes)
-        stride = aligned(n_bytes)
-        begin = self._direct.arena.reserve(stride * self.num_workers) if self.rank == 0 else None
+        begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
         begin = self._workers.agree("empty", [text, begin], "empty")
-        if begin is None:
-            raise MpikvError(f"empty or zeros: no room for {n_bytes} bytes per worker in this host's memory")
-        return self._direct.arena.memory.array(self._direct.arena.add_block(begin, stride), n_bytes, np.dtype(np.uint8))
+        return None if begin is None else self._hosts.array(begin, n_bytes)
 
     def stats(self) -> dict[str, int]:
         """Also what went the direct way, and the memory held."""
         held = {"held_bytes": sum(lane.held_bytes for lane in self._all_lanes())}
-        if self._direct is not None:
-            direct = self._direct.stats()
-            held = {**direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
         if self._hosts is not None:
             held["shared_bytes"] = sum(lane.info.n_bytes for lane in self._all_lanes() if lane.shared is not None)
+        if self._direct is not None:
+            direct = self._direct.stats()
+            held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
         return {**super().stats(), **held}
 
     def _deliver(self, info: KeyInfo, sink: Sink, waiting: Waiting) -> Pending:
@@ -289,7 +270,7 @@ class AllreduceStrategy(DistributedStrategy):
             rounds = [lane.pushed]
             for info in lane.keys:
                 if common is not None and info.id in common:
-                    rounds.append(common[info.id] - (0 if self._direct is None else self._direct.rounds(info.id)))
+                    rounds.append(common[info.id] - lane.calls.rounds)
             round_ = min(rounds)
             try:
                 self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
@@ -343,18 +324,18 @@ class AllreduceStrategy(DistributedStrategy):
         found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
         joined = [Bucket(group) for group in found if len(group) > 1]
         if self._hosts is not None:
-            sizes = [(bucket.info.n_elems, bucket.info.dtype.itemsize) for bucket in joined]
-            places = [self._hosts.reserve_key(*size) for size in sizes] if self.rank == 0 else None
+            places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined] if self.rank == 0 else None
             places = self._workers.agree("empty", ["buckets", places], "bucket")
             for bucket, place in zip(joined, places, strict=True):
-                bucket.share(self._shared(bucket.info, place))
+                if place is not None:
+                    bucket.share(self._hosts.key(place, bucket.info.n_elems, bucket.info.dtype))
         with self._workers.engine.lock:
             for bucket in joined:
                 self._join(bucket)
 
     def _join(self, bucket: Bucket) -> None:
         for info in bucket.keys:
-            bucket.own_value()[bucket.span(info)] = self._lanes[info.id].value()
+            bucket.own[bucket.span(info)] = self._lanes[info.id].value()
             self._lanes[info.id] = bucket
         bucket.has_value = True
         self._compare(bucket)

@@ -23,6 +23,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
@@ -39,7 +40,9 @@ GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in t
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
-
+# Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
+# waits for a worker, and few enough that MPI finds the one that it looks for at once.
+PARTS_UNDER_WAY = 64
 
 MISSING = "Not arrived"  # what a report says where workers are missing
 REPORTS = 64  # each is a question to all workers, answered within milliseconds
@@ -241,7 +244,8 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         values = [None if item.sink is None else item.sink.buffer() for item in items]
-        transfer = _Transfer(self, kind, priority)
+        many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
+        transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
         for item, value in zip(items, values, strict=True):
             for route in item.key.routes:
@@ -262,9 +266,13 @@ class Client:
 
 
 class _Transfer:
-    """The messages of one call."""
+    """The messages of one call.
 
-    def __init__(self, client: Client, kind: int, priority: int) -> None:
+    many: some shard has more partitions than are to be under way at once. Then those of each shard wait for their turn
+    by themselves: a server may take those of one shard only when other workers have pushed another one.
+    """
+
+    def __init__(self, client: Client, kind: int, priority: int, *, many: bool) -> None:
         self._client = client
         self._kind = kind
         self._priority = priority
@@ -274,6 +282,8 @@ class _Transfer:
         self._payload_tags: list[int] = []
         self._joint: list[tuple[HostArray, list[HostArray]]] = []  # an answer to several keys, and their arrays
         self._late: list[tuple[Request, HostArray, int, int]] = []
+        self._many = many
+        self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
         key = item.key
@@ -326,6 +336,18 @@ class _Transfer:
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         apart = client.through_memory[server] or total is None or value is None
         one_array = not apart and np.may_share_memory(total, value)
+        if self._many:
+            sender = Sender(
+                client,
+                [] if total is None else [(server, total[begin:end]) for begin, end in route.parts],
+                wire.TAG_PAYLOAD + payload_tag,
+                PARTS_UNDER_WAY,
+                lambda: len(route.parts),
+            )
+            targets = [] if value is None else [(server, value[begin:end]) for begin, end in route.parts]
+            may_ask = (lambda: sender.left) if one_array else None
+            self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
+            return
         for begin, end in route.parts:
             if total is not None:
                 request = client.isend(total[begin:end], server, wire.TAG_PAYLOAD + payload_tag)
@@ -338,6 +360,7 @@ class _Transfer:
 
     def end(self) -> Steps[None]:
         """Wait for everything."""
+        yield from drive(*self._stages)
         for request, part, server, tag in self._late:
             yield request
             self._receives.append(self._client.irecv(part, server, tag))

@@ -21,7 +21,6 @@ from mpikv.control.contests import Dispute, Labels
 from mpikv.engine.request import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.optimizers.owner import Owner
-from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.lanes import Lane, Round
 from mpikv.transports.base import Group
 
@@ -37,19 +36,22 @@ class LaneRounds:
         self,
         group: Group,
         owner: Owner,
-        hosts: HostKeys | None,
         dispute: Callable[[int, int, Labels], Dispute],
         *,
         native: Any = None,
         comms: Mapping[int, Running[Any]] | None = None,
     ) -> None:
-        self._group, self._owner, self._hosts, self._dispute = group, owner, hosts, dispute
+        self._group, self._owner, self._dispute = group, owner, dispute
         self._native, self._comms = native, {} if comms is None else comms
 
     def run(self, lane: Lane) -> Steps[None]:
         """Do what is in the lane; ends when it is empty."""
         if not lane.has_value:
-            yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
+            tag = wire.key_tag(lane.info.id, 0)
+            if lane.shared is not None:
+                yield from hosted.share(self._group, lane.shared, tag)
+            else:
+                yield from broadcast(self._group, lane.own, 0, tag)
             if self._native is not None:
                 # There once all workers agreed on the key, which may be after `init` has returned.
                 yield Predicate(lambda: lane.info.id in self._comms)
@@ -61,8 +63,8 @@ class LaneRounds:
             round_ = lane.queue[0]
             if lane.comparison is not None:
                 lane.comparison.begin(lane.labels(round_.under))
-            if self._hosts is not None and lane.shared is not None:
-                yield from self._hosts.watched(lane.shared, self._shared_round(lane, lane.shared, round_))
+            if lane.shared is not None:
+                yield from self._shared_round(lane, lane.shared, round_)
             else:
                 yield from self._round(lane, round_)
             if lane.comparison is not None and lane.comparison.wrong:
@@ -88,10 +90,10 @@ class LaneRounds:
             yield from reduce_scatter(lane.adding, buf, bounds, wire.key_tag(info.id, 1), combine)
         self._apply(lane, buf, round_)
         if self._native is not None:
-            yield from self._native.allgather(lane.comm, lane.stored, bounds)
+            yield from self._native.allgather(lane.comm, lane.own, bounds)
         else:
             allgather = ALGORITHMS[lane.placement.algorithm].allgather
-            yield from allgather(lane.sharing, lane.stored, bounds, wire.key_tag(info.id, 2))
+            yield from allgather(lane.sharing, lane.own, bounds, wire.key_tag(info.id, 2))
 
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = lane.info.id, lane.bounds

@@ -151,7 +151,7 @@ class Workers:
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id = 0
         self._threaded = threaded
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, transport=transport)
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll)
         agreement = None
         if self.group.rank == 0:
             rules: dict[str, Rule] = {
@@ -232,9 +232,11 @@ class Workers:
         proposal = self.control.propose(items)
         names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
-        replies = {name: reply for (_, name), reply in proposal.replies.items() if reply is not None}
-        agreed = [self._info(name, reply.result) for name, reply in replies.items() if reply.error is None]
-        errors = [reply.exception() for reply in replies.values() if reply.error is not None]
+        replies = [(item[1], proposal.replies[item]) for item in proposal.items]
+        agreed = [
+            self.infos.get(name) or self._info(name, reply.result) for name, reply in replies if reply.error is None
+        ]
+        errors = [reply.exception() for _, reply in replies if reply.error is not None]
         return agreed, errors[0] if errors else None
 
     def _check_key(self, key: Key) -> None:

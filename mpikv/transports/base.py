@@ -9,6 +9,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +51,10 @@ class Transport(Protocol):
         """The next message with this tag from any rank, taken off the queue, or None."""
         ...
 
+    def poll(self) -> None:
+        """Find out what is done, and wake those who wait for it. Cheap where nothing is under way."""
+        ...
+
     def close(self) -> None:
         """Give back what the transport holds. Nothing may be under way."""
         ...
@@ -63,7 +68,11 @@ class Group:
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(transport.rank)
-        self.hosts = tuple(transport.hosts[rank] for rank in self.ranks)
+
+    @cached_property  # most groups are those of a key, and are never asked
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each of its ranks."""
+        return tuple(self.transport.hosts[rank] for rank in self.ranks)
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """As `Transport.isend`, to the group's rank `dest`."""

@@ -12,24 +12,20 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpikv.arrays import HostArray
 from mpikv.engine.backoff import wait_until
-from mpikv.engine.request import Request
+from mpikv.engine.request import Completion, Request
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
+AT_ONCE = 64  # requests that are looked at in one call
+AT_MOST = 512  # requests that one look takes in, where none is done: the others wait for the next
 GLANCE_S = 50e-6  # some ten times what looking at a hundred requests takes
 HOST_BYTES = 256  # names are at most 255 bytes long (RFC 1035)
-
-
-class Owner(Protocol):
-    """Who starts transfers and wants to know when one is done."""
-
-    woken: bool
 
 
 class MpiRequest:
@@ -64,35 +60,30 @@ def start(call: Callable[..., MPI.Request], buf: HostArray, *arguments: int) -> 
     return request
 
 
-class PolledRequest:
-    """A request whose transport asks MPI about all that are under way at once.
+class PolledRequest(Completion):
+    """A request whose transport asks MPI about many that are under way at once.
 
     One call, not one for each: with many transfers a step of the engine stays short, and beside Python code that
-    computes each call costs a wait for the interpreter's lock. owner: whose it is, told when it is done.
+    computes each call costs a wait for the interpreter's lock.
     """
 
-    __slots__ = ("_transport", "buf", "done", "error", "owner")
+    __slots__ = ("_transport", "buf")
 
-    def __init__(self, transport: MpiTransport, buf: object, owner: Owner | None) -> None:
+    def __init__(self, transport: MpiTransport, buf: object) -> None:
+        super().__init__()
         self._transport = transport
         self.buf: object = buf  # kept alive as long as MPI reads or writes it
-        self.owner = owner
-        self.done = False
-        self.error: MPI.Exception | None = None
 
     def test(self) -> bool:
         """Whether MPI says it is done."""
         if not self.done:
             self._transport.glance()
-        if self.error is not None:
-            raise self.error
-        return self.done
+        return super().test()
 
-    def finish(self, error: MPI.Exception | None = None) -> None:
+    def finish(self, error: Exception | None = None) -> None:
         """It is done, or has failed."""
-        self.done, self.error, self.buf = True, error, None
-        if self.owner is not None:
-            self.owner.woken = True
+        self.buf = None
+        super().finish(error)
 
 
 class MpiIncoming:
@@ -119,10 +110,10 @@ class MpiTransport:
         self.hosts = hosts
         self.sent_messages = 0
         self.sent_bytes = 0
-        self.owner: Owner | None = None
         self._status = MPI.Status()
         self._under_way: list[PolledRequest] = []
         self._requests: list[MPI.Request] = []  # of the same, in the same order
+        self._at = 0  # the first of those that are looked at next
         self._polled_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
@@ -136,27 +127,37 @@ class MpiTransport:
         return self._polled(start(self.comm.Irecv, buf, source, tag))
 
     def _polled(self, started: MpiRequest) -> PolledRequest:
-        polled = PolledRequest(self, started.buf, self.owner)
+        polled = PolledRequest(self, started.buf)
         self._under_way.append(polled)
         self._requests.append(started.request)
         return polled
 
     def poll(self) -> None:
-        """Ask MPI what is done."""
+        """Ask MPI what is done, of so many requests at a time, until something is or enough have been looked at.
+
+        As a rule they are done in the order in which they were started: so the next look begins where one was done.
+        """
         self._polled_s = time.monotonic()
-        if not self._requests:
-            return
-        try:
-            done = MPI.Request.Testsome(self._requests) or []
-        except MPI.Exception:
-            self._poll_each()
-            return
-        # From the last on, so that the one that fills a gap has not been looked at.
-        for i in sorted(done, reverse=True):
-            self._under_way[i].finish()
-            self._under_way[i], self._requests[i] = self._under_way[-1], self._requests[-1]
-            self._under_way.pop()
-            self._requests.pop()
+        left = min(len(self._requests), AT_MOST)
+        if left <= AT_ONCE:
+            self._at = 0
+        while left > 0:
+            if self._at >= len(self._requests):
+                self._at = 0
+            looked_at = self._requests[self._at : self._at + AT_ONCE]
+            try:
+                done = MPI.Request.Testsome(looked_at)
+            except MPI.Exception:
+                self._poll_each()
+                return
+            if done:
+                for i in sorted(done, reverse=True):
+                    polled = self._under_way.pop(self._at + i)
+                    self._requests.pop(self._at + i)
+                    polled.finish()
+                return
+            self._at += AT_ONCE
+            left -= len(looked_at)
 
     def _poll_each(self) -> None:
         """Some have failed: which?"""

@@ -10,28 +10,35 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request
+from mpikv.engine.request import Completion, Request
 from mpikv.errors import MpikvError
 
 EAGER_BYTES = 4096
 
+T = TypeVar("T")
 
-class _Message:
-    def __init__(self, source: int, tag: int, data: HostArray) -> None:
+
+class _Message(Completion):
+    """A message that is under way; as a request, its send."""
+
+    __slots__ = ("data", "number", "source", "tag")
+
+    def __init__(self, number: int, source: int, tag: int, data: HostArray) -> None:
+        super().__init__()
+        self.number = number
         self.source = source
         self.tag = tag
         self.data = data
-        self.received = False
-
-    def test(self) -> bool:
-        """Whether the sender may change its array again."""
-        return self.received or self.data.nbytes <= EAGER_BYTES
+        if data.nbytes <= EAGER_BYTES:
+            self.finish()  # the sender may change its array again
 
     def move_to(self, buf: HostArray, room_bytes: int = 0) -> None:
+        """Copy it into `buf`, which may be exactly `room_bytes` longer."""
         target = buf.reshape(-1).view(np.uint8)
         if self.data.size == target.size - room_bytes:
             target = target[: self.data.size]
@@ -40,7 +47,56 @@ class _Message:
                 f"message from rank {self.source}, tag {self.tag}: {self.data.size} bytes, {target.size} expected"
             )
         target[:] = self.data
-        self.received = True
+        self.finish()
+
+
+class _Receive(Completion):
+    """A receive that waits for its message."""
+
+    __slots__ = ("buf", "room_bytes", "transport")
+
+    def __init__(self, transport: ThreadTransport, buf: HostArray, room_bytes: int) -> None:
+        super().__init__()
+        self.transport = transport
+        self.buf, self.room_bytes = buf, room_bytes
+
+    def test(self) -> bool:
+        """Whether the message has been received."""
+        if not self.done:
+            self.transport.poll()
+        return super().test()
+
+
+Route = tuple[int, int]  # source and tag
+
+
+class _Box:
+    """What has been sent to one rank and not been received, and the receives that wait; in the order of each route."""
+
+    def __init__(self) -> None:
+        self.messages: dict[Route, deque[_Message]] = {}
+        self.receives: dict[Route, deque[_Receive]] = {}
+        self.count = 0  # of messages ever sent to it
+
+    def next(self, route: Route) -> _Message:
+        """Take the first message of a route that has one."""
+        return _first(self.messages, route)
+
+    def match(self) -> None:
+        """Give messages to receives in the order posted, as MPI does."""
+        for route in [route for route in self.receives if route in self.messages]:
+            while route in self.receives and route in self.messages:
+                receive = _first(self.receives, route)
+                self.next(route).move_to(receive.buf, receive.room_bytes)
+                receive.finish()
+
+
+def _first(queues: dict[Route, deque[T]], route: Route) -> T:
+    queue = queues[route]
+    found = queue.popleft()
+    if not queue:
+        del queues[route]
+    return found
 
 
 class Fabric:
@@ -50,8 +106,7 @@ class Fabric:
         self.size = size
         self.hosts = tuple(hosts) if hosts is not None else ("localhost",) * size
         self.lock = threading.Lock()
-        self.boxes: list[deque[_Message]] = [deque() for _ in range(size)]
-        self.posted: list[deque[_Receive]] = [deque() for _ in range(size)]
+        self.boxes = [_Box() for _ in range(size)]
         self.sent_messages = 0
         self.sent_bytes = 0
         self.bytes_between: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
@@ -59,41 +114,6 @@ class Fabric:
     def rank(self, rank: int) -> ThreadTransport:
         """The transport of one rank."""
         return ThreadTransport(self, rank)
-
-
-class _Receive:
-    def __init__(  # noqa: PLR0917 - what a receive is
-        self, fabric: Fabric, me: int, source: int, tag: int, buf: HostArray, room_bytes: int
-    ) -> None:
-        self._fabric = fabric
-        self._me = me
-        self.source = source
-        self.tag = tag
-        self._buf, self._room_bytes = buf, room_bytes
-        self._done = False
-
-    def test(self) -> bool:
-        """Whether the message has been received."""
-        if not self._done:
-            with self._fabric.lock:
-                _match(self._fabric, self._me)
-        return self._done
-
-    def take(self, message: _Message) -> None:
-        message.move_to(self._buf, self._room_bytes)
-        self._done = True
-
-
-def _match(fabric: Fabric, me: int) -> None:
-    """Give messages to receives in the order posted, as MPI does."""
-    posted, box = fabric.posted[me], fabric.boxes[me]
-    for receive in tuple(posted):
-        for message in box:
-            if message.source == receive.source and message.tag == receive.tag:
-                box.remove(message)
-                posted.remove(receive)
-                receive.take(message)
-                break
 
 
 class _Incoming:
@@ -112,6 +132,8 @@ class ThreadTransport:
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self._fabric = fabric
+        self._box = fabric.boxes[rank]
+        self._seen = -1  # how many messages had come at the last look
         self.rank = rank
         self.size = fabric.size
         self.max_tag = 2**31 - 1
@@ -124,9 +146,11 @@ class ThreadTransport:
         data = buf.reshape(-1).view(np.uint8)
         if data.nbytes <= EAGER_BYTES:
             data = data.copy()
-        message = _Message(self.rank, tag, data)
         with self._fabric.lock:
-            self._fabric.boxes[dest].append(message)
+            box = self._fabric.boxes[dest]
+            message = _Message(box.count, self.rank, tag, data)
+            box.messages.setdefault((self.rank, tag), deque()).append(message)
+            box.count += 1
             self.sent_messages += 1
             self.sent_bytes += data.nbytes
             self._fabric.sent_messages += 1
@@ -136,21 +160,27 @@ class ThreadTransport:
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """Post a receive."""
-        receive = _Receive(self._fabric, self.rank, source, tag, buf, room_bytes)
+        receive = _Receive(self, buf, room_bytes)
         with self._fabric.lock:
-            self._fabric.posted[self.rank].append(receive)
-            _match(self._fabric, self.rank)  # a message that is there is received at once, as by MPI
+            self._box.receives.setdefault((source, tag), deque()).append(receive)
+            self._seen = -1
+        self.poll()  # a message that is there is received at once, as by MPI
         return receive
+
+    def poll(self) -> None:
+        """Receive what has come for receives that wait."""
+        if self._seen != self._box.count:
+            with self._fabric.lock:
+                self._seen = self._box.count
+                self._box.match()
 
     def probe(self, tag: int) -> _Incoming | None:
         """The next message with this tag, whoever sent it."""
         with self._fabric.lock:
-            box = self._fabric.boxes[self.rank]
-            for message in box:
-                if message.tag == tag:
-                    box.remove(message)
-                    return _Incoming(message)
-        return None
+            routes = [route for route in self._box.messages if route[1] == tag]
+            if not routes:
+                return None
+            return _Incoming(self._box.next(min(routes, key=lambda route: self._box.messages[route][0].number)))
 
     def close(self) -> None:
         """Nothing to give back."""

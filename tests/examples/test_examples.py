@@ -29,6 +29,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written_digits.write(tmp_path_factory.mktemp("digits"))
 
 
+def job(*arguments: Any) -> Any:
+    """Arguments with which a test starts a real job."""
+    return pytest.param(*arguments, marks=pytest.mark.whole_job)
+
+
 def run(example: str, *arguments: object, n: int | None = None, timeout_s: float = LIMIT_S) -> str:
     """Run an example, alone or with n ranks; its standard output."""
     line = ["python", str(EXAMPLES / example), *map(str, arguments)]
@@ -70,7 +75,7 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 # ---- the short ones
 
 
-@pytest.mark.parametrize("n", [None, 2])
+@pytest.mark.parametrize("n", [None, job(2)])
 def test_tour(n: int | None) -> None:
     output = run("tour.py", n=n)
     workers = n or 1
@@ -91,13 +96,14 @@ def test_tour(n: int | None) -> None:
         assert f"worker {rank} of {workers} is done" in output
 
 
-@pytest.mark.parametrize("n", [None, 3])
+@pytest.mark.parametrize("n", [None, job(3)])
 def test_linear_regression(n: int | None) -> None:
     output = run("linear_regression.py", n=n).splitlines()
     assert output[-2:] == ["learned y = 2.000 a -3.400 b +4.200", "true    y = 2.000 a -3.400 b +4.200"]
     assert len((EXAMPLES / "linear_regression.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.whole_job
 def test_torch_mnist(digits: Path) -> None:
     frameworks.need("torch")
     output = run("torch_mnist.py", "--data-dir", digits, "--epochs", 3, n=3).splitlines()
@@ -106,7 +112,7 @@ def test_torch_mnist(digits: Path) -> None:
     assert len((EXAMPLES / "torch_mnist.py").read_text().splitlines()) < 60
 
 
-@pytest.mark.parametrize("n", [None, 2])
+@pytest.mark.parametrize("n", [None, job(2)])
 def test_jax(n: int | None, digits: Path) -> None:
     frameworks.need("jax")
     frameworks.need("optax")
@@ -127,7 +133,7 @@ def test_every_program_is_known() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*PROGRAMS, *parts, *quoted}
 
 
-@pytest.mark.parametrize(("program", "n"), [(one, None) for one in PROGRAMS] + [("tour", 3)])
+@pytest.mark.parametrize(("program", "n"), [*((one, None) for one in PROGRAMS), job("tour", 3)])
 def test_help_is_printed_once_and_does_nothing_else(program: str, n: int | None) -> None:
     for library in {"torch_mnist": ["torch"], "image_classification": ["torch"], "jax_mnist": ["jax", "optax"]}.get(
         program, []
@@ -138,6 +144,7 @@ def test_help_is_printed_once_and_does_nothing_else(program: str, n: int | None)
     assert output.count("usage:") == output.count("--help") == 1
 
 
+@pytest.mark.whole_job
 def test_a_wrong_option_is_said_once() -> None:
     job = jobs.mpirun(3, ["python", str(EXAMPLES / "tour.py"), "--fast"], timeout_s=LIMIT_S)
     assert (job.status, job.ranks_left) == (2, []), job.output
@@ -147,6 +154,7 @@ def test_a_wrong_option_is_said_once() -> None:
 # ---- training
 
 
+@pytest.mark.whole_job
 def test_image_classification(tmp_path: Path) -> None:
     """Two workers; then three that go on after these, asynchronously and with a server."""
     frameworks.need("torch")
@@ -162,6 +170,7 @@ def test_image_classification(tmp_path: Path) -> None:
     assert "after 4 steps" in again[-1]
 
 
+@pytest.mark.whole_job
 def test_image_classification_without_images_says_how_to_get_them(tmp_path: Path) -> None:
     frameworks.need("torch")
     line = ["python", str(EXAMPLES / "image_classification.py"), "--data-dir", str(tmp_path)]
@@ -182,6 +191,7 @@ def test_training_alone(digits: Path) -> None:
     assert result("\n".join(output), "3 epochs") > 0.8
 
 
+@pytest.mark.whole_job
 @pytest.mark.parametrize(("network", "dtype", "bound"), [("lenet", "float64", 1e-12), ("mlp", "float32", 1e-5)])
 def test_twenty_steps_are_the_same_in_every_mode(
     network: str, dtype: str, bound: float, digits: Path, tmp_path: Path
@@ -210,7 +220,10 @@ def test_twenty_steps_are_the_same_in_every_mode(
 
 @pytest.mark.parametrize(
     ("begun", "finished"),
-    [((None, ["--kv-store", "local"]), (None, ["--kv-store", "device"])), ((2, []), (3, ["--num-servers", 1]))],
+    [
+        ((None, ["--kv-store", "local"]), (None, ["--kv-store", "device"])),
+        job((2, []), (3, ["--num-servers", 1])),
+    ],
     ids=["alone", "two workers, then with a server"],
 )
 def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tmp_path: Path) -> None:
@@ -234,6 +247,7 @@ def test_resumed_run_is_the_same_run(begun: Any, finished: Any, digits: Path, tm
         assert result(run("train_mnist.py", *common, "--resume", saved), "3 epochs") == result(through, "3 epochs")
 
 
+@pytest.mark.whole_job
 @pytest.mark.parametrize(("n", "more"), [(3, []), (3, ["--num-servers", 1]), (None, ["--kv-store", "local"])], ids=str)
 def test_run_that_a_signal_stopped_is_the_same_run(
     n: int | None, more: list[Any], digits: Path, tmp_path: Path
@@ -266,12 +280,14 @@ def test_run_that_a_signal_stopped_is_the_same_run(
         assert first[name].tobytes() == second[name].tobytes()
 
 
+@pytest.mark.whole_job
 def test_workers_without_examples_take_part(digits: Path) -> None:
     """The last step has two examples for four workers."""
     common = ["--data-dir", digits, "--network", "mlp", "--num-examples", 130, "--batch-size", 16, "--num-epochs", 2]
     result(run("train_mnist.py", *common, n=4), "2 epochs")
 
 
+@pytest.mark.whole_job
 def test_asynchronous_training(digits: Path, tmp_path: Path) -> None:
     common = ["--data-dir", digits, "--kv-store", "dist_async", "--batch-size", 16, "--save", tmp_path / "run"]
     # 0.85 and more was seen; guessing gives 0.1, and what an unlucky order of pushes costs is not that much.

@@ -30,6 +30,7 @@ def reached(output: str) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.whole_job
 @pytest.mark.timeout(2400)
 def test_the_demonstration_and_the_batch_job_reach_what_is_promised(tmp_path: Path) -> None:
     """In a fresh clone, as a new user would start: scripts/demo makes the environment and gets the images."""

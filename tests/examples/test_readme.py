@@ -197,6 +197,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.whole_job
 @pytest.mark.timeout(1800)  # against a hang between blocks, which have limits of their own
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path: Path) -> None:

@@ -64,3 +64,37 @@ def test_hosts_and_bytes_of_all_ranks(transport) -> None:
     assert len(transport.hosts) == transport.size
     told = mpi.allgather_bytes(transport, bytes([transport.rank]) * transport.rank, 20, nobody)
     assert told == [bytes([rank]) * rank for rank in range(transport.size)]
+
+
+def test_who_waits_for_many_messages_looks_at_a_few_of_them_for_each(transport, monkeypatch) -> None:
+    """In the order in which they come, or the other way round; one look never takes in all that is under way."""
+    n = 20 * mpi.AT_ONCE
+    looked_at: list[int] = []
+
+    class Looking:
+        @staticmethod
+        def Testsome(requests):  # noqa: N802 - MPI's name
+            looked_at.append(len(requests))
+            return real.Request.Testsome(requests)
+
+    class Mpi:
+        Request = Looking
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    real = mpi.MPI
+    monkeypatch.setattr(mpi, "MPI", Mpi())
+    received = np.zeros((n, 1), np.int64)
+    requests = [transport.irecv(received[i], transport.rank, i) for i in range(n)]
+    for _ in range(3):
+        before = sum(looked_at)
+        transport.poll()
+        assert sum(looked_at) - before <= mpi.AT_MOST
+    before = sum(looked_at)
+    for i in range(n):
+        wait(transport.isend(np.array([i]), transport.rank, i))
+        wait(requests[i])
+    assert (sum(looked_at) - before) / n <= 2 * mpi.AT_MOST
+    np.testing.assert_array_equal(received[:, 0], np.arange(n))
+    assert max(looked_at) <= mpi.AT_ONCE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,9 +66,3 @@ def test_servers_alone(mpi) -> None:
     job = mpirun(2, ["python", "-m", "mpikv.server"], mpi=mpi)
     assert job.status != 0
     assert "there is no worker" in job.output
-
-
-def test_server_needs_no_mpi_for_help() -> None:
-    done = subprocess.run([sys.executable, "-m", "mpikv.server", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "mpirun -n 4 python train.py : -n 2 python -m mpikv.server" in done.stdout

@@ -227,12 +227,33 @@ GOOD = idx_bytes(np.arange(6).reshape(2, 3))
         (gzip.compress(GOOD)[:-4], "damaged or truncated gzip file"),
         (gzip.compress(GOOD)[:12] + b"\xff" * 20, "damaged or truncated gzip file"),
         (b"\x1f\x8b not gzip", "damaged or truncated gzip file"),
+        (gzip.compress(GOOD[:-1]), "truncated IDX file.*the file has 17"),
+        (gzip.compress(GOOD + b"\0"), "too long IDX file.*the file has more"),
+        (gzip.compress(struct.pack(">HBB2I", 0, 8, 2, *(2**32 - 1,) * 2)), "truncated IDX file"),
+        (gzip.compress(b"PNG, or so"), "not an IDX file: it starts with 50 4e 47 2c"),
     ],
 )
 def test_damaged_idx(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ValueError, match=rf"file: .*{words}"):
         read_idx(tmp_path / "file", ndim=2)
+
+
+def test_gzip_is_unpacked_no_further_than_the_header_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB of zeros are 64 KiB here."""
+    (tmp_path / "file").write_bytes(gzip.compress(GOOD + bytes(1 << 26)))
+    read = []
+
+    class Counting(gzip.GzipFile):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            read.append(len(data))
+            return data
+
+    monkeypatch.setattr(gzip, "GzipFile", Counting)
+    with pytest.raises(ValueError, match="too long IDX file"):
+        read_idx(tmp_path / "file", ndim=2)
+    assert sum(read) < 4096
 
 
 # ---- images

@@ -11,7 +11,7 @@ import pytest
 
 from mpikv.engine.backoff import Backoff, wait_until
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Done
+from mpikv.engine.request import Completion, Done
 from mpikv.engine.running import Running, run
 from mpikv.errors import MpikvError
 
@@ -414,71 +414,158 @@ def test_backoff_polls_then_yields_then_sleeps(monkeypatch):
 
 
 class Mailbox:
-    """A transport that can be polled: `arrive` completes a request, `poll` then wakes its owner."""
+    """A transport: `arrived` says whose messages have come, and `poll` then wakes those who wait for them."""
 
     def __init__(self):
-        self.owner = None
         self.tests = 0
         self.waiting, self.arrived = [], []
 
     def receive(self):
-        message = Message(self, self.owner)
+        message = Message(self)
         self.waiting.append(message)
         return message
 
     def poll(self):
         for message in self.arrived:
-            message.done = True
-            if message.owner is not None:
-                message.owner.woken = True
+            message.finish()
         self.arrived = []
 
 
-class Message:
-    def __init__(self, mailbox, owner):
-        self.mailbox, self.owner, self.done = mailbox, owner, False
+class Message(Completion):
+    def __init__(self, mailbox):
+        super().__init__()
+        self.mailbox = mailbox
 
     def test(self):
         self.mailbox.tests += 1
-        return self.done
+        return super().test()
 
 
-def test_who_waits_for_messages_is_not_asked_until_one_has_come():
-    mailbox = Mailbox()
-    engine = Engine(threaded=False, on_fatal=lambda error: None, transport=mailbox)
+@pytest.fixture
+def mailbox():
+    return Mailbox()
 
+
+@pytest.fixture
+def polling(mailbox):
+    engine = Engine(threaded=False, on_fatal=lambda error: None, poll=mailbox.poll)
+    yield engine
+    engine.stop()
+
+
+def test_who_waits_for_messages_is_not_asked_until_one_has_come(mailbox, polling):
     def two():
         yield mailbox.receive()
         yield mailbox.receive()
         return "both"
 
-    transfers = [engine.start(two(), "") for _ in range(5)]
+    transfers = [polling.start(two(), "") for _ in range(5)]
     assert mailbox.tests == 5
     for _ in range(10):
-        engine.step()
+        polling.step()
     assert mailbox.tests == 5
     mailbox.arrived.append(mailbox.waiting[3])
-    engine.step()
+    polling.step()
     assert mailbox.tests == 7  # of the one: the first, then the second
     mailbox.arrived += mailbox.waiting
-    engine.step()
+    polling.step()
     mailbox.arrived += mailbox.waiting
-    engine.step()
+    polling.step()
     assert [transfer.result for transfer in transfers] == ["both"] * 5
 
 
-def test_somebody_elses_message_is_asked_for_every_time():
-    mailbox = Mailbox()
-    engine = Engine(threaded=False, on_fatal=lambda error: None, transport=mailbox)
-    message = mailbox.receive()  # by nobody whom the engine could wake
+@pytest.mark.parametrize("under_way", [10, 10_000])
+def test_a_step_costs_what_has_something_to_do_and_not_what_is_under_way(mailbox, polling, under_way):
+    def one():
+        yield mailbox.receive()
+
+    transfers = [polling.start(one(), "") for _ in range(under_way)]
+    before = mailbox.tests
+    for message in mailbox.waiting[::-1][:5]:
+        mailbox.arrived.append(message)
+        polling.step()
+        polling.step()
+    assert mailbox.tests == before + 5
+    assert sum(transfer.done for transfer in transfers) == 5
+
+
+def test_a_message_that_came_before_anybody_waited_for_it_is_not_waited_for(mailbox, polling):
+    message = mailbox.receive()
+    mailbox.arrived.append(message)
+    polling.step()
 
     def wait():
         yield message
 
-    transfer = engine.start(wait(), "")
-    message.done = True
-    engine.step()
+    assert polling.start(wait(), "").done
+
+
+def test_who_waits_for_a_generator_is_woken_by_its_end(mailbox, polling):
+    asked = []
+
+    class Asked(Running):
+        def test(self):
+            asked.append(self)
+            return super().test()
+
+    child = Asked(iter_of(mailbox.receive()), "child")
+    polling.take(child)
+
+    def parent():
+        yield child
+        return "then"
+
+    waiting = polling.start(parent(), "parent")
+    for _ in range(10):
+        polling.step()
+    assert len(asked) == 1
+    mailbox.arrived += mailbox.waiting
+    polling.step()  # wakes the child, which wakes the parent
+    polling.step()
+    assert waiting.result == "then"
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+def test_who_waits_for_a_generator_is_woken_when_it_is_given_up(mailbox, polling, how):
+    child = polling.start(iter_of(mailbox.receive()), "child")
+    parent = polling.start(iter_of(child), "parent")
+    polling.step()
+    if how == "cancel":
+        child.cancel()
+    else:
+        child.fail(ZeroDivisionError("given up"))
+    polling.step()
+    assert parent.done
+    assert type(parent.error) is (ZeroDivisionError if how == "fail" else type(None))
+
+
+def test_who_waits_for_what_wakes_nobody_is_asked_in_every_step(polling):
+    flag = Flag()
+    transfer = polling.start(iter_of(flag), "")
+    for _ in range(10):
+        polling.step()
+    assert flag.tests == 11
+    flag.done = True
+    polling.step()
     assert transfer.done
+    polling.step()
+    assert flag.tests == 12
+
+
+def test_who_is_woken_by_another_thread_goes_on(engine):
+    """As a rank's sends are, where ranks are threads."""
+    completions = [Completion() for _ in range(200)]
+    transfers = [engine.start(iter_of(one), "") for one in completions]
+    finisher = threading.Thread(target=lambda: [one.finish() for one in completions])
+    finisher.start()
+    for transfer in transfers:
+        engine.wait(transfer, 10, TOO_LATE)
+    finisher.join()
+
+
+def iter_of(request):
+    yield request
 
 
 def test_python_gives_way_sooner_while_something_is_under_way_and_only_then():

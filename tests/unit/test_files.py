@@ -14,7 +14,7 @@ import pytest
 
 from mpikv import ConfigError, Parameter, Trainer, kv
 from mpikv.config import Config
-from mpikv.files import open_regular, replace_file
+from mpikv.files import open_log, open_regular, replace_file, write_private
 from mpikv.testing.stores import spawn_stores
 
 
@@ -142,3 +142,65 @@ def test_modes_and_links(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         replace_file(link, fail)
     assert sorted(os.listdir(tmp_path)) == ["file", "link", "lost", "new"]
+
+
+def test_another_users_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that others may write to, somebody could point it at any of the writer's own files."""
+    mine, shared = tmp_path / "mine", tmp_path / "shared"
+    mine.write_bytes(b"dear to me")
+    shared.mkdir()
+    (shared / "model").symlink_to(mine)
+    (shared / "twice").symlink_to("model")
+    (shared / "ours").symlink_to(shared)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # those links are not this user's
+    if user == 0:
+        for name in ("model", "ours"):
+            os.lchown(shared / name, 12345, 12345)
+        user = 12345
+    for path in (shared / "model", shared / "twice", shared / "ours" / "model"):
+        with pytest.raises(PermissionError, match="another user") as caught:
+            replace_file(path, lambda file: file.write(b"x"))
+        assert caught.value.filename == str(path)
+    assert mine.read_bytes() == b"dear to me"
+    monkeypatch.setattr(os, "geteuid", lambda: user)  # now they are
+    replace_file(shared / "twice", lambda file: file.write(b"x"))
+    assert (mine.read_bytes(), (shared / "twice").is_symlink()) == (b"x", True)
+    assert sorted(os.listdir(shared)) == ["model", "ours", "twice"]
+
+
+def test_nobody_reads_a_private_file_while_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    write_private(file, "secret")
+    assert (file.read_text(), stat.S_IMODE(file.stat().st_mode)) == ("secret", 0o600)
+    with pytest.raises(FileExistsError):
+        write_private(file, "again")
+
+    def write(stream: Any) -> None:
+        assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600, 0o600]
+        stream.write(b"new")
+
+    replace_file(file, write)
+    assert (file.read_bytes(), stat.S_IMODE(file.stat().st_mode)) == (b"new", 0o600)
+
+
+def test_logs(tmp_path: Path) -> None:
+    """Opened anew and emptied, but through no link, and nothing else than a file."""
+    file = tmp_path / "log"
+    for _ in range(2):
+        with open_log(file) as log:
+            assert file.read_bytes() == b""
+            log.write(b"x")
+            assert file.read_bytes() == b"x"
+    (tmp_path / "link").symlink_to(file)
+    (tmp_path / "lost").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "lost", "pipe"):
+        with pytest.raises(OSError, match=name):
+            open_log(tmp_path / name)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(OSError, match="is no regular file"):
+        open_log(tmp_path / "pipe")
+    os.close(reader)
+    assert file.read_bytes() == b"x"
+    assert not (tmp_path / "new").exists()

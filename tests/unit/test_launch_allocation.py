@@ -26,7 +26,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
 
 
 def test_bad_node_lists() -> None:
-    for text in ("n[a]", "n[3-1]", "n[1-b]"):
+    for text in ("n[a]", "n[3-1]", "n[1-b]", "-oProxyCommand=x,n1", "n1;x", "$(x)[1-2]", "n1 n2", "n\u00e9"):
         with pytest.raises(ConfigError, match="SLURM_JOB_NODELIST"):
             expand(text)
 
@@ -51,9 +51,10 @@ def test_grid_engine(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("h1 2 all.q@h1 UNDEFINED\nh2.site 4 all.q@h2 <NULL>\nh1 1 fast.q@h1 UNDEFINED\n")
     assert hosts({"PE_HOSTFILE": str(file)}) == [Host("h1", 3), Host("h2.site", 4)]
-    file.write_text("h1 many\n")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        hosts({"PE_HOSTFILE": str(file)})
+    for text in ("h1 many\n", "-lroot 2 all.q@h1 UNDEFINED\n", "h1;x 2 all.q@h1 UNDEFINED\n"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            hosts({"PE_HOSTFILE": str(file)})
 
 
 def test_none() -> None:

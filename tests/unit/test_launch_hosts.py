@@ -44,6 +44,11 @@ def test_named_twice(tmp_path: Path) -> None:
         ("h1:2222\n", "A port belongs into --ssh 'ssh -p 2222'"),
         ("# nothing\n\n", "names no host"),
         ("a@h1\nb@h1\n", "two users"),
+        ("h1 user=-oProxyCommand=x\n", "'user=-oProxyCommand=x' is none of"),
+        ("h1 user=a;reboot\n", "is none of"),
+        ("h1 user=$(x)\n", "is none of"),
+        ("-l@h1\n", "is no host"),
+        ("h\u00e9\n", "is no host"),
     ],
 )
 def test_bad_lines(tmp_path: Path, text: str, message: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from mpikv.errors import ConfigError
 from mpikv.launch import channel
 from mpikv.launch.line import QUICK
 from mpikv.launch.output import Output
@@ -27,7 +28,7 @@ from mpikv.launch.processes import JOB, descendants, end_job, is_alive, of_job
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import Verdict
 from mpikv.launch.sink import Place, Sink
-from mpikv.launch.watch import Limits, Watch
+from mpikv.launch.watch import MORE_STRANGERS, Limits, Watch
 
 LIMITS = Limits(job=None, start=20.0, grace=0.5)
 SECRET = "of this test"
@@ -55,7 +56,8 @@ class Job:
                 words = f"{sys.executable} -I -S {QUICK} rank {block.role} {block.first_number} {block.first_rank}"
                 starts.append(f"PMI_RANK={rank} {words} -- sh -c '{self.commands[rank]}' &")
         told = {
-            "job": self.id, "secret": SECRET, "addresses": [["127.0.0.1", self.watch.port]], **(plan or {}),
+            "job": self.id, "secret": SECRET, "addresses": self.watch.addresses, "network": channel.network(),
+            **(plan or {}),
         }  # fmt: skip
         environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM"))}
         try:
@@ -150,8 +152,8 @@ def test_a_rank_has_reported_before_its_command_starts() -> None:
 
         def greet() -> None:
             connection, _ = listener.accept()
-            connection.sendall(channel.proof(SECRET, "launcher"))
             connection.settimeout(10)
+            prove_as_launcher(connection, address(listener))
             frames = channel.Frames()
             while not heard:
                 heard.extend(kind for kind, _ in frames.add(connection.recv(4096)))
@@ -160,7 +162,7 @@ def test_a_rank_has_reported_before_its_command_starts() -> None:
         heard: list[int] = []
         launcher = threading.Thread(target=greet)
         launcher.start()
-        plan = {"addresses": [listener.getsockname()], "secret": SECRET}
+        plan = {"addresses": [listener.getsockname()], "secret": SECRET, "network": channel.network()}
         sink = Sink(plan, Place("worker", 0, 0, "here"))
         launcher.join()
         sink.socket.close()
@@ -262,33 +264,215 @@ def when_started(job: Job, act: Callable[[], None]) -> Iterator[None]:
         thread.join(5)
 
 
-def test_strangers_are_turned_away() -> None:
-    """Without the secret nobody becomes a rank, and nothing that is sent ends the launcher."""
-    job = Job([f"{READY}; {GO}"], LIMITS._replace(job=60.0))
-    answers = []
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()
+    return f"{host}:{port}"
 
-    def disturb() -> None:
-        for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, channel.message(channel.ENDED, status=0),
-                     channel.frame(channel.HELLO, b"[]"),
-                     channel.message(channel.HELLO, proof="00", rank=0, host="x", pid=1)):  # fmt: skip
-            with socket.create_connection(("127.0.0.1", job.watch.port)) as stranger:
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """So many bytes, fewer where the other side has closed the connection."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while len(data) < count and (more := connection.recv(count - len(data))):
+            data += more
+    return data
+
+
+def prove_as_launcher(connection: socket.socket, place: str) -> tuple[bytes, bytes]:
+    """The launcher's side of the greeting. What the rank sent: its nonce and its proof."""
+    challenge = os.urandom(channel.NONCE_BYTES)
+    connection.sendall(challenge)
+    nonce, given = receive(connection, channel.NONCE_BYTES), receive(connection, channel.PROOF_BYTES)
+    assert given == channel.proof(SECRET, "rank", place, challenge, nonce)
+    connection.sendall(channel.proof(SECRET, "launcher", place, challenge, nonce))
+    return nonce, given
+
+
+class Disturbed(Job):
+    """A job of one rank that goes on until strangers have done what they do; then it must end well."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        super().__init__([f"{READY}; {GO}"], limits._replace(job=120.0))
+
+    def dial(self) -> socket.socket:
+        connection = socket.create_connection(self.watch.addresses[0])
+        connection.settimeout(30)
+        return connection
+
+    def disturb(self, act: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> None:
+        failures = []
+
+        def then_go() -> None:
+            try:
+                act()
+            except BaseException as error:
+                failures.append(error)
+            self.go()
+
+        with when_started(self, then_go):
+            verdict = self.run()
+        if failures:
+            raise failures[0]
+        assert verdict == Verdict(0, "")
+        assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: somewhere.else.example.org\r\nAccept: */*\r\n\r\n",
+        b"\xff" * 100,
+        b"[" * 5000,
+        channel.frame(channel.HELLO, b"[" * 5000),
+        channel.frame(channel.HELLO, b"{" + b" " * 100_000),
+        channel.message(channel.ENDED, status=0) * 10,
+    ],
+    ids=["http", "ones", "brackets", "brackets in a frame", "a large frame", "reports"],
+)
+def test_strangers_are_turned_away(data: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without the secret nobody becomes a rank, gets a proof, or ends the launcher."""
+    job = Disturbed()
+
+    def act() -> None:
+        with job.dial() as stranger:
+            with contextlib.suppress(ConnectionError):
                 stranger.sendall(data)
-                stranger.settimeout(5)
-                answers.append(stranger.recv(100))
-                if data:
-                    answers.append(stranger.recv(100))
-        job.go()
+            assert len(receive(stranger, 1000)) in (channel.NONCE_BYTES, 0)  # the challenge, and the end
 
-    with when_started(job, disturb):
-        assert job.run() == Verdict(0, "")
-    assert len(answers) == 11
-    assert answers[-1] == b""
+    job.disturb(act, capfd)
+
+
+def test_a_greeting_that_was_recorded_proves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not to the launcher it was made for, and not to another."""
+    job = Disturbed()
+
+    def act() -> None:
+        ((host, port),) = job.watch.addresses
+        nonce = os.urandom(channel.NONCE_BYTES)
+        with job.dial() as rank:
+            challenge = receive(rank, channel.NONCE_BYTES)
+            greeting = nonce + channel.proof(SECRET, "rank", f"{host}:{port}", challenge, nonce)
+            rank.sendall(greeting)
+            answer = receive(rank, channel.PROOF_BYTES)
+            assert answer == channel.proof(SECRET, "launcher", f"{host}:{port}", challenge, nonce)
+        with job.dial() as recorded:
+            assert receive(recorded, channel.NONCE_BYTES) != challenge
+            recorded.sendall(greeting)
+            assert receive(recorded, 1000) == b""
+        with job.dial() as elsewhere:  # with the secret, but for a connection to another address
+            challenge = receive(elsewhere, channel.NONCE_BYTES)
+            elsewhere.sendall(nonce + channel.proof(SECRET, "rank", f"{host}:1", challenge, nonce))
+            assert receive(elsewhere, 1000) == b""
+        with job.dial() as mirror:  # what a launcher sends is no proof of a rank
+            challenge = receive(mirror, channel.NONCE_BYTES)
+            mirror.sendall(nonce + channel.proof(SECRET, "launcher", f"{host}:{port}", challenge, nonce))
+            assert receive(mirror, 1000) == b""
+
+    job.disturb(act, capfd)
+
+
+def test_what_a_rank_may_not_say(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the secret, but nonsense: a bug of ours ends this connection, and not the launcher."""
+    job = Disturbed()
+
+    def act() -> None:
+        for data in (
+            channel.frame(channel.HELLO, b"[" * 5000),
+            channel.frame(channel.HELLO, b"[" * 500_000),
+            channel.message(channel.HELLO, rank=0, host="x", pid=1),  # it has reported before
+            channel.message(channel.HELLO, rank=7, host="x", pid=1),
+            channel.message(channel.ENDED, status=0),
+            b"\xff" * 100,
+        ):
+            with channel.connect(job.watch.addresses, SECRET) as one:
+                one.settimeout(30)
+                with contextlib.suppress(ConnectionError):
+                    one.sendall(data)
+                assert receive(one, 1) == b""
+
+    job.disturb(act, capfd)
+
+
+def test_who_says_nothing_is_turned_away(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Disturbed(LIMITS._replace(greeting=0.5))
+
+    def act() -> None:
+        with job.dial() as silent, job.dial() as slow:
+            slow.sendall(b"x")
+            for stranger in (silent, slow):
+                assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
+
+    job.disturb(act, capfd)
+
+
+def test_only_so_many_strangers_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The first to come is the first to go; a rank still gets in."""
+    job = Disturbed(LIMITS._replace(greeting=100.0))
+
+    def act() -> None:
+        with contextlib.ExitStack() as open_connections:
+            strangers = [open_connections.enter_context(job.dial()) for _ in range(MORE_STRANGERS + 20)]
+            for stranger in strangers[: len(strangers) - MORE_STRANGERS - 1]:
+                assert len(receive(stranger, 1000)) == channel.NONCE_BYTES
+            channel.connect(job.watch.addresses, SECRET).close()
+
+    job.disturb(act, capfd)
+
+
+def test_it_listens_on_the_addresses_of_the_job_alone() -> None:
+    with contextlib.closing(Output()) as output:
+        watch = Watch(place([], 1, 0), SECRET, output, LIMITS, ["127.0.0.1", "127.0.0.2", "192.0.2.1"])
+        assert [host for host, _ in watch.addresses] == ["127.0.0.1", "127.0.0.2"]  # 192.0.2.1 is not ours (RFC 5737)
+        for host, port in watch.addresses:
+            other = {"127.0.0.1": "127.0.0.2", "127.0.0.2": "127.0.0.1"}[host]
+            socket.create_connection((host, port)).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, port))
+        for listener in watch._listeners:
+            listener.close()
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+            Watch(place([], 1, 0), SECRET, output, LIMITS, ["192.0.2.1"])
+
+
+def test_who_is_dialled_from_another_host() -> None:
+    """Not an address that this host has as well: a program of somebody else may listen there."""
+    addresses = [("192.0.2.1", 5), ("127.0.0.1", 6), ("::1", 7)]
+    assert channel.dialled_from(addresses, channel.network()) == addresses
+    assert ("127.0.0.1", 6) not in channel.dialled_from(addresses, "of another host")
+    assert channel.dialled_from(addresses[:1], "of another host") == addresses[:1]
+
+
+def test_a_program_that_is_no_launcher_learns_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """It is left for another address, and what the rank sent it is a proof for it alone."""
+    for wrong in (b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4, b"x" * channel.NONCE_BYTES):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            heard: list[bytes] = []
+
+            def answer(wrong: bytes = wrong, heard: list[bytes] = heard, listener: socket.socket = listener) -> None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(10)
+                    connection.sendall(wrong)
+                    if wrong:
+                        heard.append(receive(connection, channel.NONCE_BYTES + channel.PROOF_BYTES))
+                        with contextlib.suppress(OSError):
+                            connection.sendall(wrong)
+
+            other = threading.Thread(target=answer)
+            other.start()
+            with pytest.raises(ConnectionError, match="another program answered"):
+                channel.connect([listener.getsockname()], SECRET)
+            other.join()
+            for said in heard:
+                assert said[channel.NONCE_BYTES :] == channel.proof(
+                    SECRET, "rank", address(listener), wrong[: channel.NONCE_BYTES], said[: channel.NONCE_BYTES]
+                )
 
 
 def test_a_launcher_that_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         free = silent.getsockname()[1]
-    told = {"job": "0" * 16, "secret": "s", "addresses": [["127.0.0.1", free]]}
+    told = {"job": "0" * 16, "secret": "s", "addresses": [["127.0.0.1", free]], "network": channel.network()}
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(QUICK), "rank", "worker", "0", "0", "--", "true"],
         env={LAUNCH: json.dumps(told), "PMI_RANK": "0"}, capture_output=True, text=True, check=False,
@@ -345,6 +529,25 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
     assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+
+
+def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In a folder that somebody else can write to, too."""
+    mine, folder = tmp_path / "mine", tmp_path / "logs"
+    mine.write_text("dear to me")
+    folder.mkdir()
+    (folder / "worker-0.log").symlink_to(mine)
+    output = Output(folder, colours=(False, False))
+    output.lines(1, "worker", 0, "h", b"a\n")
+    output.lines(1, "worker", 1, "h", b"b\n")
+    output.close()
+    assert capfd.readouterr().out == "[worker 0 @ h] a\n[worker 1 @ h] b\n"
+    assert mine.read_text() == "dear to me"
+    (folder / "launch.log").unlink()
+    (folder / "launch.log").symlink_to(mine)
+    with pytest.raises(ConfigError, match=r"--output-dir .*launch\.log"):
+        Output(folder)
+    assert mine.read_text() == "dear to me"
 
 
 def test_processes() -> None:

@@ -12,8 +12,8 @@ import pytest
 from store_modes import DTYPES, Mode, every_way, mode_id
 from test_store_network import unruly  # noqa: F401 - a fixture
 
-from mpikv import PeerError, StallError, optimizers, wire
-from mpikv import kv as kv_module
+from mpikv import PeerError, StallError, assembly, optimizers, wire
+from mpikv.config import Config
 from mpikv.optimizers import states
 from mpikv.strategies import exchange
 from mpikv.testing import ranks, stores
@@ -344,6 +344,48 @@ def test_a_large_value_is_a_header_and_its_partitions_each_way(fabric):
     assert _messages(fabric, 2, 1, [n], one_by_one, **changes) == expected
 
 
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["another array", "in place"])
+def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypatch):
+    """MPI looks through all that is under way for each message, so that thousands would take minutes."""
+    most = 0
+
+    class Watched(Fabric):
+        def rank(self, rank):
+            transport = super().rank(rank)
+            isend, irecv = transport.isend, transport.irecv
+
+            def watch(request):
+                nonlocal most
+                with self.lock:
+                    queues = [*self.boxes[rank].receives.values()]
+                    boxes = [box.messages for box in self.boxes]
+                    queues += [box[route] for box in boxes for route in box if route[1] >= wire.TAG_PAYLOAD]
+                    most = max(most, *map(len, queues), 0)
+                return request
+
+            transport.isend = lambda *args: watch(isend(*args))
+            transport.irecv = lambda *args: watch(irecv(*args))
+            return transport
+
+    monkeypatch.setattr(ranks, "Fabric", Watched)
+    n, workers = 20 * exchange.PARTS_UNDER_WAY, 3
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        store.init(["w", "v"], [np.zeros(n, np.float32), np.zeros(3, np.float32)])
+        value = np.full(n, store.rank + 1, np.float32)
+        out = value if in_place else np.empty(n, np.float32)
+        store.pushpull(["w", "v"], [value, np.ones(3, np.float32)], out=[out, np.empty(3, np.float32)])
+        store.barrier()
+        return np.unique(store.pull("w")).tolist(), store.pull("v").tolist()
+
+    config = Config(partition_bytes=4, shared_memory="off", timeout_s=stores.TEST_TIMEOUT_S)
+    found = stores.spawn_stores(name, workers, body, num_servers=1, config=config)
+    assert found == [([6.0], [3.0] * 3)] * workers
+    assert 0 < most <= exchange.PARTS_UNDER_WAY
+
+
 @pytest.mark.parametrize("call", [together, one_by_one, pushes], ids=lambda call: call.__name__)
 def test_nothing_of_it_leaves_as_a_message_where_memory_is_shared(fabric, call):
     assert _messages(fabric, 2, 2, [5, 100, 1000, 100_000], call, shared_memory="auto") == (0, 0)
@@ -360,13 +402,13 @@ def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
-    cores = []
+    cores, made = [], assembly.server_core
 
     def noted(*arguments):
-        cores.append(kv_module.server_core(*arguments))
+        cores.append(made(*arguments))
         return cores[-1]
 
-    monkeypatch.setattr(stores, "server_core", noted)
+    monkeypatch.setattr(assembly, "server_core", noted)
     n = 50 * PART_ELEMS + 3
 
     def body(store):

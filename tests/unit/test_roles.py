@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -205,3 +207,9 @@ def test_block_and_cyclic_agree(n_hosts, per_host, data):
     cyclic = [f"h{host}" for _ in range(per_host) for host in range(n_hosts)]
     shares = [Counter(hosts[rank] for rank in assign(hosts, n).servers) for hosts in (block, cyclic)]
     assert shares[0] == shares[1]
+
+
+def test_server_needs_no_mpi_for_help() -> None:
+    done = subprocess.run([sys.executable, "-m", "mpikv.server", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "mpirun -n 4 python train.py : -n 2 python -m mpikv.server" in done.stdout

@@ -27,7 +27,7 @@ class Run:
     def __init__(self, job: Job, report: Path) -> None:
         self.job = job
         lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-        self.outcomes = {line["test"].rpartition("::")[2]: line["outcome"] for line in lines}
+        self.outcomes = {line["test"].rpartition("::")[2]: line["outcome"] for line in lines if "test" in line}
 
     def said(self, text: str) -> int:
         return self.job.output.count(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import frameworks
+import jobs
 import pytest
 from jobs import ROOT, Job, Mpi, find_mpi
 
@@ -74,6 +76,77 @@ def test_a_status_that_no_test_explains_is_a_failure(tmp_path: Path) -> None:
 def test_a_hang_and_a_leftover_process_are_failures(tmp_path: Path) -> None:
     assert len(judged([("a", "passed")], -15, tmp_path, timed_out=True).failed) == 1
     assert len(judged([("a", "passed")], 0, tmp_path, ranks_left=[1234]).failed) == 1
+
+
+CONFTEST = """
+import report
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", report.WHOLE_JOB)
+    config.pluginmanager.register(report.Report())
+"""
+UNSTEADY = """
+from pathlib import Path
+import pytest
+
+def before(name):
+    return Path(__file__).with_name(name).exists() or Path(__file__).with_name(name).touch()
+
+@pytest.mark.whole_job
+def test_second():
+    print("said", "by a job")
+    assert before("second"), "not the first time"
+
+@pytest.mark.whole_job
+def test_never():
+    assert False, f"never {bool(before('never'))}"
+
+def test_of_a_unit():
+    assert before("unit"), "nobody tries again"
+
+def test_good():
+    pass
+"""
+
+
+def test_a_job_that_failed_is_run_once_more_and_nothing_else_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_stages, "PROGRESS_S", 0.0)
+    mpi = find_mpi()
+    if mpi is None:
+        pytest.skip("no mpirun in this environment")
+    (tmp_path / "test_it.py").write_text(UNSTEADY)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)  # where tests are run
+    stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0), [mpi]) == 1
+    said = capsys.readouterr().out
+    place = "title: test_it.py::"
+    first, once_more = said.split(": 1 passed, 3 failed, 0 skipped in ")
+    assert "0 failed: title " in first  # progress
+    assert [line for line in first.splitlines() if line.startswith("failed: ")] == [
+        f"failed: {place}test_{name}" for name in ("second", "never", "of_a_unit")
+    ]
+    assert once_more.count("--- title: ") == 2
+    assert f"--- {place}test_second: passed when it was run once more, alone" in once_more
+    assert f"--- {place}test_never: failed when it was run once more, alone" in once_more
+    assert once_more.count("not the first time") >= 1
+    assert once_more.count("said by a job") == 2  # both outputs
+    assert "never False" in once_more
+    assert "never True" in once_more
+    assert once_more.splitlines()[-5:-2] == [
+        f"failed: {place}test_never",
+        f"failed: {place}test_of_a_unit",
+        f"unsteady: {place}test_second",
+    ]
+    assert once_more.splitlines()[-1] == "2 passed, 2 failed"
+
+
+def test_a_stage_that_died_is_not_mended_by_a_job_that_passes(tmp_path: Path) -> None:
+    """Its other tests have not run: that the last one was a job, and may pass, tells nothing of them."""
+    assert judged([("a", "passed"), ("b", "started")], 1, tmp_path).whole_jobs == {}
 
 
 def test_no_report_at_all(tmp_path: Path) -> None:

@@ -191,7 +191,24 @@ class Evil:
         return (pytest.fail, ("a pickle was executed",))
 
 
+def sharing() -> bytes:
+    """A file with as many arrays as one likes in the bytes of one."""
+    target = io.BytesIO(rewritten(lambda name, data: npy(np.zeros(2000, np.uint8)) if "npy" in name else data))
+    with zipfile.ZipFile(target, "a") as archive:
+        for i in range(1, 50):
+            copy = zipfile.ZipInfo(f"{i}.npy")
+            of = archive.getinfo("0.npy")
+            copy.header_offset, copy.CRC, copy.file_size, copy.compress_size = (
+                of.header_offset, of.CRC, of.file_size, of.compress_size,
+            )  # fmt: skip
+            archive.filelist.append(copy)
+            archive.NameToInfo[copy.filename] = copy
+        archive._didModify = True
+    return target.getvalue()
+
+
 FOREIGN = {
+    "arrays that share their bytes": sharing(),
     "text": b"hello world\n" * 20,
     "zeros": bytes(1000),
     "pickle": pickle.dumps({"a": Evil()}),
@@ -385,3 +402,9 @@ def test_states_that_cannot_be_cut() -> None:
     for begin, end in ((-1, 2), (3, 2), (0, 5)):
         with pytest.raises(ValueError, match="not within a key of 4"):
             slice_state({"t": 0}, begin, end, 4)
+
+
+def test_members_that_share_their_bytes(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "states").write_bytes(sharing())
+    with pytest.raises(StatesFileError, match="its members claim to be larger than the file together"):
+        load_states(tmp_path / "states")

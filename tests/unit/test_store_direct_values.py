@@ -417,29 +417,21 @@ def test_threads_of_one_worker_push_different_keys_at_once():
 
 def test_a_store_does_not_see_the_other_ones_memory():
     """Two stores with the same keys, one after the other and one of them inside."""
+    from mpikv.assembly import assemble
     from mpikv.hostmemory.segment import private_memory
-    from mpikv.kv import worker_strategy
     from mpikv.kvstore import KVStore
-    from mpikv.server.roles import assign
-    from mpikv.spec import parse
+    from mpikv.placement import Members
     from mpikv.testing.ranks import spawn
     from mpikv.transports.threads import Fabric
 
     fabrics, memories = [Fabric(2), Fabric(2)], [private_memory(2), private_memory(2)]
-    roles, spec, config = assign(["localhost"] * 2, 0, "spread"), parse("dist_sync"), Config(timeout_s=TIMEOUT_S)
+    members = Members(("localhost",) * 2, (0, 1), config=Config(timeout_s=TIMEOUT_S))
 
     def body(transport):
         stores = []
         for fabric, memory in zip(fabrics, memories, strict=True):
-            strategy = worker_strategy(
-                fabric.rank(transport.rank),
-                roles,
-                spec,
-                config,
-                threaded=True,
-                on_fatal=lambda error: None,
-                memory=memory[transport.rank],
-            )
+            rank = transport.rank
+            strategy = assemble(fabric.rank(rank), members, threaded=True, on_fatal=print, memory=memory[rank])
             stores.append(KVStore("dist_sync", strategy, on_device=False))
         first, second = stores
         x, y = first.zeros(50), second.zeros(50)

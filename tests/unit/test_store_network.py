@@ -23,27 +23,21 @@ N = 3 * BOUND
 def unruly(request, monkeypatch):
     """A probe takes the first message of any sender, or sees none yet; a receive may be matched a little later."""
     dice = random.Random(request.param)
-    match = threads._match
+    poll = threads.ThreadTransport.poll
 
     def probe(transport, tag):
         with transport._fabric.lock:
-            box = transport._fabric.boxes[transport.rank]
-            first = {}
-            for message in box:
-                if message.tag == tag:
-                    first.setdefault(message.source, message)
-            if not first or dice.random() < 0.3:
+            routes = [route for route in transport._box.messages if route[1] == tag]
+            if not routes or dice.random() < 0.3:
                 return None
-            message = dice.choice(list(first.values()))
-            box.remove(message)
-            return threads._Incoming(message)
+            return threads._Incoming(transport._box.next(dice.choice(routes)))
 
-    def late_match(fabric, me):
+    def late_poll(transport):
         if dice.random() < 0.7:
-            match(fabric, me)
+            poll(transport)
 
     monkeypatch.setattr(threads.ThreadTransport, "probe", probe)
-    monkeypatch.setattr(threads, "_match", late_match)
+    monkeypatch.setattr(threads.ThreadTransport, "poll", late_poll)
 
 
 def full(value, n=N):
