@@ -12,18 +12,31 @@ from dataclasses import replace
 
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
+from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.session.base import Session
+from mpikv.spec import StoreSpec
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
+from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 
 
+def local_store(name: str, spec: StoreSpec, stop_file: str = "") -> KVStore:
+    """A store of this process alone."""
+    session = Session(name, stop_file)
+    return KVStore(session, LocalStrategy(session), on_device=spec.on_device)
+
+
 def assemble(
+    name: str,
+    spec: StoreSpec,
     transport: Transport,
     members: Members,
     *,
@@ -32,12 +45,12 @@ def assemble(
     memory: HostMemory | None = None,
     connect: Callable[[LocalTransport | None], None] = lambda _links: None,
     asked_to_stop: Callable[[], str | None] = lambda: None,
-) -> Strategy | None:
-    """The strategy of a worker; None at a server, which has served until all workers had closed their stores.
+) -> KVStore | None:
+    """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
-    memory: of this rank's host, where its ranks share some. connect: wakes each other the ranks of a host from now on,
-    through the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop:
-    why a server asks all workers to stop, once it does. Raises MpikvError where an optimizer ended a server.
+    memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
+    the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
+    server asks all workers to stop, once it does. Raises MpikvError where an optimizer ended a server.
     """
     links = None
     if members.path == "servers" and members.shares_memory:
@@ -56,9 +69,14 @@ def assemble(
         return None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
-        return AllreduceStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, memory=memory)
-    service = None if members.servers else serve(reached, members.workers, server_core(members, links))
-    return PsStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, service=service, local=links)
+    session = Workers(transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links)
+    strategy: Strategy
+    if members.path != "servers":
+        strategy = AllreduceStrategy(session, memory)
+    else:
+        service = None if members.servers else serve(reached, members.workers, server_core(members, links))
+        strategy = PsStrategy(session, service)
+    return KVStore(session, strategy, on_device=spec.on_device)
 
 
 def server_core(members: Members, links: LocalTransport | None) -> ServerCore:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpikv import notices
 from mpikv import spec as store_spec
-from mpikv.assembly import assemble
+from mpikv.assembly import assemble, local_store
 from mpikv.checks import wrong
 from mpikv.config import Config
 from mpikv.control.agreement import grouped
@@ -25,8 +25,6 @@ from mpikv.placement import Members
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.spec import StoreSpec
-from mpikv.strategies.base import Strategy
-from mpikv.strategies.local import LocalStrategy
 from mpikv.topology import labels
 from mpikv.transports.memory import LocalTransport
 
@@ -75,8 +73,7 @@ def create(
         notices.warn_of_separate_ranks(f"kv.create({name!r}) is of one process")
         if launcher.find() is None:
             abort.install_alone()
-        store = KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device, stop_file=config.stop_file)
-        return _listening(store, config)
+        return _listening(local_store(name.lower(), spec, config.stop_file), config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -154,7 +151,9 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     listener = _stop_signals(config)
     if transport.rank in roles.servers:
         listener.install()
-    strategy = assemble(
+    store = assemble(
+        name,
+        spec,
         transport,
         members,
         threaded=processes.threaded,
@@ -163,13 +162,12 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         connect=connect,
         asked_to_stop=listener.why,
     )
-    if strategy is None:
+    if store is None:
         listener.end()
         raise SystemExit(0)
-    store = KVStore(name, strategy, on_device=spec.on_device, stop_file=config.stop_file)
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
-    return _registered(_listening(store, config), strategy)
+    return _registered(_listening(store, config))
 
 
 def _check_servers(name: str, comm: MPI.Intracomm) -> str:
@@ -183,7 +181,7 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
         if not ranks:
             continue
         earlier = store()
-        if earlier is not None and not earlier._closed:
+        if earlier is not None and not earlier.session.closed:
             raise ConfigError(
                 f"kv.create({name!r}): another store is open and has its servers at rank {ranks}; {advice}"
             )
@@ -246,14 +244,21 @@ def _listening(store: KVStore, config: Config) -> KVStore:
     if config.stop_signals:
         listener = _stop_signals(config)
         listener.install()
-        store._listen_for(listener.why, listener.restore)
+        session = store.session
+
+        def restore() -> None:
+            if not session.stopped:  # else a signal may come late to this rank, which must not end by it
+                listener.restore()
+
+        session.listen_for(listener.why)
+        session.after_close.append(restore)
     return store
 
 
-def _registered(store: KVStore, strategy: Strategy) -> KVStore:
+def _registered(store: KVStore) -> KVStore:
     """Close the store at the interpreter's exit, and end the job instead when the program failed."""
 
-    pid = os.getpid()
+    pid, activity = os.getpid(), store.session.activity
 
     def at_exit() -> None:
         if os.getpid() != pid:
@@ -271,12 +276,12 @@ def _registered(store: KVStore, strategy: Strategy) -> KVStore:
     def closed() -> None:
         atexit.unregister(at_exit)
         guard = abort.guard()
-        if guard is not None and strategy.activity is not None:
-            guard.unwatch(strategy.activity)
+        if guard is not None and activity is not None:
+            guard.unwatch(activity)
 
     atexit.register(at_exit)
-    store._on_close = closed
+    store.session.after_close.append(closed)
     guard = abort.guard()
-    if guard is not None and strategy.activity is not None:
-        guard.watch(strategy.activity)
+    if guard is not None and activity is not None:
+        guard.watch(activity)
     return store

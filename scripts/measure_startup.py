@@ -89,9 +89,9 @@ def measure_threads(options: argparse.Namespace, ranks: int) -> list[list[Any]]:
 
     from mpikv.assembly import assemble  # noqa: PLC0415
     from mpikv.config import Config  # noqa: PLC0415
-    from mpikv.kvstore import KVStore  # noqa: PLC0415
     from mpikv.placement import Members  # noqa: PLC0415
     from mpikv.server.roles import assign  # noqa: PLC0415
+    from mpikv.spec import parse  # noqa: PLC0415
     from mpikv.testing.ranks import spawn  # noqa: PLC0415
 
     hosts = tuple(f"h{i}" for i in range(ranks))
@@ -105,10 +105,8 @@ def measure_threads(options: argparse.Namespace, ranks: int) -> list[list[Any]]:
             if transport.rank in roles.workers:
                 barrier.wait()
             began_s = time.perf_counter()
-            strategy = assemble(transport, members, threaded=True, on_fatal=print)
-            if strategy is None:
-                return None
-            return used(KVStore("dist_sync", strategy, on_device=False), options.keys, began_s, barrier.wait)
+            store = assemble("dist_sync", parse("dist_sync"), transport, members, threaded=True, on_fatal=print)
+            return None if store is None else used(store, options.keys, began_s, barrier.wait)
 
         rows.append([row for row in spawn(ranks, body, hosts=hosts, timeout_s=300) if row is not None])
     return rows

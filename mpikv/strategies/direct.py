@@ -33,8 +33,8 @@ from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.reductions import Reduction
+from mpikv.session.base import Pending
 from mpikv.strategies.arguments import flattened
-from mpikv.strategies.base import Pending
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_calls import KeyCall
@@ -45,7 +45,8 @@ from mpikv.strategies.workers import Workers
 class Direct:
     """The direct way of one worker."""
 
-    def __init__(self, places: HostKeys, lanes: Mapping[int, Lane], owner: Owner) -> None:
+    def __init__(self, session: Workers, places: HostKeys, lanes: Mapping[int, Lane], owner: Owner) -> None:
+        self._session = session
         memory = places.memory
         assert places.slots is not None
         self._places, self._slots = places, places.slots
@@ -54,7 +55,7 @@ class Direct:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._meeting = Meeting(
             memory,
-            step=self._step,
+            step=session.engine.step,
             crowded=memory.threads or memory.size > cores,
             yield_=_let_threads_run if memory.threads else os.sched_yield,
         )
@@ -72,13 +73,6 @@ class Direct:
         self.declined = 0
         self.copied_bytes = 0
         self.added_bytes = 0
-
-    def _step(self) -> bool:
-        return self._workers.engine.step()
-
-    def start(self, workers: Workers) -> None:
-        """Say who the workers are. `reserve` may be needed before: other workers may be ahead of this one."""
-        self._workers = workers
 
     # --- memory
 
@@ -153,7 +147,7 @@ class Direct:
         offset_of = self._places.memory.offset_of
         places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places, op.name))
-        call.slots = sorted({self._workers.slot_of(info) for info in infos})
+        call.slots = sorted({self._session.slot_of(info) for info in infos})
         call.hash = history_hash(lane.calls.digest for lane in lanes)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
@@ -200,7 +194,7 @@ class Direct:
     def _applier(self, lane: Lane) -> Callable[[HostArray], None]:
         me = self._places.rank
         own = lane.own[lane.bounds[me] : lane.bounds[me + 1]]
-        slot = self._workers.slot_of(lane.info)
+        slot = self._session.slot_of(lane.info)
 
         def apply(total: HostArray) -> None:
             self._owner.apply(lane.info, own, total, (0, self._numbers[slot]))
@@ -217,7 +211,7 @@ class Direct:
                     f"pushpull: an earlier call ended half-way on this worker ({type(self._failure).__name__}: "
                     f"{self._failure}), and the other workers count on its part of it: this store can sum no more"
                 ) from self._failure
-            if self._workers.engine.failure is not None or not call.ready():
+            if self._session.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
             label = 0
@@ -228,7 +222,7 @@ class Direct:
                 together = self._meeting.meet(call.digest + label)
             except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
                 self._failure = error
-                self._workers.engine.interrupted("pushpull", error)
+                self._session.engine.interrupted("pushpull", error)
                 raise
             if not together:
                 self.declined += 1
@@ -241,12 +235,12 @@ class Direct:
                 self._failure = error
                 raise
             finally:
-                with self._workers.engine.lock:
+                with self._session.engine.lock:
                     self._clock += 1
                     call.last = self._clock
                     call.rounds += 1
                     self._meeting.part(call.hash, call.n_keys)
-            self._workers.control.activity.note(call.name)
+            self._session.control.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
             self.added_bytes += plan.added_bytes
@@ -264,18 +258,18 @@ class Direct:
         self._numbers = {}
         label = 0
         for slot in call.slots:
-            number, attributes = self._workers.attributes.number(slot)
+            number, attributes = self._session.attributes.number(slot)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
             self._numbers[slot] = number
-            label = label * 31 + self._workers.attributes.digest(slot)
+            label = label * 31 + self._session.attributes.digest(slot)
         return label
 
     def _wait(self, test: Callable[[], bool]) -> None:
         assert self._current is not None
         lane = self._current.lanes[0]
         waiting = Waiting("pushpull", lane.info.key, lane.info.id)
-        self._workers.wait(Pending(Predicate(test), waiting))
+        self._session.wait(Pending(Predicate(test), waiting))
 
 
 class DirectCall(KeyCall):

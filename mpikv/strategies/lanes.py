@@ -92,6 +92,16 @@ class Lane:
         return self.done + 1 + self.calls.rounds
 
     @property
+    def may_start(self) -> bool:
+        """Whether nothing does its rounds now."""
+        return self.running is None or self.running.done
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"key {shown(self.info.key)}"
+
+    @property
     def idle(self) -> bool:
         """Whether it has a value and nothing is under way."""
         return (

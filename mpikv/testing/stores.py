@@ -43,15 +43,16 @@ def spawn_stores(
     def rank_body(transport: ThreadTransport) -> T | None:
         fatal: list[BaseException] = []
         threaded, memory = config.progress == "thread", memories[transport.rank]
-        strategy = assemble(transport, members, threaded=threaded, on_fatal=fatal.append, memory=memory)
-        if strategy is None:
+        store = assemble(
+            name.lower(), spec, transport, members, threaded=threaded, on_fatal=fatal.append, memory=memory
+        )
+        if store is None:
             return None
-        store = KVStore(name.lower(), strategy, on_device=spec.on_device, stop_file=config.stop_file)
         try:
             result = body(store)
             store.close()
         finally:
-            strategy.abandon()
+            store.session.abandon()
         if fatal:
             raise fatal[0]
         return result

@@ -114,6 +114,7 @@ def test_sizes(hosts: str, n: int) -> None:
     check(hosts, n, even_bounds(n, len(hosts)), lent="changed")
 
 
+@pytest.mark.grid(1)
 @SOME
 @pytest.mark.parametrize("lent", ["private", "shared", "mixed", "changed"])
 def test_long_values(hosts: str, lent: str) -> None:

@@ -179,6 +179,7 @@ def test_in_place(small, p, dtype):
     on_ranks(p, body)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shares", [False, True])
 @GRID
 def test_update(small, p, dtype, shares):

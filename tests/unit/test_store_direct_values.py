@@ -189,12 +189,12 @@ def test_an_attribute_that_is_put_right_after_an_error():
 def test_two_optimizers_on_one_store():
     def body(store):
         store.init(["a", "b", "c"], [np.zeros(40, F32)] * 3)
-        store._set_optimizer_for(["a"], optimizers.create("sgd", learning_rate=1.0))
+        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0), ["a"])
         values = [np.empty(40, F32) for _ in range(3)]
         found = []
         for step in range(5):
             if step == 3:
-                store._set_optimizer_for(["b"], optimizers.create("test"))
+                store.strategy.set_optimizer(optimizers.create("test"), ["b"])
             for i, value in enumerate(values):
                 value[:] = numbers(store, 40, step * 3 + i)
             for keys in (["a", "b"], ["b"], ["c", "a"]):
@@ -419,8 +419,8 @@ def test_a_store_does_not_see_the_other_ones_memory():
     """Two stores with the same keys, one after the other and one of them inside."""
     from mpikv.assembly import assemble
     from mpikv.hostmemory.segment import private_memory
-    from mpikv.kvstore import KVStore
     from mpikv.placement import Members
+    from mpikv.spec import parse
     from mpikv.testing.ranks import spawn
     from mpikv.transports.threads import Fabric
 
@@ -431,8 +431,10 @@ def test_a_store_does_not_see_the_other_ones_memory():
         stores = []
         for fabric, memory in zip(fabrics, memories, strict=True):
             rank = transport.rank
-            strategy = assemble(fabric.rank(rank), members, threaded=True, on_fatal=print, memory=memory[rank])
-            stores.append(KVStore("dist_sync", strategy, on_device=False))
+            part = fabric.rank(rank), members
+            stores.append(
+                assemble("dist_sync", parse("dist_sync"), *part, threaded=True, on_fatal=print, memory=memory[rank])
+            )
         first, second = stores
         x, y = first.zeros(50), second.zeros(50)
         for store in stores:

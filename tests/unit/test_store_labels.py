@@ -122,6 +122,7 @@ def exchange(store, call: str, keys, grads, outs) -> None:
         store.pushpull_async(keys, grads, out=outs).wait()
 
 
+@pytest.mark.grid(1)
 @EVERY_WAY
 def test_each_gradient_counts_with_its_own_factor(way: Way) -> None:
     # Each size in two dtypes, each dtype in three sizes.
@@ -268,7 +269,7 @@ def refused(call, *arguments: Any, **named: Any) -> str:
 
 def owned(store) -> list[bytes]:
     """What this worker has of the values, where no servers have them."""
-    lanes = getattr(store._strategy, "_lanes", {})
+    lanes = getattr(store.strategy, "_lanes", {})
     return [lane.value()[lane.span(info)].tobytes() for lane in lanes.values() for info in lane.keys]
 
 
@@ -404,8 +405,8 @@ def test_optimizers_of_their_own_keys(way: Way) -> None:
     def body(store):
         store.init(["a", "b"], [np.zeros(30, np.float32), np.ones(30, np.float32)])
         first, second = optimizers.create("test"), optimizers.create("lars", learning_rate=0.5)
-        store._set_optimizer_for(["a"], first)
-        store._set_optimizer_for(["b"], second)
+        store.strategy.set_optimizer(first, ["a"])
+        store.strategy.set_optimizer(second, ["b"])
         for step, factors in enumerate(FACTORS):
             first.rescale_grad = factors[store.rank]
             second.rescale_grad = 0.25 * factors[store.rank]
