@@ -40,13 +40,13 @@ import image_sets
 import numpy as np
 import torch
 from image_sets import ImageSet
-from progress import Progress
 from torch import nn
 from torch_networks import NETWORKS
 from usage import Parser
 
 from mpikv import KVStore, MpikvError, Trainer, kv, optimizers
 from mpikv.data import SplitSampler, split_and_load
+from mpikv.progress import Progress
 
 DATASETS = {"cifar10": image_sets.cifar10, "fashion-mnist": image_sets.fashion_mnist}
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
@@ -177,7 +177,7 @@ class Run:
             net.train()
         start_s, loss, done = time.perf_counter(), 0.0, 0
         title = f"epoch {epoch + 1}/{options.epochs}"
-        with Progress(n, title, self.store.rank == 0, done=start) as progress:
+        with Progress(title, n, "images", done=start, shown=self.store.rank == 0) as progress:
             for x, y in self.batches(epoch, start):
                 if trainer.steps == options.max_steps:
                     break

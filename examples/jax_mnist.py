@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from fetched import load_images
-from progress import batches
 from usage import Parser
 
 import mpikv.jax as mj
 from mpikv import kv
 from mpikv.data import SplitSampler
+from mpikv.progress import shown
 
 
 def logits(weights, images):
@@ -51,7 +51,8 @@ with kv.create("dist_sync") as store:
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         mine = sampler.indices()
-        for begin in batches(range(0, len(mine) - options.batch_size + 1, options.batch_size), epoch, store):
+        starts = range(0, len(mine) - options.batch_size + 1, options.batch_size)
+        for begin in shown(starts, f"epoch {epoch + 1}", here=store.rank == 0):
             batch = mine[begin : begin + options.batch_size]
             weights, state = step(weights, state, images.train_x[batch], images.train_y[batch])
         accuracy = jnp.mean(logits(weights, images.test_x).argmax(1) == images.test_y)

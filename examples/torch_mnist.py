@@ -7,13 +7,13 @@ A program for one process becomes this one by the lines that end in `# mpikv`. T
 
 import torch
 from fetched import load_images
-from progress import batches
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from usage import Parser
 
 import mpikv.torch as mt  # mpikv
 from mpikv import SplitSampler, kv  # mpikv
+from mpikv.progress import shown
 
 
 def tensors(x, y):
@@ -37,11 +37,12 @@ def main():
     net = mt.DistributedModel(net, store)  # mpikv
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     sampler = SplitSampler.for_store(len(train), store, last="drop")  # mpikv: parts of equal length
+    loader = DataLoader(train, batch_size=64, sampler=sampler)
     part = SplitSampler.for_store(len(test), store, shuffle=False)  # mpikv
 
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)  # mpikv: another order
-        for x, y in batches(DataLoader(train, batch_size=64, sampler=sampler), epoch, store):
+        for x, y in shown(loader, f"epoch {epoch + 1}", here=store.rank == 0):
             optimizer.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
             optimizer.step()

@@ -33,12 +33,12 @@ import checkpoint
 import numpy as np
 from fetched import load_images
 from networks import NETWORKS, Network
-from progress import Progress
 from usage import Parser
 
 from mpikv import KVStore, Trainer, kv, optimizers
 from mpikv.data import Images, SplitSampler, split_and_load
 from mpikv.devices import use
+from mpikv.progress import Progress
 
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
 EVALUATION_BATCH = 500  # images at once: the activations of LeNet then take 30 MB
@@ -168,7 +168,7 @@ class Run:
         options, rank = self.options, self.store.rank
         n, title = len(self.images.train_x), f"epoch {epoch + 1}/{options.num_epochs}"
         start_s, loss, steps, own, of_all = time.perf_counter(), 0.0, 0, 0, 0
-        with Progress(n, title, rank == 0, done=start) as progress:
+        with Progress(title, n, "images", done=start, shown=rank == 0) as progress:
             for indices, together, epochs in batches(n, options, self.store, epoch, start):
                 self.trainer.set_learning_rate(learning_rate(options, epochs))
                 loss += self.gradients(indices, together)

@@ -26,6 +26,7 @@ from mpikv.checks import shown
 from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.reductions import SUM, Reduction, named
+from mpikv.session.base import Session
 from mpikv.strategies.base import PreparedCall, Strategy
 from mpikv.tensors import new_like
 
@@ -76,14 +77,14 @@ def leaves(form: Any) -> Iterator[Any]:
 class CallForms:
     """What the arguments of a store's calls mean. on_device: whether devices are summed on the first of them."""
 
-    def __init__(self, strategy: Strategy, *, on_device: bool) -> None:
-        self._strategy = strategy
+    def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
+        self._session, self._strategy = session, strategy
         self._on_device = on_device
         self.key_type: type | None = None  # of all keys of the store, once there are any
 
     def where(self) -> str:
         """This worker, for errors."""
-        return f"worker {self._strategy.rank} of {self._strategy.num_workers}"
+        return f"worker {self._session.rank} of {self._session.num_workers}"
 
     def key(self, key: Any) -> Key:
         """The key itself. TypeError for what is none, or one of the other kind than the store's keys."""
@@ -120,9 +121,9 @@ class CallForms:
 
     def info(self, call: str, key: Key) -> KeyInfo:
         """What is known of a key. KeyNotInitialized where that is nothing."""
-        info = self._strategy.lookup(key)
+        info = self._session.lookup(key)
         if info is None:
-            known = [entry.key for entry in self._strategy.infos()]
+            known = [entry.key for entry in self._session.in_order()]
             some = ", ".join(shown(entry) for entry in known[:8]) + (", ..." if len(known) > 8 else "")
             raise KeyNotInitialized(
                 f"{call}: key {shown(key)} was never initialised ({self.where()}); "
@@ -147,7 +148,7 @@ class CallForms:
                 break
             info = self.info(call, self.key(key))
             why = ""
-            if not self._strategy.synchronous:
+            if not self._session.synchronous:
                 why = "an asynchronous store applies every push by itself"
             elif self._strategy.updates(info):
                 why = "it is updated by an optimizer or an updater, which take sums"

@@ -101,7 +101,7 @@ def spread(
         return
     storing = Function(_store_pushed)
     storing.elementwise = optimizer.elementwise  # so that keys stay cut, or whole, as they are
-    store._set_optimizer_for(keys, storing)
+    store.strategy.set_optimizer(storing, keys)
     if "async" not in store.type:
         store.push(list(keys), list(values))
     else:
@@ -111,7 +111,7 @@ def spread(
     store.pull(list(keys), list(outs))
     if "async" in store.type:
         store.barrier()  # nobody's first step may come before somebody's pull
-    store._set_optimizer_for(keys, optimizer)
+    store.strategy.set_optimizer(optimizer, keys)
 
 
 def _neutral(shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:

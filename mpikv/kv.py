@@ -1,43 +1,32 @@
 """`kv.create`: the module that users know from MXNet.
 
-The only place that sees strategies and servers. It brings the ranks together once: each tells its settings and its
-role, all check that they fit, and every rank builds the same picture of workers and servers.
+It brings the ranks together once: each tells its settings and its role, all check that they fit, and every rank builds
+the same picture of workers and servers, from which the store is assembled (assembly.py).
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpikv import notices
 from mpikv import spec as store_spec
+from mpikv.assembly import assemble, local_store
 from mpikv.checks import wrong
 from mpikv.config import Config
 from mpikv.control.agreement import grouped
-from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
-from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.runtime import abort, launcher, library, signals
-from mpikv.server.core import ServerCore
-from mpikv.server.loop import run_server, serve
-from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.server.roles import Roles, assign
 from mpikv.spec import StoreSpec
-from mpikv.strategies.allreduce import AllreduceStrategy
-from mpikv.strategies.base import Strategy
-from mpikv.strategies.local import LocalStrategy
-from mpikv.strategies.ps import PsStrategy
-from mpikv.topology import pretended
-from mpikv.transports.base import Transport
-from mpikv.transports.memory import LocalTransport, local_transport, ranks_here
+from mpikv.topology import labels
+from mpikv.transports.memory import LocalTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,8 +73,7 @@ def create(
         notices.warn_of_separate_ranks(f"kv.create({name!r}) is of one process")
         if launcher.find() is None:
             abort.install_alone()
-        store = KVStore(name.lower(), LocalStrategy(), on_device=spec.on_device, stop_file=config.stop_file)
-        return _listening(store, config)
+        return _listening(local_store(name.lower(), spec, config.stop_file), config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -129,7 +117,7 @@ def _check_process(name: str) -> None:
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
+    from mpikv.processes import Processes  # noqa: PLC0415
 
     world = MPI.COMM_WORLD
     if world.Get_size() > 1:
@@ -143,55 +131,43 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise ValueError("comm is COMM_NULL: this rank belongs to no group of the split, and makes no store")
     elif not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
-    me = f"rank {comm.Get_rank()} of {comm.Get_size()}"
-    ended = _check_servers(name, comm)
-
-    def nobody() -> BaseException:
-        return StallError(
-            f"{me} waited {config.timeout_s:g} s in kv.create({name!r}) for the other ranks of its communicator: "
-            f"every one of them must call it{ended}"
-        )
-
-    transport = open_transport(comm, config.timeout_s, nobody)
-    mine = json.dumps(_introduction(spec, config)).encode()
-    told = [json.loads(text) for text in allgather_bytes(transport, mine, config.timeout_s, nobody)]
+    processes = Processes(comm, config, f"kv.create({name!r})", _check_servers(name, comm))
+    transport = processes.transport
     try:
-        _compare_settings(told, transport.hosts)
-        transport.hosts = pretended(transport.hosts, config.fake_hosts)
-        spec, roles = _settle(told, transport.hosts, config)
+        spec, roles = _settle(processes.compare(_introduction(spec, config)), transport.hosts, config)
     except MpikvError:
         transport.close()
         raise
 
-    def gather_all(data: bytes) -> list[bytes]:
-        return allgather_bytes(transport, data, config.timeout_s, nobody)
+    def connect(links: LocalTransport | None) -> None:
+        (waker.stand_by if links is None else links.bell.connect)(processes.gather_here)
 
-    def gather(data: bytes) -> list[bytes]:
-        everybodys = gather_all(data)
-        return [everybodys[rank] for rank in ranks_here(transport)]
-
-    # What is missing is no error: messages do the same, `mpikv info` says why.
-    memory, links = None, None
-    members = members_of(transport.hosts, roles, spec, config)
-    for_servers = members.path == "servers"
+    members = Members(transport.hosts, roles.workers, roles.servers, spec.synchronous, config)
+    memory = None
     if members.shares_memory:
-        here = ranks_here(transport)
-        memory, _ = segment.open_host_memory(here.index(transport.rank), len(here), gather)
-        if not for_servers:
-            memory = segment.on_all_hosts(memory, gather_all)
-    if for_servers and members.shares_memory:
-        links = None if memory is None else server_links(transport, memory, roles, config)
-        (waker.stand_by if links is None else links.bell.connect)(gather)
+        memory = processes.memory()
+        if members.path != "servers":
+            memory = segment.on_all_hosts(memory, processes.gather)
+    listener = _stop_signals(config)
     if transport.rank in roles.servers:
-        _be_server(transport, roles, spec, config, links)
-    threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    strategy = worker_strategy(
-        transport, roles, spec, config, threaded=threaded, on_fatal=abort.fatal, memory=memory, links=links
+        listener.install()
+    store = assemble(
+        name,
+        spec,
+        transport,
+        members,
+        threaded=processes.threaded,
+        on_fatal=abort.fatal,
+        memory=memory,
+        connect=connect,
+        asked_to_stop=listener.why,
     )
-    store = KVStore(name, strategy, on_device=spec.on_device, stop_file=config.stop_file)
+    if store is None:
+        listener.end()
+        raise SystemExit(0)
     if roles.servers:
         _served.append((weakref.ref(store), comm.Get_group().Incl(roles.servers)))
-    return _registered(_listening(store, config), strategy)
+    return _registered(_listening(store, config))
 
 
 def _check_servers(name: str, comm: MPI.Intracomm) -> str:
@@ -205,7 +181,7 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
         if not ranks:
             continue
         earlier = store()
-        if earlier is not None and not earlier._closed:
+        if earlier is not None and not earlier.session.closed:
             raise ConfigError(
                 f"kv.create({name!r}): another store is open and has its servers at rank {ranks}; {advice}"
             )
@@ -228,21 +204,9 @@ def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
     return {"type": type_, "num_servers": config.num_servers, "settings": settings}
 
 
-def _labels(hosts: Sequence[str]) -> list[str]:
-    return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
-
-
-def _compare_settings(told: list[dict[str, Any]], hosts: Sequence[str]) -> None:
-    """ConfigError, the same on every rank, where a setting differs between ranks."""
-    for setting in told[0]["settings"]:
-        values = [entry["settings"][setting] for entry in told]
-        if len(set(values)) > 1:
-            raise ConfigError(f"kv.create: {setting} differs between ranks: {grouped(values, _labels(hosts))}")
-
-
 def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:
     """The roles that follow from what all ranks told. The same on every rank, and so is a ConfigError."""
-    labels = _labels(hosts)
+    called = labels(hosts)
     by_program = tuple(rank for rank, entry in enumerate(told) if entry["type"] is None)
     others = [rank for rank in range(len(told)) if rank not in by_program]
     if not others:
@@ -251,7 +215,7 @@ def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) 
         )
     types = [_type_name(told[rank]["type"]) for rank in others]
     numbers = [told[rank]["num_servers"] for rank in others]
-    names = [labels[rank] for rank in others]
+    names = [called[rank] for rank in others]
     if len(set(types)) > 1:
         raise ConfigError(f"kv.create: the type of the store differs between ranks: {grouped(types, names)}")
     if len(set(numbers)) > 1:
@@ -271,68 +235,6 @@ def _type_name(fields: list[bool]) -> str:
     return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
 
 
-def server_core(
-    hosts: tuple[str, ...], roles: Roles, spec: StoreSpec, links: LocalTransport | None = None
-) -> ServerCore:
-    """The state machine of one server."""
-    labels = [f"worker {i} on {hosts[rank]}" for i, rank in enumerate(roles.workers)]
-    memory = None if links is None else links.segment
-    return ServerCore(labels, Synchronous if spec.synchronous else Asynchronous, memory)
-
-
-def members_of(hosts: Sequence[str], roles: Roles, spec: StoreSpec, config: Config) -> Members:
-    """What the placement of all keys of a store follows from."""
-    return Members(tuple(hosts), roles.workers, roles.servers, spec.synchronous, config)
-
-
-def server_links(transport: Transport, memory: HostMemory, roles: Roles, config: Config) -> LocalTransport | None:
-    """The transport between workers and servers of this rank's host; None where it is not one or the other's."""
-    servers = roles.servers or roles.workers
-    return local_transport(transport, memory, roles.workers, servers, config.partition_bytes)
-
-
-def worker_strategy(
-    transport: Transport,
-    roles: Roles,
-    spec: StoreSpec,
-    config: Config,
-    *,
-    threaded: bool,
-    on_fatal: Callable[[BaseException], None],
-    memory: HostMemory | None = None,
-    links: LocalTransport | None = None,
-) -> Strategy:
-    """The strategy of a worker: who owns the keys follows from the type and the number of servers."""
-    members = members_of(transport.hosts, roles, spec, config)
-    if members.path != "servers":
-        if memory is None:
-            members = replace(members, memory=False)
-        return AllreduceStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, memory=memory)
-    service = None
-    if not roles.servers:
-        core = server_core(transport.hosts, roles, spec, links)
-        service = serve(transport if links is None else links, roles.workers, core)
-    return PsStrategy(transport, members, threaded=threaded, on_fatal=on_fatal, service=service, local=links)
-
-
-def _be_server(
-    transport: Transport, roles: Roles, spec: StoreSpec, config: Config, links: LocalTransport | None
-) -> None:
-    """Serve, then end the process."""
-    listener = _stop_signals(config)
-    listener.install()
-    core = server_core(transport.hosts, roles, spec, links)
-    try:
-        run_server(transport if links is None else links, roles.workers, core, config.timeout_s, listener.why)
-    except SystemExit as error:
-        raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
-    listener.end()
-    if links is not None:
-        links.close()
-    transport.close()
-    raise SystemExit(0)
-
-
 def _stop_signals(config: Config) -> signals.StopSignals:
     return signals.StopSignals([name for name in config.stop_signals.split(",") if name])
 
@@ -342,14 +244,21 @@ def _listening(store: KVStore, config: Config) -> KVStore:
     if config.stop_signals:
         listener = _stop_signals(config)
         listener.install()
-        store._listen_for(listener.why, listener.restore)
+        session = store.session
+
+        def restore() -> None:
+            if not session.stopped:  # else a signal may come late to this rank, which must not end by it
+                listener.restore()
+
+        session.listen_for(listener.why)
+        session.after_close.append(restore)
     return store
 
 
-def _registered(store: KVStore, strategy: Strategy) -> KVStore:
+def _registered(store: KVStore) -> KVStore:
     """Close the store at the interpreter's exit, and end the job instead when the program failed."""
 
-    pid = os.getpid()
+    pid, activity = os.getpid(), store.session.activity
 
     def at_exit() -> None:
         if os.getpid() != pid:
@@ -367,12 +276,12 @@ def _registered(store: KVStore, strategy: Strategy) -> KVStore:
     def closed() -> None:
         atexit.unregister(at_exit)
         guard = abort.guard()
-        if guard is not None and strategy.activity is not None:
-            guard.unwatch(strategy.activity)
+        if guard is not None and activity is not None:
+            guard.unwatch(activity)
 
     atexit.register(at_exit)
-    store._on_close = closed
+    store.session.after_close.append(closed)
     guard = abort.guard()
-    if guard is not None and strategy.activity is not None:
-        guard.watch(strategy.activity)
+    if guard is not None and activity is not None:
+        guard.watch(activity)
     return store

@@ -1,10 +1,10 @@
-"""The store: MXNet's calls, brought to one form (calls.py) and handed to a strategy."""
+"""The store: MXNet's calls, brought to one form (calls.py) and handed to a strategy or to the session."""
 
 from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
 
@@ -14,11 +14,11 @@ from mpikv import checks, optimizers, shapes
 from mpikv.arrays import dtype_named, flat_copy, host_view
 from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
-from mpikv.errors import KeyExists, MpikvError, UnsupportedError
-from mpikv.keys import Key
+from mpikv.errors import KeyExists, UnsupportedError
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
-from mpikv.strategies.base import OwnUpdates, Pending, Sink, Strategy, Updater
+from mpikv.session.base import Pending, Session
+from mpikv.strategies.base import Entry, Sink, Strategy, Updater
 
 SUM_NAME = SUM.name
 
@@ -26,16 +26,16 @@ SUM_NAME = SUM.name
 class Request:
     """An `_async` call under way. The arrays of the call are not to be touched until it is done."""
 
-    def __init__(self, strategy: Strategy, pending: list[Pending], form: Any = None) -> None:
-        self._strategy = strategy
+    def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
+        self._session = session
         self._pending = pending
         self._form = form
         self._result: Any = None
 
     def test(self) -> bool:
         """Whether it is done. Never blocks. Raises what went wrong."""
-        _check_process(self._strategy, "test")
-        self._strategy.progress()
+        self._session.check_process("test")
+        self._session.progress()
         self._pending = [entry for entry in self._pending if not entry.request.test()]
         return not self._pending
 
@@ -47,21 +47,12 @@ class Request:
         if timeout_s is not None:
             timeout_s = checks.seconds("timeout_s", timeout_s)
         while self._pending:
-            _check_process(self._strategy, "wait")
-            self._strategy.wait(self._pending[0], timeout_s)
+            self._session.check_process("wait")
+            self._session.wait(self._pending[0], timeout_s)
             self._pending.pop(0)
         if self._form is not None:
             self._result, self._form = finished(self._form), None
         return self._result
-
-
-def _check_process(strategy: Strategy, call: str) -> None:
-    """MPI, threads and memory that is shared do not survive a fork: what a child did there would be the parent's."""
-    if strategy.pid and strategy.pid != os.getpid():
-        raise MpikvError(
-            f"{call} in a process that was forked from worker {strategy.rank} of {strategy.num_workers}: a store "
-            "serves the process that made it. Let the parent make the call, or make a 'local' store here"
-        )
 
 
 def _check_priority(priority: int) -> None:
@@ -76,27 +67,11 @@ class KVStore:
     `rank` and `num_workers` count workers. They differ from MPI's rank and size when some ranks are servers.
     """
 
-    def __init__(
-        self,
-        name: str,
-        strategy: Strategy,
-        *,
-        on_device: bool,
-        on_close: Callable[[], None] | None = None,
-        stop_file: str = "",
-    ) -> None:
-        self._name = name
-        self._strategy = strategy
-        self._pid = strategy.pid
-        self._forms = CallForms(strategy, on_device=on_device)
-        self._on_close = on_close
-        self._stop_file = stop_file  # where a trainer saves when the workers stop
-        self._stopped = False
-        self._restore_signals: Callable[[], None] = lambda: None
-        self._closed = False
-        self._before_close: list[Callable[[], None]] = []  # each waits for calls that another library still has to make
-        self._namespaces = 0
-        self._stop_told = False  # whether one of several trainers has said that none of them saves
+    def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
+        # For what is built on a store, as trainers are; they are no part of the calls that users make.
+        self.session, self.strategy = session, strategy
+        self._pid = session.pid
+        self._forms = CallForms(session, strategy, on_device=on_device)
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
         self._has_optimizer = False
@@ -108,17 +83,17 @@ class KVStore:
     @property
     def type(self) -> str:
         """The name it was created with, in lower case."""
-        return self._name
+        return self.session.name
 
     @property
     def rank(self) -> int:
         """This worker's number, 0 to num_workers - 1. Not MPI's rank where some ranks are servers."""
-        return self._strategy.rank
+        return self.session.rank
 
     @property
     def num_workers(self) -> int:
         """How many workers share the store; servers are not counted."""
-        return self._strategy.num_workers
+        return self.session.num_workers
 
     def is_capable(self, capability: str) -> bool:
         """Whether the store can do something: 'optimizer' is True. Other words: ValueError. Local."""
@@ -134,7 +109,7 @@ class KVStore:
     def __contains__(self, key: object) -> bool:
         """Whether `init` was called for this key. TypeError for what is no key of this store. Local."""
         self._check_open("in")
-        return self._strategy.lookup(self._forms.key(key)) is not None
+        return self.session.lookup(self._forms.key(key)) is not None
 
     # --- stopping together
 
@@ -149,37 +124,16 @@ class KVStore:
         raises StallError where one of them is out of reach.
         """
         self._check_open("stop_requested")
-        self._stopped = self._strategy.stop_requested()
-        return self._stopped
+        return self.session.stop_requested()
 
     def request_stop(self) -> None:
         """Ask all workers to stop together, as a signal would: their `stop_requested` will tell. Local."""
         self._check_open("request_stop")
-        self._strategy.request_stop("request_stop()")
-
-    def _listen_for(self, asked: Callable[[], str | None], restore: Callable[[], None]) -> None:
-        """Stop when `asked()` says why. restore: gives back what `asked` comes from, when the store is closed."""
-        self._strategy.listen_for(asked)
-        self._restore_signals = restore
-
-    def _begin_epoch(self, epoch: int) -> None:
-        """A sampler begins an epoch: worker 0 tells if the last one had more batches on some workers. Local."""
-        if not self._closed and "async" not in self.type:
-            self._strategy.begin_epoch(epoch)
-
-    def _decide(self, call: str, attempt: Callable[[], Any]) -> Any:
-        """Worker 0 tries something; every worker gets its result or its error. Collective."""
-        self._check_open(call)
-        return self._strategy.decide(call, attempt)
-
-    @property
-    def _shares_memory(self) -> bool:
-        """Whether all workers are on one host and share memory there."""
-        return self._strategy.shares_memory
+        self.session.request_stop("request_stop()")
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return f"<KVStore {self._name}: worker {self.rank} of {self.num_workers}{state}>"
+        state = ", closed" if self.session.closed else ""
+        return f"<KVStore {self.type}: worker {self.rank} of {self.num_workers}{state}>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """No copy, no pickle: it would be of the host's shared memory, and close the same store a second time."""
@@ -188,9 +142,8 @@ class KVStore:
     # --- call forms
 
     def _check_open(self, call: str) -> None:
-        if self._closed or (self._pid and self._pid != os.getpid()):
-            _check_process(self._strategy, call)
-            raise MpikvError(f"{call} on a closed store ({self._name}, worker {self.rank} of {self.num_workers})")
+        if self.session.closed or (self._pid and self._pid != os.getpid()):
+            self.session.check_open(call)
 
     # --- init
 
@@ -209,7 +162,7 @@ class KVStore:
                 raise ValueError(
                     f"init: key {shown(item.key)} has {len(item.arrays)} arrays; it is initialised with one"
                 )
-            if self._strategy.lookup(item.key) is not None:
+            if self.session.lookup(item.key) is not None:
                 raise KeyExists(
                     f"init: key {shown(item.key)} is there already ({self._forms.where()}); nothing was changed. "
                     "Push to change its value."
@@ -219,7 +172,7 @@ class KVStore:
         if len({type(key) for key, _, _ in values}) > 1:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")
         if values:
-            self._strategy.init(values)
+            self.strategy.init(values)
             self._forms.key_type = type(values[0][0])
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
@@ -245,7 +198,7 @@ class KVStore:
         self._check_open("empty")
         wanted, found = shapes.parse(shape), dtype_named(dtype)
         n_bytes = shapes.total_bytes(wanted, found)
-        memory = self._strategy.allocate(f"{found} {wanted}", n_bytes)
+        memory = self.strategy.allocate(f"{found} {wanted}", n_bytes)
         arrays = shapes.arrays_in(np.zeros(n_bytes, np.uint8) if memory is None else memory, wanted, found)
         return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
 
@@ -259,7 +212,7 @@ class KVStore:
         direct_calls: calls that went through shared memory; declined_calls: those that could have, but workers were in
         different calls. Local.
         """
-        return self._strategy.stats()
+        return self.strategy.stats()
 
     # --- push and pull
 
@@ -270,13 +223,15 @@ class KVStore:
         per key, or a list with one per device, in the key's shape and dtype. May be changed as soon as `push` returns.
         Does not wait for other workers. Raises KeyNotInitialized, ShapeMismatch; then nothing was sent.
         """
-        self._push(key, value, priority)
-
-    def _push(self, key: Keys, value: Values, priority: int) -> Request:
         self._check_open("push")
         _check_priority(priority)
-        totals = self._forms.totals("push", self._forms.items("push", key, value))
-        return Request(self._strategy, self._strategy.push_many(totals, priority))
+        self.strategy.exchange(self._totals(key, value), priority)
+
+    def _totals(self, key: Keys, value: Values) -> list[Entry]:
+        return [
+            Entry(info, total, None)
+            for info, total in self._forms.totals("push", self._forms.items("push", key, value))
+        ]
 
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, *, like: Values = None
@@ -297,8 +252,8 @@ class KVStore:
         self._check_open("pull")
         _check_priority(priority)
         targets, form = self._forms.outs("pull", key, out, like)
-        pending = self._strategy.pull_many([(info, Sink(info, arrays)) for info, arrays in targets], priority)
-        return Request(self._strategy, pending, form)
+        entries = [Entry(info, None, Sink(info, arrays)) for info, arrays in targets]
+        return Request(self.session, self.strategy.exchange(entries, priority), form)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
         """Push, then pull, in one exchange. Without an optimizer this is allreduce.
@@ -346,13 +301,14 @@ class KVStore:
     def _start_pushpull(self, items: list[Item], targets: Targets, form: Any, priority: int, op: Reduction) -> Request:
         sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
         totals = self._forms.totals("pushpull", items, op)
-        entries = [(info, total, sinks[info.id]) for info, total in totals]
-        pending = self._strategy.pushpull_many(entries, priority, op)
-        return Request(self._strategy, pending, form)
+        entries = [Entry(info, total, sinks[info.id]) for info, total in totals]
+        return Request(self.session, self.strategy.exchange(entries, priority, op), form)
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:
         """`push` that returns a `Request`; `value` is not to be touched until it is done."""
-        return self._remember(self._push(key, value, priority))
+        self._check_open("push")
+        _check_priority(priority)
+        return self._remember(Request(self.session, self.strategy.exchange(self._totals(key, value), priority)))
 
     def pull_async(self, key: Keys, out: Values = None, priority: int = 0, *, like: Values = None) -> Request:
         """`pull` that returns a `Request` at once; its `wait` returns what `pull` returns."""
@@ -366,7 +322,7 @@ class KVStore:
         return self._remember(self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op)))
 
     def _remember(self, request: Request) -> Request:
-        self._outstanding = [other for other in self._outstanding if other._pending and not other.test()]
+        self._outstanding = [other for other in self._outstanding if not other.test()]
         self._outstanding.append(request)
         return request
 
@@ -397,33 +353,8 @@ class KVStore:
         """
         self._check_open("set_optimizer")
         self._optimizer = optimizers.create(optimizer)
-        self._strategy.set_optimizer(self._optimizer, None)
+        self.strategy.set_optimizer(self._optimizer, None)
         self._has_optimizer = True
-
-    def _set_optimizer_for(self, keys: Sequence[Key], optimizer: optimizers.Optimizer) -> None:
-        """`set_optimizer` for these keys alone, so that two trainers on one store do not meet."""
-        self._check_open("set_optimizer")
-        for key in keys:
-            self._forms.info("set_optimizer", self._forms.key(key))
-        self._strategy.set_optimizer(optimizer, [self._forms.key(key) for key in keys])
-
-    def _own_updates(self, keys: Sequence[Key], optimizer: optimizers.Optimizer) -> OwnUpdates | None:
-        """Compare what workers update these keys with by themselves. Collective, blocks; None: there is one worker."""
-        self._check_open("own_updates")
-        return self._strategy.own_updates(optimizer, keys)
-
-    def _bucket(self, keys: Sequence[Key]) -> None:
-        """Let a trainer's keys, in the order in which they will be pushed, share messages. Collective."""
-        self._strategy.bucket(keys)
-
-    def _skip(self, keys: Sequence[Key], *, changed: bool) -> None:
-        """Keys given to `_bucket` are not pushed in this round, by no worker. changed: others than last time."""
-        self._strategy.skip([self._forms.info("skip", key) for key in keys], changed=changed)
-
-    def _new_namespace(self) -> int:
-        """A number for a new trainer; the same on all workers that make their trainers in the same order."""
-        self._namespaces += 1
-        return self._namespaces - 1
 
     def set_updater(self, updater: Updater) -> None:
         """`updater(key, pushed_sum, stored)` changes `stored` in place at every push. Local stores only.
@@ -433,7 +364,7 @@ class KVStore:
         self._check_open("set_updater")
         if not callable(updater):
             raise checks.wrong("set_updater: updater", "a function (key, pushed_sum, stored)", updater)
-        self._strategy.set_updater(updater)
+        self.strategy.set_updater(updater)
         self._has_optimizer = True
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -450,14 +381,7 @@ class KVStore:
         """
         self._check_open("save_optimizer_states")
         checks.flag("dump_optimizer", dump_optimizer)
-        self._strategy.save_states(checks.path("fname", fname), None, dump_optimizer=dump_optimizer)
-
-    def _save_optimizer_states_for(
-        self, keys: Sequence[Key], fname: str | os.PathLike[str], dump_optimizer: bool = False
-    ) -> None:
-        """`save_optimizer_states` of these keys alone: a trainer's."""
-        self._check_open("save_optimizer_states")
-        self._strategy.save_states(checks.path("fname", fname), list(keys), dump_optimizer=dump_optimizer)
+        self.strategy.save_states(checks.path("fname", fname), None, dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, with any number of workers and servers. Collective; worker 0 reads.
@@ -466,14 +390,15 @@ class KVStore:
         then.
         """
         self._check_open("load_optimizer_states")
-        self._strategy.load_states(checks.path("fname", fname))
+        self.strategy.load_states(checks.path("fname", fname))
 
     # --- barrier and end
 
     def barrier(self) -> None:
         """Wait for all workers. Asynchronous stores: what any worker pushed before has been applied. Collective."""
         self._check_open("barrier")
-        self._strategy.barrier()
+        self.strategy.flush("barrier")
+        self.session.barrier()
 
     _barrier = barrier
 
@@ -483,23 +408,22 @@ class KVStore:
         Raises PeerError when workers have pushed a key unequally often in a synchronous store. Does nothing in a
         process that was forked from the worker.
         """
-        if self._closed or (self._pid and self._pid != os.getpid()):
+        session = self.session
+        if session.closed or (self._pid and self._pid != os.getpid()):
             return
-        for wait in self._before_close:
+        for wait in session.before_close:
             wait()
-        self._closed = True
+        session.closed = True
         for prepared in (self._prepared, *self._prepared_by.values()):
             prepared.clear()
         try:
-            self._strategy.close()
+            self.strategy.close()
         except BaseException:
-            self._strategy.abandon()
+            session.abandon()
             raise
         finally:
-            if not self._stopped:  # else a signal may come late to this rank, which must not end by it
-                self._restore_signals()
-            if self._on_close is not None:
-                self._on_close()
+            for call in session.after_close:
+                call()
 
     def __enter__(self) -> KVStore:
         self._check_open("with")

@@ -38,7 +38,7 @@ class Label(NamedTuple):
 PLAIN = Label("{}", 1.0)  # of a key that no optimizer is applied to
 
 
-def label_of(attributes: Mapping[str, Any], op: str = "sum") -> Label:
-    """The label that follows from an optimizer's attributes (`Optimizer.attributes`)."""
-    rest = {name: value for name, value in attributes.items() if name != "rescale_grad"}
-    return Label(json.dumps(rest, sort_keys=True), float(attributes["rescale_grad"]), op)
+def label_of(attributes: Mapping[str, Any], factor: str, op: str = "sum") -> Label:
+    """The label that follows from an optimizer's attributes (`Optimizer.attributes`). factor: the name of that one."""
+    rest = {name: value for name, value in attributes.items() if name != factor}
+    return Label(json.dumps(rest, sort_keys=True), float(attributes[factor]), op)

@@ -13,8 +13,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray, host_view, is_device, sum_dtype, write
 from mpikv.checks import shown
-from mpikv.keys import Key, KeyInfo
+from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
+from mpikv.session.base import Session
 from mpikv.strategies.local import LocalStrategy
 
 
@@ -22,7 +23,8 @@ class LocalUpdates:
     """An optimizer with the states of some keys, in this process. Local calls, nothing is sent."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._strategy = LocalStrategy()
+        self._session = Session("local")
+        self._strategy = LocalStrategy(self._session)
         self._strategy.set_optimizer(optimizer, None)
         self._held: dict[Key, HostArray] = {}
 
@@ -37,21 +39,16 @@ class LocalUpdates:
 
     def apply(self, key: Key, weights: Sequence[Any], grad: Any) -> None:
         """One update with `grad`, the sum over devices and workers; every array of `weights` gets the new value."""
-        info, held = self._info(key), self._held[key]
+        info, held = self._session.infos[key], self._held[key]
         view = host_view(weights[0], f"the weight of {shown(key)}")
         # `held` is either a weight's own contiguous memory or memory of its own, so comparing bounds is exact.
         if not np.may_share_memory(held, view):
             np.copyto(held, view.reshape(-1))  # the model may have changed it, or moved it to other memory
         total = host_view(grad, f"the gradient of {shown(key)}").reshape(-1)
-        self._strategy.push(info, total.astype(sum_dtype(info.dtype), copy=False), 0)
+        self._strategy.push(info, total.astype(sum_dtype(info.dtype), copy=False))
         for weight in weights:
             if is_device(weight) or not np.may_share_memory(held, host_view(weight, "a weight")):
                 write(weight, held, f"the weight of {shown(key)}")
-
-    def _info(self, key: Key) -> KeyInfo:
-        info = self._strategy.lookup(key)
-        assert info is not None  # `add` came first
-        return info
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""

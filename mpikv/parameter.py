@@ -76,7 +76,7 @@ class Parameter:
             self._grads = [_zeros_like(replica) for replica in self._data]
         return self._grads
 
-    def _place_grad(self, memory: np.ndarray[Any, Any]) -> None:
+    def place_grad(self, memory: np.ndarray[Any, Any]) -> None:
         """Keep the gradient in `memory`, zeros of its shape and dtype, unless somebody may have hold of it already."""
         if self._grads is None and len(self._data) == 1 and isinstance(self._data[0], np.ndarray):
             self._grads = [memory]
@@ -274,9 +274,7 @@ def clear_grad(parameter: Any, *, set_to_none: bool) -> None:
 
 def place_grad(parameter: Any, memory: np.ndarray[Any, Any]) -> None:
     """Let the gradient lie in `memory`, zeros of its shape and dtype, where the kind of parameter allows it."""
-    if isinstance(parameter, Parameter):
-        parameter._place_grad(memory)
-    elif isinstance(parameter, TorchParameter):
+    if isinstance(parameter, (Parameter, TorchParameter)):
         parameter.place_grad(memory)
 
 

@@ -7,7 +7,8 @@ own the keys worker 0 chooses, by the bytes that each server holds already, and 
 
 The paths:
 
-- `direct`: all workers are on one host, and add where the values lie, in memory that they share.
+- `direct`: all workers are on one host, and add in memory that they share: in one call where all make the same one,
+  else key by key.
 - `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages go
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.

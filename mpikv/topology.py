@@ -40,6 +40,11 @@ def topology(hosts: Sequence[str]) -> Topology:
     )
 
 
+def labels(hosts: Sequence[str]) -> list[str]:
+    """What messages call each rank."""
+    return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
+
+
 def pretended(hosts: Sequence[str], n_hosts: int) -> tuple[str, ...]:
     """Names as if the ranks ran on `n_hosts` hosts, in blocks of neighbours; 0: the names as they are.
 

@@ -28,7 +28,7 @@ from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import list_data, list_grad, named
 from mpikv.runtime.abort import tells
-from mpikv.strategies.base import OwnUpdates
+from mpikv.session.base import OwnUpdates
 from mpikv.torch_parameter import TorchBuffer, TorchParameter
 from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_ends import in_steps
@@ -100,7 +100,7 @@ class Trainer(TrainerFiles):
                 raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
             self._store.set_gradient_compression(compression_params or {})
         self._check_stop_file()
-        number = 0 if self._store is None else self._store._new_namespace()
+        number = 0 if self._store is None else self._store.session.new_namespace()
         self._keys = {name: f"trainer{number}/{name}" for name in self._params}
         self._apply_factors()
         self._local = LocalUpdates(self._optimizer)
@@ -135,18 +135,18 @@ class Trainer(TrainerFiles):
                 for other in replicas[1:]:
                     arrays.write(other, first, f"parameter {shown(name)}")
         if self._on_store and self._store is not None:
-            self._store._set_optimizer_for([self._keys[name] for name in trained], self._optimizer)
+            self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
         else:
             for name in trained:
                 self._local.add(self._keys[name], data[name][0])
             if self._store is not None:
-                self._own = self._store._own_updates([self._keys[name] for name in trained], self._optimizer)
-        if self._store is not None and self._store._shares_memory:
+                self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
+        if self._store is not None and self._store.strategy.shares_memory:
             place_gradients(self._store, self._params, trained)
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
             self._bucketed = list(reversed(trained))
-            self._store._bucket([self._keys[name] for name in self._bucketed])
+            self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
 
     # --- the step
 
@@ -168,7 +168,7 @@ class Trainer(TrainerFiles):
         if name in self._handed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
-        if self._store is None or self._is_frozen(name) or batch_size is None or self._store._shares_memory:
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._store.strategy.shares_memory:
             return
         if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
             return
@@ -325,7 +325,7 @@ class Trainer(TrainerFiles):
         """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
         frozen = [name for name in self._bucketed if self._is_frozen(name)]
         if self._store is not None and (frozen or self._frozen):
-            self._store._skip([self._keys[name] for name in frozen], changed=frozen != self._frozen)
+            self._store.strategy.skip([self._keys[name] for name in frozen], changed=frozen != self._frozen)
         self._frozen = frozen
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:

@@ -62,7 +62,7 @@ class TrainerFiles:
         """
         if self._on_store and self._store is not None:
             trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-            self._store._save_optimizer_states_for(trained, fname, dump_optimizer=True)
+            self._store.strategy.save_states(checks.path("fname", fname), trained, dump_optimizer=True)
         else:
             self._local.save_states(checks.path("fname", fname))
 
@@ -83,7 +83,7 @@ class TrainerFiles:
         return {name: list_data(parameter)[0] for name, parameter in self._params.items()}
 
     def _decide(self, call: str, attempt: Any) -> Any:
-        return attempt() if self._store is None else self._store._decide(call, attempt)
+        return attempt() if self._store is None else self._store.session.decide(call, attempt)
 
     @property
     def _asynchronous(self) -> bool:
@@ -159,7 +159,7 @@ class TrainerFiles:
         path = (
             checks.path("fname", fname)
             if fname is not None
-            else ("" if self._store is None else self._store._stop_file)
+            else ("" if self._store is None else self._store.session.stop_file)
         )
         if not path:
             return 0
@@ -241,7 +241,7 @@ class TrainerFiles:
 
     def _check_stop_file(self) -> None:
         """ConfigError at the start rather than an error when there is no time left."""
-        path = "" if self._store is None or self._store.rank != 0 else self._store._stop_file
+        path = "" if self._store is None or self._store.rank != 0 else self._store.session.stop_file
         folder = os.path.dirname(os.path.realpath(path))
         if not path:
             return
@@ -260,12 +260,12 @@ class TrainerFiles:
         if self._store is None or not self._store.stop_requested or self._stopped:
             return
         self._stopped = True
-        path = self._store._stop_file
+        path = self._store.session.stop_file
         if not path:
             return
-        if self._store._namespaces > 1:
-            if self._store.rank == 0 and not self._store._stop_told:
-                self._store._stop_told = True
+        if self._store.session.namespaces > 1:
+            if self._store.rank == 0 and not self._store.session.unsaved_told:
+                self._store.session.unsaved_told = True
                 print(
                     f"mpikv: {path} (MPIKV_STOP_FILE) is not written, as several trainers share the store: "
                     "the program has to look at stop_requested and save",

@@ -117,7 +117,7 @@ class Shares:
             if self._store is not None:
                 self._store.init(self._key, self._array)
                 # Else an optimizer that the program gave the store would serve the key.
-                self._store._set_optimizer_for([self._key], Function(_keep))
+                self._store.strategy.set_optimizer(Function(_keep), [self._key])
         return self._array
 
     def _exchange(self, kind: int, examples: float) -> _Table:

@@ -30,18 +30,19 @@ import frameworks  # noqa: E402 - lies beside the tests
 import jobs  # noqa: E402
 import report  # noqa: E402
 
-RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_jobs", "_scripts"))
-OPENMPI_SIZES = (1, 2, 3, 4, 5)
-MPICH_SIZES = (3, 4)  # a selection: 5 ranks of MPICH on 2 cores spend their time spinning
-QUICK_SIZES = (3,)
+RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
+# What needs no MPI is two stages, which run beside each other: one process of Python uses one core.
+HALVES = ("tests/unit/test_[a-r]*", "tests/unit/test_[s-z]*")
+OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 3, 4), (3,), (3,)
+FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
 FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop", "unmet"))
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
 OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
-SELECTION = ["-m", "not cluster_full"]  # of the tests on clusters: those that every run makes
-WITHOUT_FULL = ["-m", "not full"]  # tests that take minutes are a stage of their own, which --full adds
+SELECTION = ["-m", "not full and not cluster_full"]  # of the tests on clusters: those that every run makes
+ONLY_FULL = ["-m", "full"]  # tests that take minutes, and the rest of the grids: what --full adds
 POLL_S = 0.1
 PROGRESS_S = 30.0  # between two lines of progress where nobody watches a terminal
 NO_TESTS = 5  # pytest's status where it ran none
@@ -103,36 +104,56 @@ def stages(
         if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
     ]
     without_runner = [f"--ignore={path}" for path in RUNNER]
-    found = [Stage("unit", "without MPI", openmpi, ["tests/unit", "tests/property"], LIMIT_S, options=without_runner)]
-    if not quick:
-        without_faulty = [f"--ignore={path}" for path in FAULTY]
-        found.append(Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=without_faulty))
-        found.append(Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S))
-    sizes = QUICK_SIZES if quick else OPENMPI_SIZES
-    found += [Stage("mpi", f"Open MPI, {n} ranks", openmpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
+    without_faulty = [f"--ignore={path}" for path in FAULTY]
+    units, examples = ["tests/unit", "tests/property"], ["tests/examples"]
+
+    def under(mpi: jobs.Mpi, name: str, sizes: Sequence[int], group: str) -> list[Stage]:
+        """The tests that all ranks run together, with each number of ranks."""
+        return [Stage(group, f"{name}, {n} ranks", mpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
+
+    found = [
+        Stage("unit", "without MPI", openmpi, units, LIMIT_S, options=[*without_runner, f"--ignore-glob={HALVES[1]}"]),
+        Stage("unit", "without MPI, s to z", openmpi, units[:1], LIMIT_S, options=[f"--ignore-glob={HALVES[0]}"]),
+    ]
     if quick:
-        return found
-    found += [Stage("mpich", f"MPICH, {n} ranks", mpich, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in MPICH_SIZES]
-    found.append(Stage("runner", "the test runner", mpich, list(RUNNER), 400))
-    found.append(
-        Stage("cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True)
-    )
-    examples = ["tests/examples"]
-    found.append(Stage("examples", "examples and documents", openmpi, examples, LIMIT_S, options=WITHOUT_FULL))
+        return [without_full(stage) for stage in found + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
+    found += [
+        Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=without_faulty),
+        Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
+        *under(openmpi, "Open MPI", OPENMPI_SIZES, "mpi"),
+        *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
+        Stage("runner", "the test runner", mpich, list(RUNNER), 400),
+        Stage(
+            "cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True
+        ),
+        Stage("examples", "examples and documents", openmpi, examples, LIMIT_S),
+    ]
+    found = [without_full(stage) for stage in found]
     if full:
-        found.append(Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=["-m", "full"]))
+        found += [
+            Stage("full", "without MPI, the rest", openmpi, units, LIMIT_S, options=[*ONLY_FULL, *without_runner]),
+            Stage("full", "whole jobs, the rest", openmpi, others, LIMIT_S, options=ONLY_FULL),
+            *under(openmpi, "Open MPI", FULL_OPENMPI_SIZES, "full"),
+            *under(mpich, "MPICH", FULL_MPICH_SIZES, "full"),
+            Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=ONLY_FULL),
+        ]
     if oldest is not None:
         paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths]
-        found.append(Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S))
+        found.append(without_full(Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S)))
     return found
+
+
+def without_full(stage: Stage) -> Stage:
+    """The stage without the tests that only --full makes."""
+    return stage if "-m" in stage.options else replace(stage, options=["-m", "not full", *stage.options])
 
 
 def oldest_stages(oldest: jobs.Mpi) -> list[Stage]:
     """What `--oldest` runs."""
-    without = [f"--ignore={path}" for path in RUNNER]
+    options = ["-m", "not full", *(f"--ignore={path}" for path in RUNNER)]
     return [
-        Stage("oldest", "oldest versions, without MPI", oldest, ["tests/unit", "tests/property"], LIMIT_S, 0, without),
+        Stage("oldest", "oldest versions, without MPI", oldest, ["tests/unit", "tests/property"], LIMIT_S, 0, options),
         *(Stage("oldest", f"oldest versions, {n} ranks", oldest, ["tests/mpi"], RANKS_LIMIT_S, n) for n in QUICK_SIZES),
     ]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 import threading
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import _hosts  # lies beside this file
+
+from mpikv.bench.tcp import TOKEN_BYTES, accept, connect
 
 TCP_BYTES = 16 << 20
 TCP_PORT = 29777
@@ -138,15 +141,15 @@ class Neighbours:
     def __init__(self, comm: Any, host_names: list[str]) -> None:
         first = [host_names.index(host) for host in dict.fromkeys(host_names)]
         self._comm, self._open = comm, comm.Get_rank() in first
-        address = None
+        address, token = None, os.urandom(TOKEN_BYTES)
         if self._open:
             server = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
             address = server.getsockname()
-        addresses = comm.allgather(address)
+        offers = comm.allgather((address, token))
         if self._open:
             after = first[(first.index(comm.Get_rank()) + 1) % len(first)]
-            self._out = socket.create_connection(addresses[after])
-            self._in, _ = server.accept()
+            self._out = connect(*offers[after])
+            self._in = accept(server, token)
             server.close()
 
     def move(self, n_bytes: int) -> None:
@@ -173,8 +176,9 @@ def raw_tcp(comm: Any, receiver: int) -> float:
     goodput = 0.0
     if comm.Get_rank() == receiver:
         with socket.create_server((socket.gethostbyname(socket.gethostname()), TCP_PORT)) as server:
-            comm.send(server.getsockname(), 0)
-            peer, _ = server.accept()
+            token = os.urandom(TOKEN_BYTES)
+            comm.send((server.getsockname(), token), 0)
+            peer = accept(server, token)
         with peer:
             buffer = bytearray(1 << 18)
             got = peer.recv_into(buffer)
@@ -183,8 +187,7 @@ def raw_tcp(comm: Any, receiver: int) -> float:
                 got += peer.recv_into(buffer)
             goodput = (got - first) / (time.perf_counter() - begin_s)
     elif comm.Get_rank() == 0:
-        address = comm.recv(source=receiver)
-        with socket.create_connection(address) as connection:
+        with connect(*comm.recv(source=receiver)) as connection:
             connection.sendall(bytes(TCP_BYTES))
     quiet_barrier(comm)
     return float(comm.bcast(goodput, receiver))

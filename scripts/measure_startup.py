@@ -87,28 +87,26 @@ def measure_threads(options: argparse.Namespace, ranks: int) -> list[list[Any]]:
     """Stores over thread ranks, on as many hosts."""
     import threading  # noqa: PLC0415
 
+    from mpikv.assembly import assemble  # noqa: PLC0415
     from mpikv.config import Config  # noqa: PLC0415
-    from mpikv.kv import server_core, worker_strategy  # noqa: PLC0415
-    from mpikv.kvstore import KVStore  # noqa: PLC0415
-    from mpikv.server.loop import run_server  # noqa: PLC0415
+    from mpikv.placement import Members  # noqa: PLC0415
     from mpikv.server.roles import assign  # noqa: PLC0415
     from mpikv.spec import parse  # noqa: PLC0415
     from mpikv.testing.ranks import spawn  # noqa: PLC0415
 
-    hosts, config, spec = [f"h{i}" for i in range(ranks)], Config(timeout_s=300), parse("dist_sync")
+    hosts = tuple(f"h{i}" for i in range(ranks))
     roles = assign(hosts, options.servers, "last")
+    members = Members(hosts, roles.workers, roles.servers, config=Config(timeout_s=300))
     rows = []
     for _ in range(options.turns):
         barrier = threading.Barrier(len(roles.workers))
 
         def body(transport: Any, barrier: threading.Barrier = barrier) -> Any:
-            if transport.rank in roles.servers:
-                run_server(transport, roles.workers, server_core(transport.hosts, roles, spec), config.timeout_s)
-                return None
-            barrier.wait()
+            if transport.rank in roles.workers:
+                barrier.wait()
             began_s = time.perf_counter()
-            strategy = worker_strategy(transport, roles, spec, config, threaded=True, on_fatal=print)
-            return used(KVStore("dist_sync", strategy, on_device=False), options.keys, began_s, barrier.wait)
+            store = assemble("dist_sync", parse("dist_sync"), transport, members, threaded=True, on_fatal=print)
+            return None if store is None else used(store, options.keys, began_s, barrier.wait)
 
         rows.append([row for row in spawn(ranks, body, hosts=hosts, timeout_s=300) if row is not None])
     return rows

@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import grids
 import pytest
 from hypothesis import settings
 from report import WHOLE_JOB, Report
 
+pytest_plugins = ["pytester"]  # for the tests of the runner
 WHOLE_JOBS = tuple(Path(__file__).with_name(name) for name in ("mpirun", "jobs", "cluster"))
 
 # No deadline: cores are shared with other work, so a single example may take any time.
@@ -22,13 +24,16 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts what runs in the background so, and the programs under test would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"{WHOLE_JOB}: starts a real job; scripts/test runs it once more where it fails")
+    config.addinivalue_line("markers", f"{grids.GRID}(strength=2): see tests/grids.py")
     config.addinivalue_line("markers", "gpu: needs a CUDA device and CuPy")
     config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
     config.pluginmanager.register(Report(), "mpikv-report")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of these folders: each of them starts a real job, or needs a cluster."""
+    """Mark what not every run makes, and the tests of these folders: each starts a real job, or needs a cluster."""
+    grids.thin(items)
     for item in items:
         if any(folder in item.path.parents for folder in WHOLE_JOBS):
             item.add_marker(WHOLE_JOB)

@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPIKV_TEST_JOB"
 ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, separated by ":"; scripts/test sets it
 # What a launcher, a shell or a developer's own settings may have left in our environment and ranks must not see.
-# PYTHONUNBUFFERED would tear the lines of different ranks apart.
+# PYTHONUNBUFFERED would tear the lines of different ranks apart; with PYTHONDONTWRITEBYTECODE each rank would compile
+# all of mpikv, which takes as long as all else at its start.
 FOREIGN = (
     "OMPI_",
     "PMIX_",
@@ -48,6 +49,7 @@ FOREIGN = (
     "SLURM_",
     "MPIKV_",
     "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
 )
 VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, in its summary
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds

@@ -12,7 +12,7 @@ from mpikv.bench.job import mpi_can_add
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import raw_contender
-from mpikv.bench.report import table_header
+from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import sweep
 from mpikv.bench.stores import Way, forced, store_contender
@@ -33,7 +33,7 @@ def run(session: Session) -> None:
 
 def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int], list[Contender]]) -> None:
     """One array of each size of the sweep. contenders(session, pattern, n_bytes): who takes turns. Collective."""
-    session.progress.say(table_header())
+    session.titles(TABLE)
     if not mpi_can_add(session.dtype):
         session.note(NO_RAW.format(dtype=session.dtype.name))
     pattern = Pattern(session.dtype, session.job.rank, session.job.size)

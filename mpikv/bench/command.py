@@ -11,17 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from mpikv.bench import allreduce, gloo, link, model, output, ps, pushpull
+from mpikv.bench import allreduce, gloo, link, model, output, plot, ps, pushpull
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
-from mpikv.bench.progress import Progress, can_draw
+from mpikv.bench.progress import Recorded
 from mpikv.bench.report import Row
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short, sweep
-from mpikv.bench.start import BAD_INPUT, LINES, check_ranks, environment_rank, run_mpirun
+from mpikv.bench.start import BAD_INPUT, check_ranks, environment_rank, run_mpirun
 from mpikv.bench.tcp import between_hosts
 from mpikv.config import Config
 from mpikv.errors import ConfigError
+from mpikv.progress import Progress
 from mpikv.runtime import launcher
 
 
@@ -47,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
         config = Config.from_environ()
         _check(options)
         if check_ranks(options.n):
-            return run_mpirun(options.n, options.words, config.mpi, bar=options.progress == "bar" and can_draw())
+            drawn = options.progress == "bar" and sys.stderr.isatty()
+            return run_mpirun(options.n, options.words, config.mpi, bar=drawn)
         job = open_job(config)
         _check_job(options, job)
     except (ConfigError, ValueError) as error:
@@ -69,7 +71,7 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, option):
             output.check_writable(f"--{option}", getattr(options, option))
     if options.plot:
-        output.check_matplotlib()
+        plot.check_matplotlib()
     if options.kind == "train":
         _check_training(options)
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
@@ -95,8 +97,8 @@ def _check_job(options: argparse.Namespace, job: Job) -> None:
 
 def _measure(options: argparse.Namespace, job: Job) -> int:
     found = describe(job)
-    progress = Progress(_steps(options), job.rank, options.progress)
-    words = options.words[:-2] if options.words[-2:] == LINES else options.words  # LINES: by `run_mpirun`
+    progress = _progress(options, job.rank)
+    words = options.words[:-2] if options.progress_file else options.words  # by `follow`
     command = shlex.join(["mpikv", *words])
     progress.say(f"# {command}", *header(found))
     session = Session(options, job, progress)
@@ -115,12 +117,19 @@ def _measure(options: argparse.Namespace, job: Job) -> int:
             output.write_json(options.json, output.document(command, found, session.rows, session.notes, **more))
             print(f"# rows written to {Path(options.json).resolve()}", flush=True)
         if options.plot:
-            session.write_plot(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
+            session.draw(options.plot, f"mpikv bench {options.kind}, {job.size} ranks", session.rows)
             print(f"# plot written to {Path(options.plot).resolve()}", flush=True)
         if wrong:
             print(f"mpikv bench: {wrong} results were wrong", file=sys.stderr, flush=True)
     job.comm.Barrier()
     return WRONG if wrong else 0
+
+
+def _progress(options: argparse.Namespace, rank: int) -> Progress:
+    """What rank 0 shows, and other ranks do not."""
+    if options.progress_file and rank == 0:
+        return Recorded(options.progress_file, _steps(options))
+    return Progress("mpikv bench", _steps(options), "sizes", shown=rank == 0, mode=options.progress)
 
 
 def _steps(options: argparse.Namespace) -> int:

@@ -24,21 +24,30 @@ from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.probes import quiet_barrier
 from mpikv.bench.raw import raw_contender
-from mpikv.bench.report import table_header
+from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short
-from mpikv.bench.statistics import GIGA
 from mpikv.bench.stores import Way, store_contender
 from mpikv.bench.tcp import goodput
+from mpikv.tables import Column, Table
 
 REST_S = 0.02
+COUNTERS = Table(
+    Column("bytes", 9),
+    Column("what", 20, left=True),
+    Column("host", 16, left=True),
+    Column("sent", 12),
+    Column("received", 12),
+    Column("sent/size", 10),
+)
 
 
 def run(session: Session) -> None:
     """Collective."""
     job = session.job
     measured = pairs.measure_pairs(job)
-    session.progress.say(*pairs.table(measured))
+    session.titles(pairs.TABLE)
+    session.lines(pairs.table_row, measured)
     rates_tcp = _tcp(session)
     slowest = min(entry["bytes_per_s"] for entry in rates_tcp)
     session.link_bytes_per_s = slowest if len(job.host_names) > 1 else None
@@ -46,7 +55,7 @@ def run(session: Session) -> None:
     session.more = {"pairs": [pair.as_dict() for pair in measured], "tcp": rates_tcp, "interfaces": counters}
     links = len(job.host_names) if len(job.host_names) > 1 else job.size
     session.note(f"limit: 2({links}-1)/{links} * bytes / {slowest * 8 / 1e6:.0f} Mbit/s")
-    session.progress.say(table_header())
+    session.titles(TABLE)
     pattern = Pattern(session.dtype, job.rank, job.size)
     for n_bytes in sizes_of(session):
         probes = session.probes(n_bytes)
@@ -59,7 +68,7 @@ def run(session: Session) -> None:
         if session.options.interface_counters:
             counters += _count(session, made, n_bytes)
         session.compare(n_bytes, 1, made, probes, bound)
-    session.progress.say(*_counter_table(counters, links))
+    _show_counters(session, counters, links)
 
 
 def _tcp(session: Session) -> list[dict[str, Any]]:
@@ -70,10 +79,8 @@ def _tcp(session: Session) -> list[dict[str, Any]]:
     for sender, receiver in zip(ends, ends[1:] + ends[:1], strict=True):
         rate = goodput(job, sender, receiver)
         found.append({"from": job.hosts[sender], "to": job.hosts[receiver], "bytes_per_s": rate})
-        session.progress.say(
-            f"raw TCP      {f'{sender} -> {receiver}':>9} {'stream':>8} {'-':>12} {rate / GIGA:>9.3f} "
-            f"{rate * 8 / 1e6:>10.0f}"
-        )
+        cells = ("raw TCP", f"{sender} -> {receiver}", "stream", "-", *pairs.in_units(rate))
+        session.lines(lambda cells: pairs.TABLE.line(*cells), [cells])
     return found
 
 
@@ -123,16 +130,18 @@ def _traffic(job: Job) -> interfaces.Traffic:
     return interfaces.now(loopback=len(job.host_names) == 1)
 
 
-def _counter_table(counters: Sequence[dict[str, Any]], links: int) -> list[str]:
+def _show_counters(session: Session, counters: Sequence[dict[str, Any]], links: int) -> None:
     """Bytes that crossed each host's interfaces, over the size, beside what the ring needs."""
     if not counters:
-        return []
+        return
     needed = 2 * (links - 1) / links
-    lines = [f"# bytes over each host's interfaces in one exchange, divided by the size (ring: {needed:.3f})"]
-    lines.append(f"{'bytes':>9} {'what':<20} {'host':<16} {'sent':>12} {'received':>12} {'sent/size':>10}")
-    lines += [
-        f"{short(one['n_bytes']):>9} {one['what']:<20} {one['host']:<16} {one['sent']:>12} {one['received']:>12} "
-        f"{one['sent'] / one['n_bytes']:>10.3f}"
-        for one in counters
-    ]
-    return lines
+    session.progress.say(
+        f"# bytes over each host's interfaces in one exchange, divided by the size (ring: {needed:.3f})"
+    )
+    session.titles(COUNTERS)
+    session.lines(_counter_row, counters)
+
+
+def _counter_row(one: dict[str, Any]) -> str:
+    share = f"{one['sent'] / one['n_bytes']:.3f}"
+    return COUNTERS.line(short(one["n_bytes"]), one["what"], one["host"], one["sent"], one["received"], share)

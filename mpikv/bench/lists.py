@@ -12,7 +12,7 @@ from mpikv.bench.allreduce import NO_RAW
 from mpikv.bench.job import mpi_can_add
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import packed_contender, raw_contender
-from mpikv.bench.report import table_header
+from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.stores import Way, store_contender
 from mpikv.models import Shape
@@ -22,7 +22,8 @@ def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:
     """One call with all arrays, ordinary and shared, beside raw MPI, packed raw MPI and Gloo. Collective."""
     job, dtype = session.job, session.dtype
     n_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
-    session.progress.say(f"# {len(shapes)} arrays, {n_bytes} bytes", table_header())
+    session.progress.say(f"# {len(shapes)} arrays, {n_bytes} bytes")
+    session.titles(TABLE)
     probes = session.probes(n_bytes)
     pattern = Pattern(dtype, job.rank, job.size)
     arrays: list[HostArray] = [np.zeros(shape, dtype) for shape in shapes]

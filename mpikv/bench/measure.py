@@ -126,7 +126,4 @@ def _slowest(
     slowest, wrongs = np.empty_like(times), np.empty_like(wrong)
     comm.Allreduce(times, slowest, MPI.MAX)
     comm.Allreduce(wrong, wrongs, MPI.SUM)
-    return [
-        Result(contender.what, summarise(slowest[:, i].tolist()), int(wrongs[i]))
-        for i, contender in enumerate(contenders)
-    ]
+    return [Result(contender.what, summarise(slowest[:, i]), int(wrongs[i])) for i, contender in enumerate(contenders)]

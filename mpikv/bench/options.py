@@ -6,7 +6,9 @@ import argparse
 from typing import Any
 
 from mpikv import config
+from mpikv.bench.progress import FILE_OPTION
 from mpikv.numbers import at_least, seconds, size
+from mpikv.progress import MODES
 
 ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
@@ -89,10 +91,11 @@ def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.Argum
     )
     parser.add_argument(
         "--progress",
-        choices=("bar", "lines", "off"),
+        choices=MODES,
         default="bar",
-        help="bar: on a terminal, where tqdm is installed (default); lines: one before each size, also through mpirun",
+        help="bar: on a terminal, else a line now and then (default); lines: in any case; both on standard error",
     )
+    parser.add_argument(FILE_OPTION, help=argparse.SUPPRESS)  # for rank 0, where the process that started mpirun draws
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, settings and all rows")
     parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth over size; needs matplotlib")
     return parser

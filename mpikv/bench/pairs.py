@@ -16,7 +16,8 @@ import numpy as np
 from mpikv.bench.job import Job
 from mpikv.bench.probes import TAG, ping_pong, quiet_barrier
 from mpikv.bench.sizes import short
-from mpikv.bench.statistics import GIGA
+from mpikv.bench.statistics import GIGA, median
+from mpikv.tables import Column, Table
 
 SIZES = (8, 1 << 10, 64 << 10, 1 << 20, 4 << 20)
 STREAM_BYTES = 16 << 20  # in one measurement of bandwidth
@@ -88,17 +89,26 @@ def one_way(job: Job, first: int, second: int, n_bytes: int) -> float:
             job.comm.Send(done, first, TAG)
         rates.append(messages * n_bytes / (time.perf_counter() - start_s))
     quiet_barrier(job.comm)
-    rate: float = job.comm.bcast(float(np.median(rates)), first)
+    rate: float = job.comm.bcast(median(rates), first)
     return rate
 
 
-def table(pairs: list[Pair]) -> list[str]:
-    """For rank 0 to print."""
-    lines = [f"{'pair':<12} {'ranks':>9} {'bytes':>8} {'one way us':>12} {'GB/s':>9} {'Mbit/s':>10}"]
-    for pair in pairs:
-        ranks, rate = f"{pair.first} -> {pair.second}", pair.bytes_per_s
-        lines.append(
-            f"{pair.which:<12} {ranks:>9} {short(pair.n_bytes):>8} {pair.latency_s * 1e6:>12.2f} {rate / GIGA:>9.3f} "
-            f"{rate * 8 / 1e6:>10.0f}"
-        )
-    return lines
+TABLE = Table(
+    Column("pair", 12, left=True),
+    Column("ranks", 9),
+    Column("bytes", 8),
+    Column("one way us", 12),
+    Column("GB/s", 9),
+    Column("Mbit/s", 10),
+)
+
+
+def table_row(pair: Pair) -> str:
+    """One line."""
+    ends, one_way_us = f"{pair.first} -> {pair.second}", f"{pair.latency_s * 1e6:.2f}"
+    return TABLE.line(pair.which, ends, short(pair.n_bytes), one_way_us, *in_units(pair.bytes_per_s))
+
+
+def in_units(bytes_per_s: float) -> tuple[str, str]:
+    """A rate in the last two columns."""
+    return f"{bytes_per_s / GIGA:.3f}", f"{bytes_per_s * 8 / 1e6:.0f}"

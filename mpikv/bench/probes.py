@@ -23,6 +23,7 @@ import numpy as np
 from mpikv.bench.job import Job
 from mpikv.bench.limits import Rates
 from mpikv.bench.measure import Contender, Result
+from mpikv.bench.statistics import undisturbed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -74,7 +75,7 @@ class Probes:
         moved = self._others.nbytes
         latency_s = self._latency_s
         if latency_s is None:
-            latency_s = self._job.comm.bcast(_usual(self._pings))
+            latency_s = self._job.comm.bcast(undisturbed(self._pings))
         add_s, copy_s, together_s = (results[what].summary.median_s for what in (ADD, COPY, TOGETHER))
         return Rates(latency_s, moved / add_s, moved / copy_s, 2 * moved / together_s, self._link)
 
@@ -107,11 +108,6 @@ class Probes:
             quiet_barrier(comm)
 
 
-def _usual(times: list[float]) -> float:
-    """The lowest tenth, 0 where there are none."""
-    return float(np.percentile(times, 10)) if times else 0.0
-
-
 def farthest(hosts: tuple[str, ...]) -> int:
     """The first rank on another host than rank 0, else rank 1."""
     return next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
@@ -139,7 +135,7 @@ def ping_pong(comm: MPI.Intracomm, first: int, second: int, n_bytes: int, turns:
     quiet_barrier(comm)
     times = round_trips(comm, first, second, np.zeros(n_bytes, np.uint8), turns + turns // 5)
     quiet_barrier(comm)
-    way_s: float = comm.bcast(_usual(times[turns // 5 :]), first)
+    way_s: float = comm.bcast(undisturbed(times[turns // 5 :]), first)
     return way_s
 
 

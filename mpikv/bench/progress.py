@@ -1,110 +1,87 @@
-"""How far it is: a bar on a terminal where tqdm is installed, or a line before each size.
+"""How far a benchmark is that runs under an mpirun of this command: rank 0 writes it to a file, this process draws it.
 
-mpirun hands on whole lines only, so ranks under it cannot draw. Where `mpikv bench -n` starts mpirun from a terminal,
-its ranks print lines, and the process that started it (`follow`) reads them and draws the bar.
+mpirun hands on whole lines only, so that ranks under it cannot draw. Where `mpikv bench -n` starts mpirun from a
+terminal, the process that started it stays. It makes an empty file, whose name rank 0 is given as `--progress-file`;
+rank 0 keeps one line in it, and this process looks there as often as a bar is drawn. What the ranks print is handed on
+as it is, above the bar. Where rank 0 runs on another host it finds no such file, and the bar stays empty.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
+import json
+import os
 import signal
 import subprocess
-import sys
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
 
-LINE = re.compile(r"# size (\d+) of (\d+): (.*)")
+from mpikv.progress import DRAWN_S, Progress
 
-
-def can_draw() -> bool:
-    """Whether somebody looks, and tqdm is installed."""
-    if not sys.stderr.isatty():
-        return False
-    try:
-        import tqdm  # noqa: F401, PLC0415 - an extra
-    except ImportError:
-        return False
-    return True
+FILE_OPTION = "--progress-file"
+RECORD_BYTES = 200  # always as many, so that one write replaces the record before
 
 
-class Bar:
-    """A bar of tqdm's, or nothing. Lines of the table go through `say`, so that they do not tear it apart."""
+class Recorded(Progress):
+    """Progress that another process draws: the record in `path` says how far it is. Nothing is shown here."""
 
-    def __init__(self, *, drawn: bool) -> None:
-        self._bar: Any = None
-        if drawn:
-            from tqdm import tqdm  # noqa: PLC0415 - an extra
+    def __init__(self, path: str, total: int) -> None:
+        super().__init__("", total, "sizes", mode="off")
+        self._file: int | None = None
+        with contextlib.suppress(OSError):  # this is another host
+            self._file = os.open(path, os.O_WRONLY)
 
-            self._bar = tqdm(unit="size", leave=False, dynamic_ncols=True)
-
-    def say(self, text: str) -> None:
-        """Print, above the bar."""
-        if self._bar is not None:
-            self._bar.clear()
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if self._bar is not None:
-            self._bar.refresh()
-
-    def show(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` are done, and `what` is under way."""
-        if self._bar is not None:
-            self._bar.total, self._bar.n = total, done
-            self._bar.set_description_str(what)
+    def update(self, n: int = 0, what: str | None = None, **values: float) -> None:
+        """See `Progress`."""
+        super().update(n, what, **values)
+        if self._file is not None:
+            record = json.dumps([self.done, self.total, self.what])
+            os.pwrite(self._file, record.encode().ljust(RECORD_BYTES), 0)
 
     def close(self) -> None:
-        """Remove it."""
-        if self._bar is not None:
-            self._bar.close()
-
-
-class Progress:
-    """What rank 0 prints of `total` sizes; other ranks print nothing. mode: as the option `--progress`."""
-
-    def __init__(self, total: int, rank: int, mode: str = "off") -> None:
-        self._rank = rank
-        self._total = total
-        self._done = 0
-        self._lines = mode == "lines"
-        self._bar = Bar(drawn=rank == 0 and mode == "bar" and can_draw())
-
-    def say(self, *lines: str) -> None:
-        """Print on rank 0."""
-        if self._rank == 0 and lines:
-            self._bar.say("".join(f"{line}\n" for line in lines))
-
-    def now(self, what: str) -> None:
-        """A size is under way."""
-        self._bar.show(self._done, self._total, what)
-        if self._lines:
-            self.say(f"# size {self._done + 1} of {self._total}: {what}")
-
-    def step(self) -> None:
-        """It is done."""
-        self._done += 1
-
-    def close(self) -> None:
-        """All are done."""
-        self._bar.close()
+        """No record comes any more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
 
 def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run `command`, which prints lines of progress, and draw them as a bar. Returns its status."""
-    bar = Bar(drawn=True)
-    with subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        with _forwarding(process):
-            for line in process.stdout:
-                found = LINE.fullmatch(line.rstrip("\n"))
-                if found:
-                    bar.show(int(found[1]) - 1, int(found[2]), found[3])
-                else:
-                    bar.say(line)
-            status = process.wait()
-    bar.close()
+    """Run `command`, told the file that its rank 0 writes its progress to, and draw it. Returns its status. Blocks."""
+    with tempfile.NamedTemporaryFile("r", prefix="mpikv-bench-") as file, Progress("", 1, "sizes") as progress:
+        line = [*command, FILE_OPTION, file.name]
+        with subprocess.Popen(line, env=dict(env), stdout=subprocess.PIPE, text=True) as ranks:
+            assert ranks.stdout is not None
+            with _forwarding(ranks), _drawing(progress, file.fileno()):
+                for printed in ranks.stdout:
+                    progress.say(printed.rstrip("\n"))
+                status = ranks.wait()
     return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _drawing(progress: Progress, file: int) -> Iterator[None]:
+    """Show what the record says, for the block and once at its end."""
+    ended = threading.Event()
+
+    def draw() -> None:
+        while True:
+            last = ended.wait(DRAWN_S)
+            record = os.pread(file, RECORD_BYTES, 0)
+            if record:
+                done, total, what = json.loads(record)
+                progress.to(done, what, total=total)
+            if last:
+                return
+
+    thread = threading.Thread(target=draw, name="mpikv-bench-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextlib.contextmanager

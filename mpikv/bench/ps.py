@@ -21,7 +21,7 @@ from mpikv.bench.limits import Limit, Rates, server_limit
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.probes import latency
 from mpikv.bench.raw import raw_contender
-from mpikv.bench.report import table_header
+from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.stores import Way, store_contender
 from mpikv.config import Config
@@ -38,7 +38,8 @@ def run(session: Session) -> None:
     is_server = everybody.rank in roles.servers
     comm = everybody.comm.Split(int(is_server), everybody.rank)
     session.job = job_of(comm, config)
-    session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers", table_header())
+    session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers")
+    session.titles(TABLE)
     if not mpi_can_add(session.dtype):
         session.note(NO_RAW.format(dtype=session.dtype.name))
     pattern = Pattern(session.dtype, comm.Get_rank(), comm.Get_size())

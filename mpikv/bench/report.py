@@ -18,6 +18,7 @@ from mpikv.bench.measure import Result
 from mpikv.bench.raw import RAW
 from mpikv.bench.sizes import short
 from mpikv.bench.statistics import algbw, busbw
+from mpikv.tables import Column, Table
 
 
 @dataclass(frozen=True)
@@ -107,32 +108,26 @@ def _finite(rate: float) -> float | None:
     return rate if rate != float("inf") else None  # JSON has no infinity
 
 
-WIDTHS = (9, -20, 10, 10, 7, 7, 7, 6, 5, 10, 10, 8, 7)
-TITLES = (
-    "bytes",
-    "what",
-    "median us",
-    "p95 us",
-    "algbw",
-    "busbw",
-    "vs raw",
-    "msgs",
-    "ctrl",
-    "sent",
-    "copied",
-    "limit",
-    "% of it",
+TABLE = Table(
+    Column("bytes", 9),
+    Column("what", 20, left=True),
+    Column("median us", 10),
+    Column("p95 us", 10),
+    Column("algbw", 7),
+    Column("busbw", 7),
+    Column("vs raw", 7),
+    Column("msgs", 6),
+    Column("ctrl", 5),
+    Column("sent", 10),
+    Column("copied", 10),
+    Column("limit", 8),
+    Column("% of it", 7),
 )
 
 
-def table_header(what_width: int = 20) -> str:
-    """The titles of the columns."""
-    return _line(TITLES, what_width)
-
-
-def table_row(row: Row, what_width: int = 20) -> str:
+def table_row(row: Row) -> str:
     """One line; a wrong result says so at its end."""
-    cells = (
+    return TABLE.line(
         short(row.n_bytes),
         row.what,
         microseconds(row.median_s),
@@ -146,16 +141,8 @@ def table_row(row: Row, what_width: int = 20) -> str:
         _count(row.bytes_copied),
         row.limit_by,
         f"{row.limit_percent:.0f}",
+        end=f"  WRONG in {row.wrong} results" if row.wrong else "",
     )
-    return _line(cells, what_width) + (f"  WRONG in {row.wrong} results" if row.wrong else "")
-
-
-def _line(cells: Sequence[str], what_width: int) -> str:
-    widths = [what_width if width < 0 else width for width in WIDTHS]
-    return " ".join(
-        f"{cell:<{width}}" if sign < 0 else f"{cell:>{width}}"
-        for cell, width, sign in zip(cells, widths, WIDTHS, strict=True)
-    ).rstrip()
 
 
 def microseconds(time_s: float) -> str:

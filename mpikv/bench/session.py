@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 import mpikv.arrays  # noqa: F401 - gives NumPy the dtype bfloat16
-from mpikv.bench import output
+from mpikv.bench import plot
 from mpikv.bench.counts import Counts
 from mpikv.bench.job import Job
 from mpikv.bench.limits import Limit, Rates, allreduce_limit
 from mpikv.bench.measure import Contender, Plan, measure
 from mpikv.bench.probes import Probes
-from mpikv.bench.progress import Progress
 from mpikv.bench.raw import RAW
 from mpikv.bench.report import Row, rows_of, table_row
 from mpikv.bench.sizes import short
+from mpikv.progress import Progress
+from mpikv.tables import Table
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Session:
     rows: list[Any] = field(default_factory=list)  # Row, or a kind's own with `what`, `wrong` and `as_dict`
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # what a command adds to the JSON file
-    write_plot: Callable[[str, str, Sequence[Any]], None] = output.write_plot
+    draw: Callable[[str, str, Sequence[Any]], None] = plot.bandwidths  # for --plot: path, title, rows
 
     def probes(self, n_bytes: int, over: Job | None = None) -> Probes:
         """For values of `n_bytes`; `over` as in `Probes`. Collective."""
@@ -57,6 +60,16 @@ class Session:
             self.notes.append(text)
             self.progress.say(f"# {text}")
 
+    def titles(self, table: Table) -> None:
+        """Those of a table's columns, printed on rank 0, the one that lays out tables."""
+        if self.job.rank == 0:
+            self.progress.say(table.head())
+
+    def lines(self, line: Callable[[T], str], rows: Sequence[T]) -> None:
+        """One line of a table for each row, printed on rank 0."""
+        if self.job.rank == 0:
+            self.progress.say(*map(line, rows))
+
     def compare(
         self,
         n_bytes: int,
@@ -73,7 +86,7 @@ class Session:
         without it the row of raw MPI serves as the baseline only.
         """
         job = self.job
-        self.progress.now(short(n_bytes))
+        self.progress.update(what=short(n_bytes))
         everyone = measure(job.comm, [*contenders, *probes.contenders()], self.plan)
         results = everyone[: len(contenders)]
         rates = probes.rates({result.what: result for result in everyone})
@@ -93,6 +106,6 @@ class Session:
         )
         rows = [row for row in rows if show_raw or row.what != RAW]
         self.rows += rows
-        self.progress.say(*(table_row(row) for row in rows))
-        self.progress.step()
+        self.lines(table_row, rows)
+        self.progress.update(1)
         return rows

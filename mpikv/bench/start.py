@@ -22,7 +22,6 @@ from mpikv.runtime import launcher
 BAD_INPUT = 2
 # NumPy would start a thread per core in every rank.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-LINES = ["--progress", "lines"]
 
 
 def environment_rank(environ: Mapping[str, str] | None = None) -> int:
@@ -73,4 +72,4 @@ def run_mpirun(n: int, arguments: Sequence[str], mode: str, *, bar: bool) -> int
     sys.stdout.flush()
     if not bar:
         os.execvpe(mpirun.program, line, env)
-    return follow([*line, *LINES], env)
+    return follow(line, env)

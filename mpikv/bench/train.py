@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from mpikv import kv
-from mpikv.bench import torch_models, train_report
+from mpikv.bench import plot, torch_models, train_report
 from mpikv.bench.measure import iterations_for
 from mpikv.bench.options import TRAINED
 from mpikv.bench.session import Session
-from mpikv.bench.statistics import summarise
+from mpikv.bench.statistics import ratios, summarise
 from mpikv.bench.train_report import TrainRow
 from mpikv.bench.train_ways import WAYS, Alone, RawEach, Work
 
@@ -53,19 +53,19 @@ def run(session: Session) -> None:
             session.note(f"left out: {WAYS[name].title} ({reason})")
         else:
             chosen.append(WAYS[name])
-    session.progress.say(train_report.header())
-    session.write_plot = train_report.write_plot
+    session.titles(train_report.TABLE)
+    session.draw = plot.step_times
     with kv.create("dist_sync", comm=job.comm, config=job.config.with_(num_servers=0)) as store:
         for examples in options.batch:
-            session.progress.now(f"batch {examples}")
+            session.progress.update(what=f"batch {examples}")
             batches = [
                 torch_models.batch(options.model, pixels, examples, seed=1 + step * job.size + job.rank)
                 for step in range(options.steps)
             ]
             rows = _compare(session, Work(job, store, net), chosen, batches, values * 4)
             session.rows += rows
-            session.progress.say(*map(train_report.line, rows))
-            session.progress.step()
+            session.lines(train_report.line, rows)
+            session.progress.update(1)
 
 
 def _compare(
@@ -102,28 +102,24 @@ def _compare(
     slowest, most, away_of_all = (np.max(comm.allgather(one), axis=0) for one in (times, wrong, farthest))
     for way in ways:
         way.close()
-    steps = len(batches)
-    return [
-        TrainRow(
-            model=session.options.model,
-            batch=len(batches[0][1]),
-            what=way.title,
-            n_bytes=n_bytes,
-            iterations=len(slowest),
-            steps=steps,
-            **{f"{name}_s": value / steps for name, value in _named(slowest[:, i])},
-            ratio_to_alone=float(np.median(slowest[:, i] / slowest[:, 0])),
-            ratio_p95=float(np.percentile(slowest[:, i] / slowest[:, 0], 95)),
-            difference=float(away_of_all[i]) if np.isfinite(away_of_all[i]) else None,
-            wrong=int(most[i]),
+    rows = []
+    for i, way in enumerate(ways):
+        step, ratio = summarise(slowest[:, i] / len(batches)), ratios(slowest[:, i], slowest[:, 0])
+        rows.append(
+            TrainRow(
+                model=session.options.model,
+                batch=len(batches[0][1]),
+                what=way.title,
+                n_bytes=n_bytes,
+                **step._asdict(),
+                steps=len(batches),
+                ratio_to_alone=ratio[0],
+                ratio_p95=ratio[1],
+                difference=float(away_of_all[i]) if np.isfinite(away_of_all[i]) else None,
+                wrong=int(most[i]),
+            )
         )
-        for i, way in enumerate(ways)
-    ]
-
-
-def _named(times_s: Any) -> list[tuple[str, float]]:
-    found = summarise(times_s.tolist())
-    return [("median", found.median_s), ("p95", found.p95_s), ("min", found.min_s), ("max", found.max_s)]
+    return rows
 
 
 def _turn(comm: Any, way: Alone, batches: Sequence[Any]) -> float:

@@ -1,4 +1,4 @@
-"""One row per batch size and way of `mpikv bench train`, the table that rank 0 prints, and a picture of it.
+"""One row per batch size and way of `mpikv bench train`, and the table that rank 0 prints.
 
 Columns: examples of one rank in a step; who; median and 95th percentile of the slowest rank's time for a step, in
 milliseconds; the median and the 95th percentile of its ratio to the step alone in the same round; how far the weights
@@ -7,9 +7,10 @@ were from the reference's at most, relative to how far they have moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from mpikv.tables import Column, Table
 
 
 @dataclass(frozen=True)
@@ -39,41 +40,28 @@ class TrainRow:
         return asdict(self)
 
 
-def header() -> str:
-    """The titles of the columns."""
-    titles = f"{'median ms':>10} {'p95 ms':>10} {'vs alone':>9} {'p95':>7} {'rounds':>7} {'differs':>9}"
-    return f"{'batch':>6} {'what':<22} {titles}"
+TABLE = Table(
+    Column("batch", 6),
+    Column("what", 22, left=True),
+    Column("median ms", 10),
+    Column("p95 ms", 10),
+    Column("vs alone", 9),
+    Column("p95", 7),
+    Column("rounds", 7),
+    Column("differs", 9),
+)
 
 
 def line(row: TrainRow) -> str:
     """A row of the table; a wrong result says so at its end."""
-    times = f"{row.median_s * 1e3:>10.2f} {row.p95_s * 1e3:>10.2f} {row.ratio_to_alone:>9.3f} {row.ratio_p95:>7.3f}"
-    differs = "-" if row.difference is None else f"{row.difference:.1e}"
-    wrong = f"  WRONG in {row.wrong} rounds" if row.wrong else ""
-    return f"{row.batch:>6} {row.what:<22} {times} {row.iterations:>7} {differs:>9}{wrong}"
-
-
-def write_plot(path: str, title: str, rows: Sequence[Any]) -> None:
-    """The ratio to the step alone, a group of bars for each batch size."""
-    import matplotlib  # noqa: PLC0415 - an extra
-
-    matplotlib.use("Agg")  # no window
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    ways, sizes = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("what", "batch"))
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    for i, what in enumerate(ways):
-        heights = [row.ratio_to_alone for row in rows if row.what == what]
-        axes.bar(
-            [size + (i - len(ways) / 2) / (len(ways) + 1) for size in range(len(sizes))],
-            heights,
-            1 / (len(ways) + 1),
-            label=what,
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xlabel="batch", ylabel="time of a step, relative to the step alone", title=title)
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return TABLE.line(
+        row.batch,
+        row.what,
+        f"{row.median_s * 1e3:.2f}",
+        f"{row.p95_s * 1e3:.2f}",
+        f"{row.ratio_to_alone:.3f}",
+        f"{row.ratio_p95:.3f}",
+        row.iterations,
+        "-" if row.difference is None else f"{row.difference:.1e}",
+        end=f"  WRONG in {row.wrong} rounds" if row.wrong else "",
+    )

@@ -1,9 +1,10 @@
 """What the ranks of one host share of one key: what each has to add, the result, and how far each has come.
 
-A place in the memory of the host (hostmemory/segment): some counters for each rank, room for the values of each, and
-the result once for all. A rank writes its own counters and values, and of the result what it owns or receives. Counters
-hold the number of the round and how much of it is done, so they only grow, and one that is behind or ahead is told from
-one that counts this round.
+A place in the memory of the host (hostmemory/segment): some counters for each rank, and the result once for all. Values
+that the others cannot read where they are go into the rank's own part of that memory, from which it takes room when it
+first needs it. A rank writes its own counters and values, and of the result what it owns or receives. Counters hold the
+number of the round and how much of it is done, so they only grow, and one that is behind or ahead is told from one that
+counts this round.
 
 Nothing has to be given back between rounds. Ranks read each other's values before the result is complete, nobody ends
 a round before it is complete, and none of its elements changes until all ranks have begun the next round.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,56 +36,69 @@ COUNT_MASK = (1 << COUNT_BITS) - 1
 _AS_FLOAT, _AS_WORD = struct.Struct("=d"), struct.Struct("=Q")
 
 
-def place_bytes(n_elems: int, itemsize_bytes: int, wire_itemsize_bytes: int, n_ranks: int) -> int:
-    """Room for a key on a host of `n_ranks`, of which some or all are carriers."""
-    counters = n_ranks * _counter_bytes(n_ranks)
-    return counters + n_ranks * aligned(n_elems * wire_itemsize_bytes) + aligned(n_elems * itemsize_bytes)
+def counters_bytes(n_ranks: int) -> int:
+    """What the counters of a key take on a host of `n_ranks`, of which some or all are carriers."""
+    return n_ranks * _stride_bytes(n_ranks)
 
 
-def _counter_bytes(n_lanes: int) -> int:
+def _stride_bytes(n_lanes: int) -> int:
     return aligned((FILLED + n_lanes) * WORD_BYTES)
+
+
+class Place(NamedTuple):
+    """Where a key's value and its counters begin, both at a cache line."""
+
+    value_bytes: int
+    counters_bytes: int
 
 
 class HostKey:
     """One rank's side.
 
-    begin_bytes: where the place begins, at a cache line. dtypes: of the result, and the one that values are added in.
-    on_count: called whenever this rank has counted something. on_wait: called with this key and who waits until another
-    rank has counted something, and then wakes that; None: nobody does.
+    dtypes: of the result, and the one that values are added in. room(n_bytes): memory of this rank's that the others
+    can read. on_count: called whenever this rank has counted something. on_wait: called with this key and who waits
+    until another rank has counted something, and then wakes that; None: nobody does.
     """
 
     def __init__(
         self,
         memory: HostMemory,
-        begin_bytes: int,
+        place: Place,
         n_elems: int,
         dtypes: tuple[np.dtype[Any], np.dtype[Any]],
         n_lanes: int,
         *,
+        room: Callable[[int], HostArray],
         on_count: Callable[[], None] = lambda: None,
         on_wait: Callable[[HostKey, Waiter], None] | None = None,
     ) -> None:
         dtype, wire_dtype = dtypes
-        assert begin_bytes % ALIGN_BYTES == 0
+        assert place.value_bytes % ALIGN_BYTES == place.counters_bytes % ALIGN_BYTES == 0
         self._memory, self._n_elems, self._wire_dtype = memory, n_elems, wire_dtype
-        self._stride = _counter_bytes(n_lanes) // WORD_BYTES
-        self._words = memory.words(begin_bytes, memory.size * self._stride)
+        self._stride = _stride_bytes(n_lanes) // WORD_BYTES
+        self._words = memory.words(place.counters_bytes, memory.size * self._stride)
         self._me = memory.rank * self._stride
-        after_counters = begin_bytes + memory.size * self._stride * WORD_BYTES
-        per_rank_bytes = aligned(n_elems * wire_dtype.itemsize)
-        # Values that are not in shared memory anyway are copied here.
-        self.own = memory.array(after_counters + memory.rank * per_rank_bytes, n_elems, wire_dtype)
-        self.value = memory.array(after_counters + memory.size * per_rank_bytes, n_elems, dtype)
+        self.place = place
+        self.value = memory.array(place.value_bytes, n_elems, dtype)
+        self._room = room
+        self._own: HostArray | None = None
         self._round = 0
         self._comparison: Comparison | None = None
-        self._copied = False
         self._seen = b""
         self._on_count, self._on_wait = on_count, on_wait
 
     @property
+    def own(self) -> HostArray:
+        """(n,), in the dtype of the sums: where this rank copies values that are not in shared memory anyway."""
+        if self._own is None:
+            n_bytes = self._n_elems * self._wire_dtype.itemsize
+            self._own = self._room(n_bytes)[:n_bytes].view(self._wire_dtype)
+        return self._own
+
+    @property
     def held_bytes(self) -> int:
-        """The most that this rank has written values to, for the others; the result is not counted."""
-        return self.own.nbytes if self._copied else 0
+        """What this rank has written values to, for the others; the result is not counted."""
+        return 0 if self._own is None else self._own.nbytes
 
     # --- rounds
 
@@ -95,7 +109,6 @@ class HostKey:
         if comparison is not None:
             self._words[self._me + DIGEST] = comparison.own.digest
             (self._words[self._me + FACTOR],) = _AS_WORD.unpack(_AS_FLOAT.pack(comparison.own.factor))
-        self._copied |= values is self.own or totals is self.own
         self._words[self._me + VALUES] = self._memory.offset_of(values) or 0
         self._words[self._me + TOTALS] = self._memory.offset_of(totals) or 0
 

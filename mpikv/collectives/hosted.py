@@ -6,7 +6,8 @@ the ring, while later segments are still being copied; what comes back goes stra
 once, and from there into the arrays of the call. Ranks tell each other through counters (host_key.py) how far they are,
 so none waits for another but in a transfer of this key, in whatever order keys are pushed.
 
-Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts.
+Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. With a single host there
+is nothing to pass on, and no message: each rank adds its own chunk, in the order of the ranks.
 
 Cost for h hosts of c ranks: per rank (c-1)n/c elements copied in, unless the values lie in shared memory, (c-1)n/c
 added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictions: ranks with a HostKey.
@@ -19,12 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.hierarchical import Lanes
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.engine.request import Steps, Waiter
+from mpikv.topology import topology
 from mpikv.transports.base import Group
 
 Take = Callable[[Span], None]
@@ -66,7 +69,10 @@ class _Fill(_AnyTime):
 
 
 class _Collect(_OnCount):
-    """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on."""
+    """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on.
+
+    On a single host it adds in the order of the ranks, as all ways within a host do.
+    """
 
     def __init__(
         self,
@@ -81,8 +87,9 @@ class _Collect(_OnCount):
     ) -> None:
         self._key, self._segments, self._combine, self._comparison = key, segments, combine, comparison
         self._values, self._totals = values, totals
+        self._me, self._one_host = lanes.place, lanes.n_hosts == 1
         self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
-        self._ratios = [1.0] * len(self._others)
+        self._ratios = dict.fromkeys(self._others, 1.0)
         self._word = FILLED + lanes.place
         self._ready = 0  # as far as known
         self.count = 0
@@ -95,21 +102,33 @@ class _Collect(_OnCount):
             if self.count >= self._ready:
                 return False
         if self._comparison is not None and not self.count:
-            self._ratios = [self._comparison.ratio(self._key.said_by(place)) for place in self._others]
+            self._ratios = {place: self._comparison.ratio(self._key.said_by(place)) for place in self._others}
         begin, end = self._segments[self.count]
-        own, total = self._values[begin:end], self._totals[begin:end]
-        for place, ratio in zip(self._others, self._ratios, strict=True):
-            values = self._key.array_of(place, VALUES)[begin:end]
-            if ratio != 1.0:
-                values = values * values.dtype.type(ratio)
-            # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
-            self._combine(values, own, out=total)
-            own = total
-        if own is not total and self._values is not self._totals:
-            total[...] = own
+        total = self._totals[begin:end]
+        if self._one_host:
+            first, *others = (self._source(place, begin, end) for place in range(len(self._others) + 1))
+            for source in others:
+                self._combine(first, source, out=total)
+                first = total
+        else:
+            own = self._values[begin:end]
+            for place in self._others:
+                # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
+                self._combine(self._source(place, begin, end), own, out=total)
+                own = total
+            if own is not total and self._values is not self._totals:
+                total[...] = own
         self.count += 1
         self.done = self.count == len(self._segments)
         return True
+
+    def _source(self, place: int, begin: int, end: int) -> HostArray:
+        """The values of a rank of this host, in this rank's units."""
+        if place == self._me:
+            return self._values[begin:end]
+        values = self._key.array_of(place, VALUES)[begin:end]
+        ratio = self._ratios[place]
+        return values if ratio == 1.0 else values * values.dtype.type(ratio)
 
 
 class _Tell(_AnyTime):
@@ -184,6 +203,21 @@ class _Guests(_OnCount):
         return moved
 
 
+def share(group: Group, key: HostKey, tag: int) -> Steps[None]:
+    """Give every host the key's value that rank 0 has written to its own. Collective; before the first round.
+
+    One rank of each host receives it, and says so to the others. Yields each request it must wait for.
+    """
+    if key.value.size == 0:
+        return
+    found = topology(group.hosts)
+    if found.local_rank[group.rank]:
+        yield from drive(_Follow(key, GATHERED, {0: [(0, key.value.size)]}))
+        return
+    yield from broadcast(group.part([ranks[0] for ranks in found.hosts]), key.value, 0, tag)
+    key.count(GATHERED, 1)
+
+
 def reduce_scatter(
     group: Group,
     values: HostArray,
@@ -203,7 +237,9 @@ def reduce_scatter(
     """
     lanes = Lanes(group, values, chunks, tag)
     shared = key.is_shared(values)
-    totals = values if changeable and (shared or not lanes.hosted()) else key.own
+    # On a single host this rank's values are not always the first that are added, and must stay until they are.
+    in_place = changeable and (shared or not lanes.hosted()) and lanes.n_hosts > 1
+    totals = values if in_place else key.own
     key.begin(values if shared else key.own, totals, comparison)
     lanes.buf = totals
     outgoing = lanes.by_lane(reducing=True)
@@ -227,6 +263,9 @@ def reduce_scatter(
     collect = _Collect(key, lanes, values, totals, segments, combine=combine, comparison=comparison)
     stages.append(collect)
     hosted = [span for _, span in lanes.hosted()]
+    if lanes.n_hosts == 1:
+        yield from drive(*stages)
+        return totals
     if lanes.short:
         yield from drive(*stages)
         packed, ends = lanes.packed()
@@ -266,6 +305,9 @@ def allgather(
         yield from drive(others)
         return
     guests = _Guests(key, lanes.hosted())
+    if lanes.n_hosts == 1:
+        yield from drive(_Tell(key, GATHERED, own, lambda: len(own), drain), others)
+        return
     if lanes.short:
         yield from drive(guests)
         packed, ends = lanes.packed()

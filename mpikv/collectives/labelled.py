@@ -146,7 +146,7 @@ class AddingGroup(Group):
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """With a note where there is news."""
         said = self._comparison.news(self.ranks[dest])
-        return super().isend(buf if said is None else _with_note(buf, said), dest, tag)
+        return self.transport.isend(buf if said is None else _with_note(buf, said), self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
         """buf: values, then `room`."""
@@ -174,7 +174,7 @@ class SharingGroup(Group):
         """With a note where the receiver owns nothing and does not know yet."""
         if self._first(self.ranks[dest], self.transport.rank) and self._comparison.flags:
             buf = _with_note(buf, self._comparison.own._replace(flags=self._comparison.flags))
-        return super().isend(buf, dest, tag)
+        return self.transport.isend(buf, self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
         """Where this rank owns nothing, the first message from each sender may end with a note."""

@@ -35,11 +35,10 @@ def reduce_scatter(
             if source != me:
                 incoming[source] = np.empty(own.size + group.room(buf.dtype), buf.dtype)
                 receives[source] = group.irecv(incoming[source], source, tag)
-    sends = [
-        group.isend(buf[chunks[owner] : chunks[owner + 1]], owner, tag)
-        for owner in _others_from(me, group.size)
-        if chunks[owner] < chunks[owner + 1]
-    ]
+    sends = []
+    for owner in _others_from(me, group.size):
+        if chunks[owner] < chunks[owner + 1]:
+            sends.append(group.isend(buf[chunks[owner] : chunks[owner + 1]], owner, tag))
     if own.size:
         total = own
         for source in range(group.size):
@@ -68,7 +67,8 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
         if chunks[owner] < chunks[owner + 1]
     ]
     if own.size:
-        requests += [group.isend(own, dest, tag) for dest in _others_from(me, group.size)]
+        for dest in _others_from(me, group.size):
+            requests.append(group.isend(own, dest, tag))
     yield from requests
 
 

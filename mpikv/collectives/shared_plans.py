@@ -13,8 +13,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.shared import Chunk, Copy, Plan, copy_of, summed
-from mpikv.hostmemory.counters import WORDS_PER_RANK
-from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, aligned
+from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 from mpikv.reductions import SUM, Reduction
 
 CHUNK_BYTES = 512 << 10  # measured: less waits too often, more leaves the cache before it is copied out
@@ -23,13 +22,14 @@ TINY_BYTES = 16 << 10  # adding this much twice costs less than waiting for it
 
 
 class Slots:
-    """The scratch memory of every rank, behind the counters."""
+    """The scratch memory of every rank, from `begin_bytes` on."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    per_rank_bytes = SLOTS * CHUNK_BYTES + 2 * TINY_BYTES
+
+    def __init__(self, memory: HostMemory, begin_bytes: int) -> None:
         self.memory = memory
-        self._begin = aligned(memory.size * WORDS_PER_RANK * WORD_BYTES)
-        self.per_rank_bytes = SLOTS * CHUNK_BYTES + 2 * TINY_BYTES
-        self.end = self._begin + memory.size * self.per_rank_bytes
+        self._begin = begin_bytes
+        self.end = begin_bytes + memory.size * self.per_rank_bytes
 
     def view(self, rank: int, slot: int, offset_bytes: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """Some elements of a rank's slot for chunks."""

@@ -59,7 +59,7 @@ class FileBytes:
     def ahead(self, count: int) -> FileBytes:
         """The same open file for one reader that goes through it in order: `count` bytes are read at once and kept."""
         other = copy.copy(self)
-        other._ahead = count
+        other._ahead = count  # noqa: SLF001 - of the same class
         return other
 
     def read(self, offset: int, count: int) -> bytes:

@@ -20,11 +20,11 @@ import numpy as np
 
 from mpikv.data.image_lists import Listed, read_folder, read_list, with_labels
 from mpikv.data.image_records import ImageHeader, image_size, pack, turned, unpack
-from mpikv.data.progress import Progress
 from mpikv.data.record_file import RecordFile
 from mpikv.data.record_index import Index, index_path, read_index
 from mpikv.data.record_writer import RecordWriter
 from mpikv.errors import MpikvError
+from mpikv.progress import Progress
 
 DAMAGED, BAD_INPUT = 1, 2
 _JPEG_QUALITY = 95  # im2rec's
@@ -81,7 +81,7 @@ def _pack(options: argparse.Namespace) -> int:
     damaged = 0
     with (
         RecordWriter(options.out, index=not options.no_index) as writer,
-        Progress(f"pack {options.out}", len(images), " images") as progress,
+        Progress(f"pack {options.out}", len(images), "images") as progress,
     ):
         for done, image in enumerate(images, start=1):
             try:
@@ -179,7 +179,7 @@ def _check(options: argparse.Namespace) -> int:
     problems, found, undecodable = 0, [], 0
     with RecordFile(options.file, damaged="skip") as records:
         size = os.path.getsize(options.file)
-        with Progress(f"check {options.file}", size, "B") as progress:
+        with Progress(f"check {options.file}", size, "bytes") as progress:
             for offset, record in records.walk():
                 found.append(offset)
                 problem = _undecodable(record) if options.images else ""

@@ -99,7 +99,7 @@ class SplitSampler:
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
         sampler = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
-        if hasattr(store, "_begin_epoch"):
+        if hasattr(store, "session"):
             sampler._store = weakref.ref(store)
         return sampler
 
@@ -113,7 +113,7 @@ class SplitSampler:
         self.epoch, self.start = epoch, start
         store = None if self._store is None else self._store()
         if store is not None:
-            store._begin_epoch(epoch)
+            store.session.begin_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, as in another process that loads data, belongs to no store."""

@@ -78,20 +78,24 @@ class Engine:
 
     def start(self, steps: Steps[T], name: str) -> Running[T]:
         """Start a generator and run it as far as it goes at once."""
-        running = Running(steps, name)
-        self.take(running)
-        return running
+        return self.take(Running(steps, name))
 
-    def take(self, running: Running[Any]) -> None:
-        """Move on what was under way without an engine, as `start` does."""
+    def take(self, running: Running[T]) -> Running[T]:
+        """Move on what was made without an engine, as `start` does."""
         with self._lock:
             running.queue = self._woken
             self._running[running] = None
-            self._move_on(running)
+            try:
+                running.advance()
+            except BaseException as error:  # Ctrl-C: `advance` raises nothing else
+                self.interrupted(running.name, error)
+                raise
+            self._note(running)
             if not running.done:
                 self._wake.set()
                 if self.serves and self.bell is not None:
                     self.bell.wake_self()
+        return running
 
     def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
         """Start a generator that runs beside the others until it ends or the engine stops."""
@@ -127,15 +131,18 @@ class Engine:
             raise
 
     def _move_on(self, running: Running[Any]) -> bool:
-        """Advance a generator that is no service, and note what it waits for now."""
         moved = self._advance(running)
+        self._note(running)
+        return moved
+
+    def _note(self, running: Running[Any]) -> None:
+        """After a generator that is no service was advanced: whether it has to be asked again and again."""
         if running.done:
             self._running.pop(running, None)
         if running.asked and not running.done:
             self._asked[running] = None
         else:
             self._asked.pop(running, None)
-        return moved
 
     def interrupted(self, name: str, error: BaseException) -> None:
         """A transfer was hit and is lost, and other ranks count on it: let every later wait say so."""

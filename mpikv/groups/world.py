@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,18 +17,15 @@ from typing import Any
 from mpikv.config import Config
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate
-from mpikv.errors import ConfigError, MpikvError, StallError
+from mpikv.errors import MpikvError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import HOLDER, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
 from mpikv.groups.watch import Watch
-from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory, aligned
 from mpikv.placement import Members
 from mpikv.runtime import abort, library
-from mpikv.topology import pretended
 from mpikv.transports.base import Group, Transport
-from mpikv.transports.memory import ranks_here
 
 # What the ranks of one job must have alike.
 SETTINGS = ("algorithm", "fake_hosts", "shared_memory")
@@ -151,42 +147,24 @@ def _open(config: Config) -> World:
         raise
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
-    from mpikv.transports.mpi import allgather_bytes, open_transport  # noqa: PLC0415
+    from mpikv.processes import Processes  # noqa: PLC0415
 
     comm = MPI.COMM_WORLD
     if comm.Get_size() > 1:
         abort.install(comm.Get_rank(), comm.Get_size())
     library.check_launcher(comm.Get_size())
 
-    def nobody() -> BaseException:
-        return StallError(
-            f"rank {comm.Get_rank()} of {comm.Get_size()} waited {config.timeout_s:g} s in init_process_group for the "
-            "other ranks of the job: every one of them must call it"
-        )
-
-    transport = open_transport(comm, config.timeout_s, nobody)
-
-    def gather_all(data: bytes) -> list[bytes]:
-        return allgather_bytes(transport, data, config.timeout_s, nobody)
-
-    told = [json.loads(text) for text in gather_all(json.dumps([getattr(config, name) for name in SETTINGS]).encode())]
-    for i, name in enumerate(SETTINGS):
-        values = {str(entry[i]) for entry in told}
-        if len(values) > 1:
-            transport.close()
-            raise ConfigError(f"init_process_group: MPIKV_{name.upper()} differs between ranks: {', '.join(values)}")
-    transport.hosts = pretended(transport.hosts, config.fake_hosts)
-    memory = None
-    if Members(transport.hosts, tuple(range(transport.size)), config=config).shares_memory:
-        here = ranks_here(transport)
-
-        def gather(data: bytes) -> list[bytes]:
-            everybodys = gather_all(data)
-            return [everybodys[rank] for rank in here]
-
-        memory, _ = segment.open_host_memory(here.index(transport.rank), len(here), gather)
-    threaded = config.progress == "thread" and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    world = World(transport, config, threaded=threaded, memory=memory, on_fatal=abort.fatal)
+    processes = Processes(comm, config, "init_process_group")
+    transport = processes.transport
+    settings = {f"MPIKV_{name.upper()}": getattr(config, name) for name in SETTINGS}
+    try:
+        processes.compare({"settings": settings})
+    except MpikvError:
+        transport.close()
+        raise
+    shared = Members(transport.hosts, tuple(range(transport.size)), config=config).shares_memory
+    memory = processes.memory() if shared else None
+    world = World(transport, config, threaded=processes.threaded, memory=memory, on_fatal=abort.fatal)
     pid = os.getpid()
 
     def at_exit() -> None:

@@ -1,9 +1,8 @@
 """Memory that the ranks of one host share.
 
 One file without a name (memfd), made by the first rank and opened by the others through `/proc/PID/fd`, so that nothing
-can be left behind in any directory, whoever is killed when (docs/adr/0007-unnamed-shared-memory.md). It is as large as
-the machine's memory, but takes only what has been written to. It begins with a page of words, the ranks' counters;
-the rest belongs to whoever uses it.
+can be left behind in any directory, whoever is killed when (docs/adr/0007-unnamed-shared-memory.md). It is longer than
+the machine's memory, but takes only what has been written to.
 
 Words are 8 bytes, aligned, each written by one rank. On x86-64 stores become visible in program order, so a rank
 that has seen a counter also sees the data written before it; elsewhere `fence` orders them.
@@ -110,8 +109,8 @@ def _map(fd: int, n_bytes: int) -> HostArray:
 
 
 def memory_size_bytes() -> int:
-    """How large the shared file is: all of the machine's memory, which it never takes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """How long the shared file is: three parts, each of which may grow to all of the machine's memory."""
+    return 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def private_memory(size: int) -> list[HostMemory]:

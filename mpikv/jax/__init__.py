@@ -101,7 +101,7 @@ def _calls_of(store: KVStore) -> Calls:
     kept: dict[str, Any] = vars(store)
     if "_jax_calls" not in kept:
         kept["_jax_calls"] = Calls(store)
-        store._before_close.append(jax.effects_barrier)  # a compiled program may still be running
+        store.session.before_close.append(jax.effects_barrier)  # a compiled program may still be running
     found: Calls = kept["_jax_calls"]
     return found
 

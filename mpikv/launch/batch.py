@@ -1,8 +1,8 @@
 """Batch scripts: what a job asks for, and the script that a scheduler is given for it.
 
-A script is a template of `templates/` in which three kinds of lines are replaced: `@directives` by the scheduler's
-option lines, `@settings` by the variables that a user may change, `@part NAME` by a file of `templates/parts`. What the
-script does once it runs is plain bash in those parts; nothing but the lines at its top depends on the job.
+A script holds what a user edits: the scheduler's option lines and a few settings. Then it finds Python and calls `mpikv
+batch` (run_batch.py), which does the rest. It is a template of `templates/` in which three kinds of lines are replaced:
+`@directives` by the scheduler's option lines, `@settings` by the settings, `@part NAME` by a file beside it.
 
 The scripts of `scripts/slurm` and `scripts/sge` are these templates with default values. After a change of a template
 `python -m mpikv.launch.batch` writes them again, from the root of the repository.
@@ -16,7 +16,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -61,7 +61,8 @@ class Job:
     """What is asked of the scheduler. Raises ConfigError, from `check`, where that is contradictory.
 
     workers, servers: ranks; time_s: limit (None: the queue's); nodes, tasks_per_node, queue, python_env: None for the
-    scheduler's or the script's choice; environ: variables exported in the script; options: words for the scheduler;
+    scheduler's or the script's choice; environ: names of variables that stand in the file `environment`; options: words
+    for the scheduler;
     launch_options: words for mpirun or srun; with_srun: Slurm starts the ranks itself; notice_s: how long before its
     time limit the job is told; stop_file: "" for one named like the
     output; program: shell text of the PROGRAM line instead of `command`.
@@ -85,7 +86,8 @@ class Job:
     requeue: bool = False
     stop_file: str = ""
     python_env: str = ""
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: tuple[str, ...] = ()
+    environment: str = ""
     options: tuple[str, ...] = ()
     launch_options: tuple[str, ...] = ()
     with_srun: bool = False
@@ -189,7 +191,7 @@ def render(template: str, job: Job, directives: list[str]) -> str:
         elif line == "@settings":
             lines += _settings(job)
         elif line.startswith("@part "):
-            lines += _read("parts/" + line.removeprefix("@part ")).splitlines()
+            lines += _read(line.removeprefix("@part ")).splitlines()
         else:
             lines.append(line)
     return "\n".join(lines) + "\n"
@@ -201,43 +203,31 @@ def _read(name: str) -> str:
 
 def _settings(job: Job) -> list[str]:
     """The variables at the script's top, each with its comment."""
+    settings = [
+        (f"PYTHON_ENV={shlex.quote(job.python_env) if job.python_env else ''}",
+         "the Python environment's folder; empty: the active one, else .venv here"),
+        (f"PROGRAM=({job.program or shlex.join(job.command)})", "what every rank runs"),
+        ("RANKS=", "how many; empty: one in each slot of the job"),
+        (f"SERVERS={job.servers}", "how many of them are parameter servers; 0: none, the workers own the weights"),
+        (f"PLACEMENT={job.placement}", "of the servers: spread over the hosts, hosts of their own, or last"),
+        (f"DISTRIBUTION={job.distribution}", "block: ranks fill host after host; cyclic: each host in turn gets one"),
+        (f"REQUEUE={'yes' if job.requeue else 'no'}", "yes: stopped before its limit, with status 0, it goes on later"),
+    ]  # fmt: skip
+    if job.scheduler == "sge":  # Slurm signals a job that nears its limit; in Grid Engine mpikv batch keeps the time
+        after = job.time_s - job.notice_s if job.time_s else ""
+        settings.append((f"STOP_AFTER={after}", "seconds until the ranks are asked to stop: below h_rt; empty: never"))
+    settings.append((f"STOP_FILE={_stop_file(job)}", "where a Trainer saves everything then"))
+    names = ", ".join(job.environ) or "more variables for all ranks"
+    settings.append((f"ENV_FILE={shlex.quote(job.environment)}" if job.environ else "ENV_FILE=",
+                     f"a file with lines export NAME=VALUE: {names}"))  # fmt: skip
     launcher = "srun" if job.with_srun else "mpirun"
-    program = job.program or shlex.join(job.command)
-    lines = [
-        "# The Python environment's directory; empty: the active one when submitting, else .venv in that directory.",
-        f"PYTHON_ENV={shlex.quote(job.python_env) if job.python_env else ''}",
-        "# What every rank runs.",
-        f"PROGRAM=({program})",
-        "# How many ranks; empty: one in each slot of the job.",
-        "RANKS=",
-        "# How many of the ranks are parameter servers. 0: none, the workers own the weights.",
-        f"SERVERS={job.servers}",
-        "# Where they run (MPIKV_SERVER_PLACEMENT): spread over the hosts; on hosts of their own; the last ranks.",
-        f"PLACEMENT={job.placement}",
-        "# Ranks on hosts: block, one host after the other is filled; cyclic, each host in turn gets one.",
-        f"DISTRIBUTION={job.distribution}",
-        "# yes: stopped before its time limit, the job goes back into the queue if the program ended with status 0.",
-        f"REQUEUE={'yes' if job.requeue else 'no'}",
-        *_stop_after(job),
-        "# Where a Trainer saves everything when it is stopped, and resume() looks for it (MPIKV_STOP_FILE).",
-        f"STOP_FILE={_stop_file(job)}",
-        f"# More options for {launcher}.",
-        f"LAUNCH_OPTIONS=({shlex.join(job.launch_options)})",
-    ]
-    if job.environ:
-        lines.append("# The environment that was asked for.")
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
-    return lines
+    settings.append((f"LAUNCH_OPTIONS=({shlex.join(job.launch_options)})", f"more words for {launcher}"))
+    return [f"{setting}  # {comment}" for setting, comment in settings]
 
 
-def _stop_after(job: Job) -> list[str]:
-    """Slurm signals a job that nears its limit; in Grid Engine the script keeps the time."""
-    if job.scheduler != "sge":
-        return []
-    return [
-        "# Seconds after which the ranks are asked to stop: less than h_rt above. Empty: never.",
-        f"STOP_AFTER={job.time_s - job.notice_s if job.time_s else ''}",
-    ]
+def environment_file(variables: Mapping[str, str]) -> str:
+    """The lines of the file that ENV_FILE names: a shell sets the variables by it."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def _stop_file(job: Job) -> str:

@@ -7,6 +7,7 @@ of this environment goes along without being asked for. MXNet's `NAME:VALUE` is 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 
@@ -18,6 +19,9 @@ ALWAYS = re.compile(
     r"|(OMP|OPENBLAS|MKL|BLIS|KMP|NUMEXPR|NPY)_\w+"
     r"|MPIKV_\w+|MPI4PY_\w+|OMPI_(MCA_\w+|ALLOW_RUN_AS_ROOT\w*)|MPIR_CVAR_\w+|I_MPI_\w+|UCX_\w+|FI_\w+|NCCL_\w+"
 )
+# JSON, variables by role as `given` has them: from a Secret of Kubernetes, so that they stand in no command line.
+GIVEN = "_MPIKV_GIVEN"
+ROLES = ("all", "worker", "server")
 PAIR = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<sign>[=:])(?P<value>.*))?", re.DOTALL)
 
 
@@ -38,3 +42,12 @@ def read_pairs(option: str, texts: Sequence[str], environ: Mapping[str, str]) ->
 def always(environ: Mapping[str, str]) -> dict[str, str]:
     """The part of this environment that goes to every rank on another host."""
     return {name: value for name, value in environ.items() if ALWAYS.fullmatch(name)}
+
+
+def given(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Variables for all ranks, workers and servers that came in GIVEN. Raises ConfigError for what is no such JSON."""
+    try:
+        found = json.loads(environ.get(GIVEN, "{}"))
+        return {role: {str(name): str(value) for name, value in found.get(role, {}).items()} for role in ROLES}
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{GIVEN} is no JSON of variables by role") from None

@@ -112,15 +112,17 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         more=options.mpirun_options,
     )
     number = {"MPIKV_NUM_SERVERS": str(servers)}  # else a variable set here would make servers of workers
+    told = environment.given(environ)
     given = {
         "all": {
             **(environment.always(environ) if elsewhere else {}),
             **line.package_path(environ),
+            **told["all"],
             **environment.read_pairs("--env", options.env, environ),
             **number,
         },
-        "worker": environment.read_pairs("--env-worker", options.env_worker, environ),
-        "server": environment.read_pairs("--env-server", options.env_server, environ),
+        "worker": {**told["worker"], **environment.read_pairs("--env-worker", options.env_worker, environ)},
+        "server": {**told["server"], **environment.read_pairs("--env-server", options.env_server, environ)},
     }
     variables, addresses = mpirun.environment(() if alone else shell), []
     if elsewhere:
@@ -197,7 +199,8 @@ def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
         Limits(options.timeout, options.start_timeout, options.grace),
         job.addresses or ["127.0.0.1"],
     )
-    verdict = watch.run(job.words, {**os.environ, **job.variables, **_told(job, watch.addresses)})
+    environ = {name: value for name, value in os.environ.items() if name != environment.GIVEN}
+    verdict = watch.run(job.words, {**environ, **job.variables, **_told(job, watch.addresses)})
     if verdict.text:
         output.say(verdict.text)
     begun = {block.host for block in job.blocks if watch.ranks[block.first_rank].host}

@@ -13,11 +13,12 @@ from mpikv.numbers import at_least, seconds
 
 LAUNCHERS = ("local", "ssh", "mpi", "slurm", "sge", "kubernetes", "yarn")
 BAD_INPUT = 2
+MOST_USER = 2**31 - 1
 MOST_RANKS = 1_000_000  # more than any machine has: a typing error
 EXAMPLES = """examples:
   mpikv launch -n 4 -s 0 python train.py               4 workers here, no servers: ring allreduce
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
-  mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir /tmp/job python train.py
+  mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir $HOME/job python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
   mpikv launch -n 4 --dry-run python train.py          the line that would be run
   mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
@@ -63,6 +64,8 @@ def add_parser(commands: Any) -> None:
                         help="more options for mpirun, like '--map-by numa'")  # fmt: skip
     kube = parser.add_argument_group("for --launcher kubernetes")
     kube.add_argument("--kube-image", metavar="IMAGE", help="container image with mpikv, an MPI, sshd and the program")
+    kube.add_argument("--kube-user", metavar="ID", type=at_least(1, MOST_USER), help="the pods run as this user, not "
+                      "root; the image's sshd must allow it")  # fmt: skip
     kube.add_argument("--kube-name", metavar="NAME", default="mpikv", help="of the MPIJob (default mpikv)")
     kube.add_argument("--kube-namespace", metavar="NAME", help="default: that of the context of kubectl")
     parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run `rank` or `sweep` with the arguments that follow the word."""
+    """Run `rank`, `sweep` or `folder` with the arguments that follow the word."""
     package = types.ModuleType("mpikv")
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["mpikv"] = package
@@ -20,6 +20,10 @@ def main() -> int:
         from mpikv.launch.rank import main as rank  # noqa: PLC0415 - found by the package made above
 
         return rank(sys.argv[2:])
+    if sys.argv[1] == "folder":
+        from mpikv.launch.folder import main as folder  # noqa: PLC0415
+
+        return folder(sys.argv[2:])
     from mpikv.launch.sweep import main as sweep  # noqa: PLC0415
 
     return sweep(sys.argv[2:])

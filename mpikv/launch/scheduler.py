@@ -6,8 +6,9 @@ scheduler's own commands, which exist on every site and version; none of their l
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from mpikv.errors import ConfigError
@@ -30,11 +31,21 @@ class SchedulerError(Exception):
     """A command failed that may work a moment later; its text is the scheduler's."""
 
 
-def run(words: Sequence[str], name: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's command. text: its input. Raises ConfigError where it is not installed."""
+def run(
+    words: Sequence[str], name: str, text: str | None = None, without: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a scheduler's command. text: its input; without: variables that it does not see. ConfigError without it."""
+    seen = {name: value for name, value in os.environ.items() if name not in without}
     try:
         return subprocess.run(
-            words, input=text, capture_output=True, text=True, errors="replace", timeout=COMMAND_S, check=False
+            words,
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_S,
+            check=False,
+            env=seen,
         )
     except FileNotFoundError:
         raise ConfigError(

@@ -10,6 +10,7 @@ import getpass
 import re
 import shlex
 import xml.etree.ElementTree as ET
+from collections.abc import Collection
 
 from mpikv.errors import ConfigError
 from mpikv.launch.batch import Job, render, time_text
@@ -34,9 +35,12 @@ def script(job: Job) -> str:
     return render("train-servers.sh" if job.servers else "train.sh", job, [f"#$ {line}" for line in lines])
 
 
-def submit(text: str) -> str:
-    """Hand a script to Grid Engine; the job's number. Raises ConfigError with its words where it refuses."""
-    done = run(["qsub", "-terse"], "Grid Engine", text)
+def submit(text: str, without: Collection[str] = ()) -> str:
+    """Hand a script to Grid Engine; the job's number. without: variables of this environment that it is not to have.
+
+    Raises ConfigError with its words where it refuses.
+    """
+    done = run(["qsub", "-terse"], "Grid Engine", text, without)
     if done.returncode != 0:
         raise ConfigError(f"Grid Engine refused the job: {said(done)}")
     job_id = next((line.strip() for line in reversed(done.stdout.splitlines()) if line.strip().isdigit()), "")

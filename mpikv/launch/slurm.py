@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection
 
 from mpikv.errors import ConfigError
 from mpikv.launch.batch import Job, render, time_text
@@ -55,9 +56,12 @@ def script(job: Job, array: str | None = None) -> str:
     return render(template, job, [f"#SBATCH {shlex.quote(word)}" for word in words])
 
 
-def submit(text: str) -> str:
-    """Hand a script to Slurm; the job's number. Raises ConfigError with Slurm's words where it refuses."""
-    done = run(["sbatch", "--parsable"], "Slurm", text)
+def submit(text: str, without: Collection[str] = ()) -> str:
+    """Hand a script to Slurm; the job's number. without: variables of this environment that the job shall not have.
+
+    Raises ConfigError with its words where it refuses.
+    """
+    done = run(["sbatch", "--parsable"], "Slurm", text, without)
     if done.returncode != 0:
         raise ConfigError(f"Slurm refused the job: {said(done)}")
     job_id = done.stdout.strip().partition(";")[0]  # "17" or "17;cluster"

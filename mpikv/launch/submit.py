@@ -7,15 +7,19 @@ and always waits.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpikv.errors import ConfigError
+from mpikv.files import write_private
 from mpikv.launch import environment, sge, slurm
-from mpikv.launch.batch import DISTRIBUTIONS, NOTICE_S, SCHEDULERS, Job, parse_time
+from mpikv.launch.batch import DISTRIBUTIONS, NOTICE_S, SCHEDULERS, Job, environment_file, parse_time
 from mpikv.launch.follow import Follower
 from mpikv.launch.options import command_words
 from mpikv.launch.scheduler import SchedulerError
@@ -90,7 +94,7 @@ def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, metavar="N", help="on so many nodes")
     add("--tasks-per-node", type=int, metavar="N", help="so many ranks on each node")
     add("--cpus-per-task", type=int, default=1, metavar="N", help="CPUs, and threads of NumPy, of each rank (1)")
-    add("--srun", action="store_true", help="srun starts the ranks, not mpirun; it must fit the MPI library")
+    add("--srun", action="store_true", help="srun starts the ranks, not mpirun: with Open MPI alone")
     parser.add_argument("--pe", help=argparse.SUPPRESS)
 
 
@@ -123,12 +127,12 @@ def _run(options: argparse.Namespace) -> int:
             requeue=options.requeue,
             stop_file=options.stop_file,
             python_env=this_environment() if options.python_env is None else options.python_env,
-            environ=environment.read_pairs("--env", options.env, os.environ),
             options=tuple(options.option),
             launch_options=tuple(options.launch_option),
             with_srun=options.srun,
         )
-        return submit_and_follow(job, wait=options.wait, dry_run=options.dry_run, command="mpikv submit")
+        variables = environment.read_pairs("--env", options.env, os.environ)
+        return submit_and_follow(job, variables, wait=options.wait, dry_run=options.dry_run, command="mpikv submit")
     except ConfigError as error:
         print(f"mpikv submit: error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -157,10 +161,10 @@ def launch(options: argparse.Namespace) -> int:
             notice_s=NOTICE_S if options.timeout is None else min(NOTICE_S, int(options.timeout) // 2),
             output_dir=options.output_dir or "",
             python_env=this_environment(),
-            environ=environment.read_pairs("--env", options.env, os.environ),
             launch_options=tuple(options.mpirun_options),
         )
-        return submit_and_follow(job, wait=True, dry_run=options.dry_run, command="mpikv launch")
+        variables = environment.read_pairs("--env", options.env, os.environ)
+        return submit_and_follow(job, variables, wait=True, dry_run=options.dry_run, command="mpikv launch")
     except ConfigError as error:
         print(f"mpikv launch: error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -168,6 +172,7 @@ def launch(options: argparse.Namespace) -> int:
 
 def submit_and_follow(
     job: Job,
+    variables: Mapping[str, str] | None = None,
     *,
     wait: bool,
     dry_run: bool = False,
@@ -177,29 +182,60 @@ def submit_and_follow(
 ) -> int:
     """Submit a job, and with `wait` show its output until it ends. The status to exit with.
 
+    variables: for all ranks. Schedulers may show scripts, and Grid Engine a job's environment, to every user: so their
+    values are in neither, but in a file beside the output that its user alone can read; `wait` removes it in the end.
     out: for the job's output, or with `dry_run` its script; err: for what the command says; default this process's.
     Raises ConfigError where the job is wrong or refused, or the scheduler cannot be reached.
     """
     out, err = out or sys.stdout, err or sys.stderr
+    say = _speaker(err, command)
+    variables = variables or {}
+    if variables:
+        name = f"{job.name}.env" if dry_run else f".mpikv-{uuid.uuid4().hex[:16]}.env"
+        job = replace(job, environ=tuple(variables), environment=os.path.abspath(os.path.join(job.output_dir, name)))
     scheduler = {"slurm": slurm, "sge": sge}[job.check().scheduler]
     script = scheduler.script(job)
     if dry_run:
         out.write(script)
+        if variables:
+            say(f"values of --env are not printed: {job.environment} is to have a line export NAME=VALUE for each of "
+                f"{', '.join(variables)}, and mode 600")  # fmt: skip
         return 0
-    say = _speaker(err, command)
     _make(job.output_dir)
+    submitted = False
     try:
-        job_id = scheduler.submit(script)
-    except SchedulerError as error:
-        raise ConfigError(f"{job.scheduler_name} did not take the job: {error}") from None
-    path = job.output(job_id)
-    say(f"{job.scheduler_name} job {job_id}: {job.workers} workers, {job.servers} servers; output in {path}")
-    if not wait:
-        return 0
-    follower = Follower(
-        job.scheduler_name, job_id, output=job.output, ask=scheduler.state, cancel=scheduler.cancel, say=say, out=out
-    )
-    return follower.run()
+        if variables:
+            _write(job.environment, environment_file(variables))
+        try:
+            job_id = scheduler.submit(script, variables)
+        except SchedulerError as error:
+            raise ConfigError(f"{job.scheduler_name} did not take the job: {error}") from None
+        submitted = True
+        path = job.output(job_id)
+        say(f"{job.scheduler_name} job {job_id}: {job.workers} workers, {job.servers} servers; output in {path}")
+        if not wait:
+            return 0
+        follower = Follower(
+            job.scheduler_name,
+            job_id,
+            output=job.output,
+            ask=scheduler.state,
+            cancel=scheduler.cancel,
+            say=say,
+            out=out,
+        )
+        return follower.run()
+    finally:
+        if variables and (wait or not submitted):
+            with contextlib.suppress(OSError):
+                os.remove(job.environment)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        write_private(path, text)
+    except OSError as error:
+        raise ConfigError(f"{path}, for the values of --env: {error.strerror}") from None
 
 
 def _speaker(err: TextIO, command: str) -> Callable[[str], None]:

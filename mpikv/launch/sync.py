@@ -1,7 +1,8 @@
 """`--sync-dst-dir`: the current folder, copied to every host before the job starts, with rsync, all at the same time.
 
 Files that are gone here are not removed there, as in MXNet's launcher: results of earlier jobs survive. What is never
-needed there is left out: version control, caches of Python, and the folder of `--output-dir`.
+needed there is left out: version control, caches of Python, and the folder of `--output-dir`. What is copied can be
+read by its user alone, as the folder (see `folder`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mpikv.errors import ConfigError
+from mpikv.launch.folder import own
 from mpikv.launch.hosts import Host, is_here
+from mpikv.launch.line import QUICK
 from mpikv.launch.remote import AT_ONCE, run
 
 LEFT_OUT = (".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".venv", "venv")
@@ -26,10 +30,10 @@ MEBI = 1 << 20
 def command(host: Host, folder: str, target: str, shell: Sequence[str], left_out: Sequence[str] = ()) -> list[str]:
     """The rsync line for one host. target: an absolute folder there, which is made with its parents."""
     here = is_here(host.name)
-    options = [f"--exclude={one}" for one in (*LEFT_OUT, *left_out)]
+    options = ["--chmod=go-rwx", *(f"--exclude={one}" for one in (*LEFT_OUT, *left_out))]
     if not here:
-        # --mkpath came with rsync 3.2.3; this makes the folder with any.
-        options += ["--rsh", shlex.join(shell), "--rsync-path", f"mkdir -p {shlex.quote(target)} && rsync"]
+        made = shlex.join([sys.executable, "-I", "-S", str(QUICK), "folder", target])
+        options += ["--rsh", shlex.join(shell), "--rsync-path", f"{made} && rsync"]
     there = target if here else f"{host.name}:{target}"
     return ["rsync", "-a", "-z", "--stats", *options, folder.rstrip("/") + "/", there.rstrip("/") + "/"]
 
@@ -58,7 +62,10 @@ def copy(
     def one(host: Host) -> str:
         begun = time.monotonic()
         if is_here(host.name):
-            os.makedirs(target, exist_ok=True)
+            try:
+                own(target)
+            except OSError as error:
+                return f"{host.name}: {target} {error.strerror}"
         status, printed, said = run(command(host, folder, target, shell, left_out), LIMIT_S)
         if status != 0:
             reason = next((line for line in said.splitlines() if line.strip()), f"status {status}")

@@ -58,10 +58,10 @@ class Activity:
         if self._call is not None:
             return f"in {self._call} for {elapsed_s:.1f} s"
         for other in self.others():
-            if (call := other._call) is not None:
-                return f"in {call} of another store for {self._clock.now_s() - other._since_s:.1f} s"
-            if other._failed:
-                return f"its {other._last} of another store failed {self._clock.now_s() - other._since_s:.1f} s ago"
+            if (call := other._call) is not None:  # noqa: SLF001 - of the same class
+                return f"in {call} of another store for {self._clock.now_s() - other._since_s:.1f} s"  # noqa: SLF001 - of the same class
+            if other._failed:  # noqa: SLF001 - of the same class
+                return f"its {other._last} of another store failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
     def held_by(self) -> frozenset[str]:

@@ -13,8 +13,9 @@ from mpikv.checks import meant, shown
 from mpikv.optimizers.adadelta import AdaDelta
 from mpikv.optimizers.adagrad import AdaGrad
 from mpikv.optimizers.adam import Adam, AdamW
-from mpikv.optimizers.base import Common, Optimizer, State, Step
+from mpikv.optimizers.base import Array, Optimizer, Scalar, State, Step
 from mpikv.optimizers.dcasgd import DCASGD
+from mpikv.optimizers.fields import field, flag, number, texts
 from mpikv.optimizers.ftrl import Ftrl
 from mpikv.optimizers.function import Function
 from mpikv.optimizers.lamb import LAMB
@@ -43,7 +44,7 @@ __all__ = [
     "AdaGrad",
     "Adam",
     "AdamW",
-    "Common",
+    "Array",
     "CosineScheduler",
     "FactorScheduler",
     "Ftrl",
@@ -52,6 +53,7 @@ __all__ = [
     "Optimizer",
     "PolyScheduler",
     "RMSProp",
+    "Scalar",
     "Scheduler",
     "Signum",
     "State",
@@ -59,9 +61,13 @@ __all__ = [
     "Test",
     "TorchOptimizer",
     "create",
+    "field",
+    "flag",
     "from_config",
     "names",
+    "number",
     "register",
+    "texts",
 ]
 
 _registry: dict[str, type[Optimizer]] = {}

@@ -8,16 +8,12 @@ Source: Zeiler, arXiv:1212.5701; in the form of MXNet 1.9, python/mxnet/optimize
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import number
 
 
 class AdaDelta(Optimizer):
@@ -29,25 +25,12 @@ class AdaDelta(Optimizer):
     As in MXNet 1.9 the learning rate, its schedule and `lr_mult` have no part in it.
     """
 
-    fields: ClassVar[Mapping[str, Field]] = {"rho": number(0.0, below=1.0), "epsilon": number(0.0)}
-    rho: float
-    epsilon: float
-
-    def __init__(
-        self,
-        *,
-        learning_rate: float | None = None,
-        rho: float = 0.9,
-        epsilon: float = 1e-5,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.rho = rho
-        self.epsilon = epsilon
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("acc_grad", "acc_delta")
+    rho: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
+    epsilon: float = number(default=1e-5, low=0.0, doc="added to both means before their roots are taken")
+    states = (
+        Array("acc_grad", "running mean of squared gradients"),
+        Array("acc_delta", "running mean of squared steps"),
+    )
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -8,31 +8,19 @@ python/mxnet/optimizer/optimizer.py (AdaGrad): eps inside the root, weight decay
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import number
 
 
 class AdaGrad(Optimizer):
     """g = clip(rescale_grad * grad);  h = h + g^2;  w = w - lr * (g / sqrt(h + eps) + wd * w)."""
 
-    fields: ClassVar[Mapping[str, Field]] = {"eps": number(0.0)}
-    eps: float
-
-    def __init__(self, *, learning_rate: float | None = None, eps: float = 1e-7, **common: Unpack[Common]) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.eps = eps
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("history",)
+    eps: float = number(default=1e-7, low=0.0, doc="added to h before its root is taken")
+    states = (Array("history", "h, the sum of squared gradients"),)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -13,137 +13,76 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, flag, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import flag, number
 
 
-def update_means(
-    step: Step, g: HostArray, arrays: Mapping[str, HostArray], tmp: HostArray, *, beta1: float, beta2: float
-) -> None:
-    """m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2. tmp: scratch that is not `g`."""
-    real, mean, var = step.real, arrays["mean"], arrays["var"]
-    mean *= real(beta1)
-    mean += np.multiply(g, real(1.0 - beta1), out=tmp)
-    var *= real(beta2)
-    square = np.multiply(g, g, out=tmp)
-    square *= real(1.0 - beta2)
-    var += square
+class RunningMeans(Optimizer):
+    """Base of those that keep m and v."""
+
+    learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
+    beta1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old m stays")
+    beta2: float = number(default=0.999, low=0.0, below=1.0, doc="how much of the old v stays")
+    epsilon: float = number(default=1e-6, low=0.0, doc="added to the root of v")
+    states = (Array("mean", "m, the running mean of gradients"), Array("var", "v, the running mean of their squares"))
+
+    def update_means(self, step: Step, g: HostArray, arrays: Mapping[str, HostArray], tmp: HostArray) -> None:
+        """m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2. tmp: scratch that is not `g`."""
+        real, mean, var = step.real, arrays["mean"], arrays["var"]
+        mean *= real(self.beta1)
+        mean += np.multiply(g, real(1.0 - self.beta1), out=tmp)
+        var *= real(self.beta2)
+        square = np.multiply(g, g, out=tmp)
+        square *= real(1.0 - self.beta2)
+        var += square
+
+    def corrected(self, step: Step) -> float:
+        """The learning rate lr_t."""
+        return step.learning_rate * math.sqrt(1.0 - self.beta2**step.t) / (1.0 - self.beta1**step.t)
 
 
-def _corrected(rate: float, t: int, beta1: float, beta2: float) -> float:
-    return rate * math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t)
+class Adam(RunningMeans):
+    """g = clip(rescale_grad * grad + wd * w);  w = w - lr_t * m / (sqrt(v) + epsilon)."""
 
-
-class Adam(Optimizer):
-    """g = clip(rescale_grad * grad + wd * w);  w = w - lr_t * m / (sqrt(v) + epsilon).
-
-    lazy_update: taken for MXNet's sake; it concerns row-sparse gradients, and there are none here.
-    """
-
-    default_learning_rate: ClassVar[float] = 0.001
-    fields: ClassVar[Mapping[str, Field]] = {
-        "beta1": number(0.0, below=1.0),
-        "beta2": number(0.0, below=1.0),
-        "epsilon": number(0.0),
-        "lazy_update": flag,
-    }
-    beta1: float
-    beta2: float
-    epsilon: float
-    lazy_update: bool
-
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        *,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-8,
-        lazy_update: bool = True,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.beta1 = beta1
-        self.beta2 = beta2
-        self.epsilon = epsilon
-        self.lazy_update = lazy_update
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("mean", "var")
+    epsilon = 1e-8
+    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
     ) -> None:
         """See the class."""
         g = self.prepared(step, w, g, tmp, decay=True)
-        update_means(step, g, arrays, tmp[1], beta1=self.beta1, beta2=self.beta2)
+        self.update_means(step, g, arrays, tmp[1])
         root = np.sqrt(arrays["var"], out=tmp[1])
         root += step.real(self.epsilon)
         change = np.divide(arrays["mean"], root, out=tmp[0])
-        change *= step.real(_corrected(step.learning_rate, step.t, self.beta1, self.beta2))
+        change *= step.real(self.corrected(step))
         w -= change
 
 
-class AdamW(Optimizer):
+class AdamW(RunningMeans):
     """g = clip(rescale_grad * grad);  w = w - lr_t * (m / (sqrt(v) + epsilon) + wd * w).
 
-    correct_bias=False: lr_t = lr. With it the decay, too, is scaled by the corrected rate (PyTorch's AdamW scales it by
-    lr, and adds its eps to the corrected root).
+    With correct_bias=False lr_t = lr. With True the decay, too, is scaled by the corrected rate (PyTorch's AdamW scales
+    it by lr, and adds its eps to the corrected root).
     """
 
-    default_learning_rate: ClassVar[float] = 0.001
-    fields: ClassVar[Mapping[str, Field]] = {
-        "beta1": number(0.0, below=1.0),
-        "beta2": number(0.0, below=1.0),
-        "epsilon": number(0.0),
-        "correct_bias": flag,
-    }
-    beta1: float
-    beta2: float
-    epsilon: float
-    correct_bias: bool
-
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        *,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-6,
-        correct_bias: bool = True,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.beta1 = beta1
-        self.beta2 = beta2
-        self.epsilon = epsilon
-        self.correct_bias = correct_bias
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("mean", "var")
+    correct_bias: bool = flag(default=True, doc="whether the bias of the means is corrected")
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
     ) -> None:
         """See the class."""
-        real, rate = step.real, step.learning_rate
-        update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1], beta1=self.beta1, beta2=self.beta2)
-        if self.correct_bias:
-            rate = _corrected(rate, step.t, self.beta1, self.beta2)
+        real = step.real
+        self.update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1])
         root = np.sqrt(arrays["var"], out=tmp[1])
         root += real(self.epsilon)
         change = np.divide(arrays["mean"], root, out=tmp[0])
         if step.wd:
             change += np.multiply(w, real(step.wd), out=tmp[1])
-        change *= real(rate)
+        change *= real(self.corrected(step) if self.correct_bias else step.learning_rate)
         w -= change

@@ -1,4 +1,4 @@
-"""What an optimizer is: hyperparameters, and a pure pair `init` / `update` whose state is a value.
+"""What an optimizer is: declared hyperparameters and states, a formula, and a pure pair `init` / `update`.
 
 `init(weight)` makes the state of one key, or of one slice of a key; `update` changes the weight in place and returns
 the new state. Nothing of a key is kept in the optimizer, so the same object serves any number of keys and slices, and a
@@ -10,35 +10,31 @@ result depends on where blocks or slices begin. Arithmetic is in float32 or floa
 rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16 weight has a float32 copy in its state,
 which the formula changes and the weight is rounded from.
 
-A new optimizer: derive, name the hyperparameters in `fields`, the arrays of its state in `state_names`, write
-`formula`, and `register` it. Numbers that meet arrays go through `step.real`, since NumPy 1 and 2 promote plain numbers
-differently.
+A new optimizer: docs/optimizers.md shows one from the declaration to the store.
 
 Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/optimizer/optimizer.py.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
-from mpikv.checks import meant, options, shown, wrong
+from mpikv.checks import shown
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
-from mpikv.optimizers.fields import Field, factor_pairs, factors, flag, number
-from mpikv.optimizers.identity import identity
+from mpikv.optimizers.declared import Declared
+from mpikv.optimizers.fields import factors, flag, number
 from mpikv.optimizers.numeric import check_array, round_into, work_dtype
-from mpikv.optimizers.schedules import Scheduler, schedule_from_config
-from mpikv.optimizers.scratch import SCRATCH
-from mpikv.runtime.abort import tells
+from mpikv.optimizers.schedules import Scheduler, schedule
+from mpikv.optimizers.scratch import Scratch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
@@ -47,14 +43,27 @@ of elements and plain numbers. What a user's own function keeps may be anything 
 BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
 
 
-class Common(TypedDict, total=False):
-    """The parameters that every optimizer has beside `learning_rate`."""
+@dataclass(frozen=True)
+class Array:
+    """A part of a state with one number for each element of the weight, in the arithmetic's dtype.
 
-    rescale_grad: float
-    wd: float
-    clip_gradient: float | None
-    lr_scheduler: Callable[[int], float] | None
-    multi_precision: bool
+    where: the field that a state has the array for; without one, where it is 0 or False. Empty: always.
+    from_weight: whether it begins as the weight, not as zeros.
+    """
+
+    name: str
+    doc: str
+    where: str = ""
+    from_weight: bool = False
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A part of a state that is one number for the whole weight; begin: its first value."""
+
+    name: str
+    doc: str
+    begin: float
 
 
 class Step(NamedTuple):
@@ -75,103 +84,65 @@ class Step(NamedTuple):
     state: State
 
 
-def _schedule(owner: str, name: str, value: Any) -> Any:
-    if value is None or callable(value):
-        return value
-    raise wrong(f"{owner}: {name}", "a schedule (a function from update number to rate) or None", value)
-
-
-class Optimizer:
+class Optimizer(Declared):
     """Base of all optimizers. Its attributes are plain and may be changed at any time; each new value is checked.
 
-    learning_rate: at least 0; the class's default where None. An explicit one replaces the `base_lr` of `lr_scheduler`,
-    and is not used beside it: with a schedule, the rate of an update is `lr_scheduler(t)`, t being the key's own count.
-    rescale_grad: the gradient is multiplied by it first; a `Trainer` sets it to 1 / batch size.
-    wd: weight decay, at least 0. clip_gradient: elements of the gradient are limited to +- this; None or <= 0: not.
-    lr_mult, wd_mult: factors per key. Nothing is excluded from either by its name.
+    `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, t being the key's own count; `learning_rate` is not
+    used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands for the default.
+    `lr_mult` and `wd_mult` leave nothing out by its name.
 
     Raises TypeError or ValueError, which name the parameter, for a value of the wrong kind.
     """
 
-    name: ClassVar[str] = ""
-    elementwise: bool = True
+    learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update where there is no lr_scheduler")
+    rescale_grad: float = number(
+        default=1.0, factor=True, doc="the gradient is multiplied by it first; a Trainer sets it to 1 / batch size"
+    )
+    wd: float = number(default=0.0, low=0.0, doc="weight decay")
+    clip_gradient: float | None = number(
+        default=None, doc="the gradient's elements are limited to +- this; None or <= 0: not"
+    )
+    lr_scheduler: Callable[[int], float] | None = schedule(default=None, doc="the rate of each update")
+    multi_precision: bool = flag(default=False, doc="float16 and bfloat16 weights have a float32 copy in the state")
+    lr_mult: dict[Key, float] = factors(init=False, doc="factors of the learning rate; keys without one have 1")
+    wd_mult: dict[Key, float] = factors(init=False, doc="factors of the weight decay; keys without one have 1")
+
+    elementwise = True
     """False where the formula needs the whole value of a key, which is then not cut."""
-    default_learning_rate: ClassVar[float] = 0.01
-    fields: ClassVar[Mapping[str, Field]] = {
-        "learning_rate": number(0.0),
-        "rescale_grad": number(),
-        "wd": number(0.0),
-        "clip_gradient": number(optional=True),
-        "lr_scheduler": _schedule,
-        "multi_precision": flag,
-        "lr_mult": factors,
-        "wd_mult": factors,
-    }
-    """The hyperparameters with their checkers; a subclass names its own ones only."""
+    states: ClassVar[tuple[Array | Scalar, ...]] = ()
+    """What a state holds beside "t", the number of updates, and "master", the copy of `multi_precision`."""
     scratch: ClassVar[int] = 2
     """Temporary arrays that `formula` needs."""
 
-    learning_rate: float
-    rescale_grad: float
-    wd: float
-    clip_gradient: float | None
-    lr_scheduler: Callable[[int], float] | None
-    multi_precision: bool
-    lr_mult: dict[Key, float]
-    wd_mult: dict[Key, float]
+    _memory: ClassVar[Scratch]  # each optimizer has its own; without ClassVar type checkers would take it for a field
+    _arrays: ClassVar[Mapping[str, Array]] = {}
+    _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
+    _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.name = cls.__dict__.get("name") or cls.__name__.lower()
-        cls.fields = {
-            key: field for base in reversed(cls.__mro__) for key, field in getattr(base, "fields", {}).items()
-        }
+        cls._arrays = {one.name: one for one in cls.states if isinstance(one, Array)}
+        cls._always = None if any(one.where for one in cls._arrays.values()) else tuple(cls._arrays)
+        cls._numbers = {"t": 0, **{one.name: one.begin for one in cls.states if isinstance(one, Scalar)}}
+        if cls.__doc__ and cls.states:
+            lines = (f"    {one.name}: {one.doc}" for one in cls.states)
+            cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
-    def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
-        """Refuse what is given by its place and taken by name: MXNet, PyTorch and this class have other orders."""
-        if args:
-            own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-            places = [parameter for parameter in own if parameter.kind <= parameter.VAR_POSITIONAL]
-            if len(args) > len(places) and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in places):
-                what = (
-                    f"{', '.join(parameter.name for parameter in places)} by its place and others" if places else "all"
-                )
-                raise TypeError(f"{cls.__name__} takes {what} by name: {', '.join(cls._parameters())}")
-        return super().__new__(cls)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """A new one, with its memory for temporaries."""
+        made = super().__new__(cls, *args, **kwargs)
+        object.__setattr__(made, "_memory", Scratch())
+        return made
 
-    @tells
-    def __init__(self, learning_rate: float | None = None, **common: Unpack[Common]) -> None:
-        unknown = sorted(set(common) - set(Common.__annotations__))
-        if unknown:
-            valid, near = self._parameters(), meant(unknown[0], self._parameters())
-            raise TypeError(
-                f"{self.name} has no parameter {', '.join(unknown)[:200]}; it has {', '.join(valid)}.{near}"
-            )
-        schedule = common.get("lr_scheduler")
+    def completed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """See `Declared`: the learning rate and the `base_lr` of a schedule are one."""
+        rate, schedule = given.get("learning_rate"), given.get("lr_scheduler")
         if isinstance(schedule, Scheduler):
-            if learning_rate is not None:
-                schedule = replace(schedule, base_lr=learning_rate)
-            learning_rate = schedule.base_lr
-        self.learning_rate = self.default_learning_rate if learning_rate is None else learning_rate
-        self.rescale_grad = common.get("rescale_grad", 1.0)
-        self.wd = common.get("wd", 0.0)
-        self.clip_gradient = common.get("clip_gradient")
-        self.lr_scheduler = schedule
-        self.multi_precision = common.get("multi_precision", False)
-        self.lr_mult = {}
-        self.wd_mult = {}
-
-    @classmethod
-    def _parameters(cls) -> list[str]:
-        return [name for name in cls.fields if name not in ("lr_mult", "wd_mult")]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        field = self.fields.get(name)
-        object.__setattr__(self, name, value if field is None else field(self.name, name, value))
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.fields)
-        return f"{type(self).__name__}({values})"
+            given["lr_scheduler"] = schedule = schedule if rate is None else replace(schedule, base_lr=rate)
+            given["learning_rate"] = schedule.base_lr
+        elif rate is None:
+            given.pop("learning_rate", None)
+        return given
 
     # --- hyperparameters
 
@@ -191,38 +162,6 @@ class Optimizer:
         """Replace the factors of the weight decay; keys without one have 1."""
         self.wd_mult = wd_mult  # type: ignore[assignment] # as above
 
-    def attributes(self) -> dict[str, Any]:
-        """Every hyperparameter now in force, as JSON. A function of the user's stands there as a description."""
-        return {name: _to_json(getattr(self, name)) for name in self.fields}
-
-    def set_attributes(self, values: Mapping[str, Any]) -> None:
-        """Set hyperparameters from what `attributes` gave, all of them or some; nothing changes on an error.
-
-        Raises ValueError for an unknown name, UnsupportedError for a description of a function that this optimizer
-        does not have, and what a wrong value raises.
-        """
-        checked: dict[str, Any] = {}
-        for name, value in options("attributes", values).items():
-            field = self.fields.get(name)
-            if field is None:
-                near = meant(name, self.fields)
-                raise ValueError(f"{self.name} has no attribute {shown(name)}; it has {', '.join(self.fields)}.{near}")
-            checked[name] = field(self.name, name, self._from_json(name, value))
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def _from_json(self, name: str, value: Any) -> Any:
-        if isinstance(value, Mapping) and "function" in value:
-            current = getattr(self, name)
-            if current is None or _to_json(current) != value:
-                raise UnsupportedError(
-                    f"{self.name}: {name} is a function ({value['function']}), which only the whole optimizer carries"
-                )
-            return current
-        if name == "lr_scheduler" and isinstance(value, Mapping):
-            return schedule_from_config(value, self.lr_scheduler)
-        return value
-
     def config(self) -> dict[str, Any]:
         """{"name", "attributes"} as JSON; two optimizers do the same where these are equal. See `from_config`."""
         return {"name": self.name, "attributes": self.attributes()}
@@ -236,18 +175,11 @@ class Optimizer:
 
     # --- state
 
-    def state_names(self) -> tuple[str, ...]:
+    def state_names(self) -> Sequence[str]:
         """The arrays of a state under the hyperparameters now in force."""
-        return ()
-
-    def initial(self, name: str, weight: HostArray) -> HostArray:
-        """The first value of a state array: new memory, flat, in the arithmetic's dtype. weight: flat."""
-        del name
-        return np.zeros(weight.size, work_dtype(weight.dtype))
-
-    def numbers(self) -> dict[str, int | float]:
-        """The numbers of a state before the first update."""
-        return {"t": 0}
+        if self._always is not None:
+            return self._always
+        return [name for name, one in self._arrays.items() if not one.where or getattr(self, one.where)]
 
     def init(self, weight: HostArray) -> State:
         """The state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.
@@ -255,28 +187,27 @@ class Optimizer:
         Raises TypeError for a weight that is no NumPy array or has an unsupported dtype.
         """
         check_array(self.name, "weight", weight)
-        state: State = self.numbers()
-        return self._complete(weight.reshape(-1), state)
+        return self._complete(weight.reshape(-1), dict(self._numbers), self.state_names())
 
-    def _complete(self, flat: HostArray, state: State) -> State:
+    def _complete(self, flat: HostArray, state: State, names: Sequence[str]) -> State:
         """Make the state what the hyperparameters in force ask for, where they have changed since the last update."""
         if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
             if "master" not in state:
                 state["master"] = flat.astype(np.float32)
         else:
             state.pop("master", None)
-        self.complete_arrays(flat, state)
+        self.complete_arrays(flat, state, names)
         return state
 
-    def complete_arrays(self, flat: HostArray, state: State) -> None:
-        """Add the arrays of `state_names` that are missing, drop others. ValueError for one of wrong size or dtype."""
-        names, work = self.state_names(), work_dtype(flat.dtype)
+    def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
+        """Add the arrays of `names` that are missing, drop others. ValueError for one of wrong size or dtype."""
+        work = work_dtype(flat.dtype)
         for name in [name for name, value in state.items() if isinstance(value, np.ndarray)]:
             if name not in names and name != "master":
                 del state[name]
         for name in names:
             if name not in state:
-                state[name] = self.initial(name, flat)
+                state[name] = flat.astype(work) if self._arrays[name].from_weight else np.zeros(flat.size, work)
             elif state[name].shape != flat.shape or state[name].dtype != work:
                 found = f"{state[name].dtype}{state[name].shape}"
                 raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
@@ -322,11 +253,12 @@ class Optimizer:
         if type(state) is not dict or type(state.get("t")) is not int:
             raise TypeError(f"{self.name}: a state is what init or the last update returned, not {shown(state)}")
         flat = weight.reshape(-1) if weight.flags.c_contiguous else weight.flatten()
-        self._complete(flat, state)
+        names = self.state_names()
+        self._complete(flat, state, names)
         step = self._step(key, flat, weight.shape, state)
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
-            self._apply(step, flat, [term.reshape(-1) for term in terms], state)
+            self._apply(step, flat, [term.reshape(-1) for term in terms], state, names)
         if not weight.flags.c_contiguous:
             weight[...] = flat.reshape(weight.shape)
         state["t"] = step.t
@@ -355,10 +287,11 @@ class Optimizer:
             state=state,
         )
 
-    def _apply(self, step: Step, weight: HostArray, terms: Sequence[HostArray], state: State) -> None:
+    def _apply(
+        self, step: Step, weight: HostArray, terms: Sequence[HostArray], state: State, names: Sequence[str]
+    ) -> None:
         n, work = weight.size, work_dtype(weight.dtype)
         dtype = terms[0].dtype
-        names = self.state_names()
         # A formula of few arrays has room for longer blocks, of which there are fewer.
         longer = max(1, 6 // (2 + len(names) + self.scratch))
         length = min(n, BLOCK_ELEMS * longer) if self.elementwise else n
@@ -369,7 +302,7 @@ class Optimizer:
         rows = self.scratch + converts
         n_bytes = rows * length * work.itemsize
         sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
-        memory = SCRATCH.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
+        memory = self._memory.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
         buffers = memory[:n_bytes].view(work).reshape(rows, length)
         for begin in range(0, n, length):
             here = slice(begin, min(begin + length, n))
@@ -387,7 +320,7 @@ class Optimizer:
             self.formula(step, w, g, arrays, [buffers[i, :size] for i in range(self.scratch)])
             if w is not stored:
                 round_into(stored, w)
-        SCRATCH.give(memory)
+        self._memory.give(memory)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
@@ -422,14 +355,8 @@ class Optimizer:
         return out
 
 
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Scheduler):
-        return value.config()
-    if isinstance(value, dict):
-        return factor_pairs(value)
-    if isinstance(value, tuple):
-        return list(value)
-    return {"function": identity(value)} if callable(value) else value
+(FACTOR,) = (name for name, field in Optimizer.fields.items() if field.factor)
+"""The attribute that workers may have different values of in one round: labels.py says how."""
 
 
 def _listed(state: Any) -> str:

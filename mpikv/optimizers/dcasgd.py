@@ -9,17 +9,12 @@ python/mxnet/optimizer/optimizer.py (DCASGD).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, number
-from mpikv.optimizers.numeric import work_dtype
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import number
 
 
 class DCASGD(Optimizer):
@@ -28,29 +23,12 @@ class DCASGD(Optimizer):
     previous = w;  w = w + mom.
     """
 
-    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0), "lamda": number(0.0)}
-    momentum: float
-    lamda: float
-
-    def __init__(
-        self,
-        *,
-        learning_rate: float | None = None,
-        momentum: float = 0.0,
-        lamda: float = 0.04,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.momentum = momentum
-        self.lamda = lamda
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("previous", "momentum") if self.momentum else ("previous",)
-
-    def initial(self, name: str, weight: HostArray) -> HostArray:
-        """See `Optimizer`; `previous` begins as the weight itself."""
-        return weight.astype(work_dtype(weight.dtype)) if name == "previous" else super().initial(name, weight)
+    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    lamda: float = number(default=0.04, low=0.0, doc="how much of the delay is compensated")
+    states = (
+        Array("previous", "the weight before the last update", from_weight=True),
+        Array("momentum", "the last step", where="momentum"),
+    )
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -1,62 +1,130 @@
-"""What a hyperparameter may be: one small checker per kind.
+"""How an optimizer declares its hyperparameters: one line each, for everything that has to know of them.
 
-An optimizer names its hyperparameters once, each with its checker, and the base class uses the table for everything:
-checking a value whenever the attribute is set, listing the valid names, and carrying all values to other ranks as JSON.
-A checker is called with the optimizer's and the attribute's name and the value; it returns the value in its one plain
-type, so that numbers of NumPy become numbers of Python, or raises TypeError or ValueError.
+    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the last step is made again")
+
+The line gives the constructor an argument with its default, checks every value that the attribute is ever set to,
+describes it in `help()` and in docs/optimizers.md, and carries it as JSON to other ranks and into files. declared.py
+is the class that reads it.
+
+`number`, `flag`, `texts` and `factors` are the kinds that are there; `field` makes one of any other kind. Everything is
+given by name, so that type checkers understand it (PEP 681).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mpikv import checks
 from mpikv.checks import shown
 from mpikv.keys import Key, check_key
 
-Field = Callable[[str, str, Any], Any]
+Check = Callable[[str, str, Any], Any]
+"""Gets the optimizer's and the attribute's name and a value. Returns the value in its one plain type, so that numbers
+of NumPy become numbers of Python, or raises TypeError or ValueError."""
 
 
-def number(low: float | None = None, *, below: float | None = None, optional: bool = False) -> Field:
-    """A finite float of at least `low` and less than `below`; also None when `optional`."""
+def _same(value: Any) -> Any:
+    return value
+
+
+def _as_sent(owner: str, name: str, value: Any, current: Any) -> Any:
+    del owner, name, current
+    return value
+
+
+@dataclass(frozen=True)
+class Field:
+    """What is declared of a hyperparameter.
+
+    default: checked, too, whenever an optimizer is made. type: for signatures. wanted: in words, which values there may
+    be. init: whether it is an argument of the constructor; kw_only: by its name alone. factor: whether it multiplies
+    the gradient before all else; workers may then have different ones in a round (labels.py).
+    to_json: what is sent of a value. from_json: the inverse; it gets the optimizer's and the attribute's name, what was
+    sent, and the value that the receiver has now.
+    """
+
+    default: Any
+    check: Check
+    type: Any
+    wanted: str
+    doc: str
+    init: bool = True
+    kw_only: bool = True
+    factor: bool = False
+    to_json: Callable[[Any], Any] = _same
+    from_json: Callable[[str, str, Any, Any], Any] = _as_sent
+
+
+def field(*, default: Any, check: Check, doc: str, type: Any = Any, wanted: str = "", **more: Any) -> Any:  # noqa: A002
+    """A hyperparameter of any kind; its values are JSON, or become JSON by `to_json`. See `Field`."""
+    return Field(default, check, type, wanted, doc, **more)
+
+
+def number(
+    *,
+    default: float | None,
+    low: float | None = None,
+    below: float | None = None,
+    doc: str,
+    kw_only: bool = True,
+    factor: bool = False,
+) -> Any:
+    """A finite float of at least `low` and less than `below`; also None where that is the default."""
+    optional = default is None
+    bounds = [f"at least {low:g}"] if low is not None else []
+    bounds += [f"less than {below:g}"] if below is not None else []
+    wanted = (" and ".join(bounds) or "any number") + (", or None" if optional else "")
 
     def check(owner: str, name: str, value: Any) -> float | None:
         if value is None and optional:
             return None
         if type(value) is float and (low is None or value >= low) and below is None and math.isfinite(value):
             return value  # as in every step of a Trainer, which sets rescale_grad
-        wanted = "a number or None" if optional else "a number"
-        return checks.number(f"{owner}: {name}", value, low, below=below, wanted=wanted)
+        kind = "a number or None" if optional else "a number"
+        return checks.number(f"{owner}: {name}", value, low, below=below, wanted=kind)
 
-    return check
+    kind = float | None if optional else float
+    return Field(default, check, kind, wanted, doc, kw_only=kw_only, factor=factor)
 
 
-def flag(owner: str, name: str, value: Any) -> bool:
+def flag(*, default: bool, doc: str) -> Any:
     """True or False."""
-    return checks.flag(f"{owner}: {name}", value)
+
+    def check(owner: str, name: str, value: Any) -> bool:
+        return checks.flag(f"{owner}: {name}", value)
+
+    return Field(default, check, bool, "True or False", doc)
 
 
-def texts(owner: str, name: str, value: Any) -> tuple[str, ...]:
+def texts(*, default: tuple[str, ...], doc: str) -> Any:
     """A tuple of strings."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-        raise checks.wrong(f"{owner}: {name}", "a list or tuple of strings", value)
-    return tuple(value)
+
+    def check(owner: str, name: str, value: Any) -> tuple[str, ...]:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise checks.wrong(f"{owner}: {name}", "a list or tuple of strings", value)
+        return tuple(value)
+
+    return Field(default, check, tuple[str, ...], "strings", doc, to_json=list)
 
 
-_FACTOR = number(0.0)
+def factors(*, init: bool, doc: str) -> Any:
+    """A dict from key to a factor of at least 0; also the list of pairs that JSON can hold. Empty at first."""
+    one = number(default=1.0, low=0.0, doc="").check
+
+    def check(owner: str, name: str, value: Any) -> dict[Key, float]:
+        if isinstance(value, (Mapping, list, tuple)):
+            pairs = list(value.items()) if isinstance(value, Mapping) else list(value)
+            if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+                return {check_key(key): one(owner, f"{name}[{shown(key)}]", factor) for key, factor in pairs}
+        raise checks.wrong(f"{owner}: {name}", "a dict from key to factor", value)
+
+    wanted = "a dict from key to a number of at least 0"
+    return Field({}, check, dict[Key, float], wanted, doc, init=init, to_json=_pairs)
 
 
-def factors(owner: str, name: str, value: Any) -> dict[Key, float]:
-    """A dict from key to a factor of at least 0; also the list of pairs that JSON can hold."""
-    if isinstance(value, (Mapping, list, tuple)):
-        pairs = list(value.items()) if isinstance(value, Mapping) else list(value)
-        if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-            return {check_key(key): _FACTOR(owner, f"{name}[{shown(key)}]", factor) for key, factor in pairs}
-    raise checks.wrong(f"{owner}: {name}", "a dict from key to factor", value)
-
-
-def factor_pairs(value: Mapping[Key, float]) -> list[list[Key | float]]:
-    """The inverse of `factors` for JSON, whose objects would turn int keys into strings; in one order."""
+def _pairs(value: Mapping[Key, float]) -> list[list[Key | float]]:
+    """A dict for JSON, whose objects would turn int keys into strings; in one order."""
     return [[key, value[key]] for key in sorted(value, key=lambda key: (isinstance(key, str), key))]

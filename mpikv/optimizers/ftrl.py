@@ -9,17 +9,13 @@ src/operator/optimizer_op-inl.h (FtrlUpdateKernel).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import number
 
 
 class Ftrl(Optimizer):
@@ -30,27 +26,11 @@ class Ftrl(Optimizer):
     A learning rate of 0, from a schedule or `lr_mult` too, is a ValueError at the update: the formula divides by it.
     """
 
-    default_learning_rate: ClassVar[float] = 0.1
-    fields: ClassVar[Mapping[str, Field]] = {"lamda1": number(0.0), "beta": number(0.0)}
-    scratch: ClassVar[int] = 3
-    lamda1: float
-    beta: float
-
-    def __init__(
-        self,
-        *,
-        learning_rate: float | None = None,
-        lamda1: float = 0.01,
-        beta: float = 1.0,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.lamda1 = lamda1
-        self.beta = beta
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("z", "n")
+    learning_rate = 0.1
+    lamda1: float = number(default=0.01, low=0.0, doc="sums of gradients up to this leave a weight at zero")
+    beta: float = number(default=1.0, low=0.0, doc="added to the root of n")
+    states = (Array("z", "what the weight is computed from"), Array("n", "the sum of squared gradients"))
+    scratch = 3
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -11,76 +11,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.adam import update_means
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, flag, number
+from mpikv.optimizers.adam import RunningMeans
+from mpikv.optimizers.base import Step
+from mpikv.optimizers.fields import flag, number
 from mpikv.optimizers.norms import norm
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
-
-class LAMB(Optimizer):
+class LAMB(RunningMeans):
     """g = clip(rescale_grad * grad); m and v are Adam's means;  s = m' / (sqrt(v') + epsilon) + wd * w;
 
-    w = w - lr * r * s,  r = |w| / |s|, with |w| limited to lower_bound and upper_bound where these are given (None or
-    <= 0: not), and r = 1 where either norm is then 0.
-
-    bias_correction: m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m and v themselves.
+    w = w - lr * r * s,  r = |w| / |s|, with |w| limited to lower_bound and upper_bound, and r = 1 where either norm is
+    then 0. With bias_correction m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m and v themselves.
     """
 
-    elementwise: bool = False
-    default_learning_rate: ClassVar[float] = 0.001
-    fields: ClassVar[Mapping[str, Field]] = {
-        "beta1": number(0.0, below=1.0),
-        "beta2": number(0.0, below=1.0),
-        "epsilon": number(0.0),
-        "lower_bound": number(optional=True),
-        "upper_bound": number(optional=True),
-        "bias_correction": flag,
-    }
-    beta1: float
-    beta2: float
-    epsilon: float
-    lower_bound: float | None
-    upper_bound: float | None
-    bias_correction: bool
-
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        *,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-6,
-        lower_bound: float | None = None,
-        upper_bound: float | None = None,
-        bias_correction: bool = True,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.beta1 = beta1
-        self.beta2 = beta2
-        self.epsilon = epsilon
-        self.lower_bound = lower_bound
-        self.upper_bound = upper_bound
-        self.bias_correction = bias_correction
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("mean", "var")
+    lower_bound: float | None = number(default=None, doc="|w| counts as at least this; None or <= 0: as it is")
+    upper_bound: float | None = number(default=None, doc="|w| counts as at most this; None or <= 0: as it is")
+    bias_correction: bool = flag(default=True, doc="whether the bias of the means is corrected")
+    elementwise = False
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
     ) -> None:
         """See the class."""
         real = step.real
-        update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1], beta1=self.beta1, beta2=self.beta2)
+        self.update_means(step, self.prepared(step, w, g, tmp), arrays, tmp[1])
         change, root = tmp
         np.sqrt(arrays["var"], out=root)
         if self.bias_correction:

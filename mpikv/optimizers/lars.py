@@ -10,71 +10,36 @@ python/mxnet/optimizer/optimizer.py (LARS).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, flag, number, texts
+from mpikv.optimizers.base import Array, Optimizer, Scalar, Step
+from mpikv.optimizers.fields import flag, number, texts
 from mpikv.optimizers.norms import norm
 from mpikv.optimizers.sgd import momentum_step
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class LARS(Optimizer):
     """SGD at the rate lr * eta * |w| / (|rescale_grad * grad| + wd * |w| + eps); at lr where either norm is 0.
 
-    The norm is that of the gradient before clipping. momentum_correction: the momentum is multiplied by the ratio of
-    this update's learning rate (before factors) to the last one's, so that a change of rate acts on old steps as well.
-    skip: string keys with one of these endings are updated at lr, as biases and normalisation parameters should be;
-    `skip=()` leaves out none. lazy_update: taken for MXNet's sake, without effect.
+    The norm is that of the gradient before clipping. With momentum_correction the momentum is multiplied by the ratio
+    of this update's learning rate (before factors) to the last one's, so that a change of rate acts on old steps, too.
     """
 
-    elementwise: bool = False
-    fields: ClassVar[Mapping[str, Field]] = {
-        "momentum": number(0.0),
-        "lazy_update": flag,
-        "eta": number(0.0),
-        "eps": number(0.0),
-        "momentum_correction": flag,
-        "skip": texts,
-    }
-    scratch: ClassVar[int] = 1
-    momentum: float
-    lazy_update: bool
-    eta: float
-    eps: float
-    momentum_correction: bool
-    skip: tuple[str, ...]
-
-    def __init__(
-        self,
-        *,
-        learning_rate: float | None = None,
-        momentum: float = 0.0,
-        lazy_update: bool = True,
-        eta: float = 0.001,
-        eps: float = 0.0,
-        momentum_correction: bool = True,
-        skip: tuple[str, ...] = ("gamma", "beta", "bias"),
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.momentum = momentum
-        self.lazy_update = lazy_update
-        self.eta = eta
-        self.eps = eps
-        self.momentum_correction = momentum_correction
-        self.skip = skip
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("momentum",) if self.momentum else ()
-
-    def numbers(self) -> dict[str, int | float]:
-        """See `Optimizer`; the last update's learning rate is among them, 0 before the first."""
-        return {"t": 0, "last_rate": 0.0}
+    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
+    eta: float = number(default=0.001, low=0.0, doc="factor of the ratio of the norms")
+    eps: float = number(default=0.0, low=0.0, doc="added below the fraction")
+    momentum_correction: bool = flag(default=True, doc="whether a change of the rate acts on the last step, too")
+    skip: tuple[str, ...] = texts(
+        default=("gamma", "beta", "bias"),
+        doc="endings of the keys that are updated at lr, as biases and normalisation parameters should be",
+    )
+    states = (
+        Array("momentum", "the last step", where="momentum"),
+        Scalar("last_rate", "the last update's learning rate, 0 before the first", 0.0),
+    )
+    elementwise = False
+    scratch = 1
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -22,7 +22,7 @@ from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import PLAIN, Label, label_of
-from mpikv.optimizers.base import Optimizer, State
+from mpikv.optimizers.base import FACTOR, Optimizer, State
 
 DEFAULT_SLOT = 0
 KEPT_ATTRIBUTES = (
@@ -45,7 +45,7 @@ class Kept:
     @functools.cached_property
     def label(self) -> Label:
         """Made only where somebody compares it: at servers."""
-        return label_of(self.attributes)
+        return label_of(self.attributes, FACTOR)
 
 
 class AttributeLog:
@@ -70,7 +70,7 @@ class AttributeLog:
             self._optimizers[slot] = optimizer
             self._last[slot] = (self._text(optimizer), 0)
             self._plain[slot] = _plain(optimizer)
-            self._as_set[slot] = label_of(optimizer.attributes())
+            self._as_set[slot] = label_of(optimizer.attributes(), FACTOR)
             self._relabel(slot, self._as_set[slot])
 
     def optimizer(self, slot: int) -> Optimizer | None:
@@ -97,7 +97,7 @@ class AttributeLog:
         self._count += 1
         self._last[slot] = (now, self._count)
         attributes = optimizer.attributes()
-        self._relabel(slot, label_of(attributes))
+        self._relabel(slot, label_of(attributes, FACTOR))
         return self._count, attributes
 
     def _relabel(self, slot: int, label: Label) -> None:
@@ -228,7 +228,7 @@ class Owner:
         if self._own and self._in_force[slot] != (attributes, factor):
             optimizer.set_attributes(self._kept(slot, attributes).attributes)
             if factor is not None:
-                optimizer.rescale_grad = factor
+                setattr(optimizer, FACTOR, factor)
             self._in_force[slot] = attributes, factor
         if not optimizer.elementwise:
             if weight.size != info.n_elems:

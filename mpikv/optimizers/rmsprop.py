@@ -13,16 +13,12 @@ that no root of a negative number is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, flag, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import flag, number
 
 
 class RMSProp(Optimizer):
@@ -31,45 +27,19 @@ class RMSProp(Optimizer):
     not centered: w = w - lr * G / sqrt(n + epsilon);
     centered: g = gamma1 * g + (1 - gamma1) * G;  delta = gamma2 * delta - lr * G / sqrt(n - g^2 + epsilon);
     w = w + delta.
-
-    clip_weights: the new w is limited to +- this; None or <= 0: not. gamma2 is used where `centered`.
     """
 
-    default_learning_rate: ClassVar[float] = 0.001
-    fields: ClassVar[Mapping[str, Field]] = {
-        "gamma1": number(0.0, below=1.0),
-        "gamma2": number(0.0, below=1.0),
-        "epsilon": number(0.0),
-        "centered": flag,
-        "clip_weights": number(optional=True),
-    }
-    gamma1: float
-    gamma2: float
-    epsilon: float
-    centered: bool
-    clip_weights: float | None
-
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        *,
-        gamma1: float = 0.9,
-        gamma2: float = 0.9,
-        epsilon: float = 1e-8,
-        centered: bool = False,
-        clip_weights: float | None = None,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.gamma1 = gamma1
-        self.gamma2 = gamma2
-        self.epsilon = epsilon
-        self.centered = centered
-        self.clip_weights = clip_weights
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("n", "g", "delta") if self.centered else ("n",)
+    learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
+    gamma1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
+    gamma2: float = number(default=0.9, low=0.0, below=1.0, doc="centered: how much of the last step is made again")
+    epsilon: float = number(default=1e-8, low=0.0, doc="added before the root is taken")
+    centered: bool = flag(default=False, doc="whether the running mean is taken off")
+    clip_weights: float | None = number(default=None, doc="the new w is limited to +- this; None or <= 0: not")
+    states = (
+        Array("n", "running mean of squared gradients"),
+        Array("g", "running mean of gradients", where="centered"),
+        Array("delta", "the last step", where="centered"),
+    )
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

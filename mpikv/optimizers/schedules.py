@@ -22,11 +22,15 @@ from typing import Any
 
 from mpikv import checks
 from mpikv.checks import shown
-from mpikv.optimizers.fields import number
+from mpikv.errors import UnsupportedError
+from mpikv.optimizers.fields import Field
+from mpikv.optimizers.identity import identity
 
 WARMUP_MODES = ("linear", "constant")
 
-_RATE = number(0.0)
+
+def _rate(owner: str, name: str, value: Any) -> float:
+    return checks.number(f"{owner}: {name}", value, 0.0)
 
 
 def whole(owner: str, name: str, value: Any, low: int) -> int:
@@ -49,8 +53,8 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        self._set(base_lr=_RATE(name, "base_lr", self.base_lr))
-        self._set(warmup_begin_lr=_RATE(name, "warmup_begin_lr", self.warmup_begin_lr))
+        self._set(base_lr=_rate(name, "base_lr", self.base_lr))
+        self._set(warmup_begin_lr=_rate(name, "warmup_begin_lr", self.warmup_begin_lr))
         self._set(warmup_steps=whole(name, "warmup_steps", self.warmup_steps, 0))
         checks.one_of(f"{name}: warmup_mode", self.warmup_mode, WARMUP_MODES)
         if self.warmup_begin_lr > self.base_lr:
@@ -114,7 +118,7 @@ class FactorScheduler(Scheduler):
     ) -> None:
         name = type(self).__name__
         self._set(step=whole(name, "step", step, 1), factor=_reduction(name, factor))
-        self._set(stop_factor_lr=_RATE(name, "stop_factor_lr", stop_factor_lr))
+        self._set(stop_factor_lr=_rate(name, "stop_factor_lr", stop_factor_lr))
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
 
     def after_warmup(self, num_update: int) -> float:
@@ -124,7 +128,7 @@ class FactorScheduler(Scheduler):
 
 
 def _reduction(owner: str, factor: Any) -> float:
-    result: float = number(0.0)(owner, "factor", factor)
+    result = _rate(owner, "factor", factor)
     if result > 1.0:
         raise ValueError(f"{owner}: factor must be at most 1, so that the learning rate never grows, not {result:g}")
     return result
@@ -186,7 +190,7 @@ class PolyScheduler(Scheduler):
         warmup_mode: str = "linear",
     ) -> None:
         name = type(self).__name__
-        self._set(pwr=number(0.0)(name, "pwr", pwr), final_lr=_RATE(name, "final_lr", final_lr))
+        self._set(pwr=_rate(name, "pwr", pwr), final_lr=_rate(name, "final_lr", final_lr))
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
         self._set(max_update=_decay_length(self, max_update))
 
@@ -215,7 +219,7 @@ class CosineScheduler(Scheduler):
         warmup_begin_lr: float = 0.0,
         warmup_mode: str = "linear",
     ) -> None:
-        self._set(final_lr=_RATE(type(self).__name__, "final_lr", final_lr))
+        self._set(final_lr=_rate(type(self).__name__, "final_lr", final_lr))
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
         self._set(max_update=_decay_length(self, max_update))
 
@@ -249,3 +253,36 @@ def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Sche
         raise ValueError(f"unknown schedule {shown(name)}; known: {', '.join(known)}")
     make: Callable[..., Scheduler] = known[name]
     return make(**fields)
+
+
+# --- as a field of an optimizer
+
+
+def schedule(*, default: None = None, doc: str) -> Any:
+    """A hyperparameter that is a schedule, any function from the update's number to a learning rate, or None."""
+
+    def check(owner: str, name: str, value: Any) -> Any:
+        if value is None or callable(value):
+            return value
+        raise checks.wrong(f"{owner}: {name}", "a schedule (a function from update number to rate) or None", value)
+
+    kind, wanted = Callable[[int], float] | None, "a function from update number to rate, or None"
+    return Field(default, check, kind, wanted, doc, to_json=_schedule_json, from_json=_schedule_sent)
+
+
+def _schedule_json(value: Any) -> Any:
+    if isinstance(value, Scheduler):
+        return value.config()
+    return None if value is None else {"function": identity(value)}
+
+
+def _schedule_sent(owner: str, name: str, value: Any, current: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if "function" not in value:
+        return schedule_from_config(value, current)
+    if current is None or _schedule_json(current) != value:
+        raise UnsupportedError(
+            f"{owner}: {name} is a function ({value['function']}), which only the whole optimizer carries"
+        )
+    return current

@@ -6,7 +6,7 @@ mallopt(3)), whose faults take as long as the arithmetic. Shorter and longer mem
 
 from __future__ import annotations
 
-import threading
+from typing import Any
 
 import numpy as np
 
@@ -15,24 +15,31 @@ from mpikv.arrays import HostArray
 SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
 
 
-class Scratch(threading.local):
-    """This thread's memory for blocks."""
+class Scratch:
+    """An optimizer's memory for blocks. Copies, and what arrives elsewhere, begin without any.
+
+    Threads may share it: an operation of a list is whole (also in Python without the GIL), so no two get the same.
+    """
 
     def __init__(self) -> None:
-        self._kept = np.empty(0, np.uint8)
+        self._kept: list[HostArray] = []
+
+    def __reduce__(self) -> Any:
+        return Scratch, ()
 
     def take(self, n_bytes: int) -> HostArray:
-        """(n_bytes or more,) of uint8 and any content."""
-        if n_bytes < SMALL_BYTES or n_bytes > KEPT_BYTES:
-            return np.empty(n_bytes, np.uint8)
-        # Nobody else has it meanwhile: a formula may make an update of its own.
-        kept, self._kept = self._kept, np.empty(0, np.uint8)
-        return kept if kept.size >= n_bytes else np.empty(n_bytes, np.uint8)
+        """(n_bytes or more,) of uint8 and any content, which nobody else has until it is given back."""
+        if SMALL_BYTES <= n_bytes <= KEPT_BYTES:
+            try:
+                kept = self._kept.pop()
+            except IndexError:
+                pass
+            else:
+                if kept.size >= n_bytes:
+                    return kept
+        return np.empty(n_bytes, np.uint8)
 
     def give(self, memory: HostArray) -> None:
-        """Keep what `take` returned, unless what is kept is larger."""
-        if SMALL_BYTES <= memory.size <= KEPT_BYTES and memory.size > self._kept.size:
-            self._kept = memory
-
-
-SCRATCH = Scratch()
+        """Keep what `take` returned. As many are kept as updates were under way at once."""
+        if SMALL_BYTES <= memory.size <= KEPT_BYTES:
+            self._kept.append(memory)

@@ -10,44 +10,21 @@ form of Sutskever et al., ICML 2013.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, flag, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import flag, number
 
 
 class SGD(Optimizer):
-    """mom = momentum * mom - lr * (g + wd * w);  w = w + mom.  Without momentum: w = w - lr * (g + wd * w).
+    """mom = momentum * mom - lr * (g + wd * w);  w = w + mom.  Without momentum: w = w - lr * (g + wd * w)."""
 
-    lazy_update: taken for MXNet's sake; it concerns row-sparse gradients, and there are none here.
-    """
-
-    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0), "lazy_update": flag}
-    scratch: ClassVar[int] = 1
-    momentum: float
-    lazy_update: bool
-
-    def __init__(
-        self,
-        *,
-        learning_rate: float | None = None,
-        momentum: float = 0.0,
-        lazy_update: bool = True,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.momentum = momentum
-        self.lazy_update = lazy_update
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("momentum",) if self.momentum else ()
+    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
+    states = (Array("momentum", "the last step", where="momentum"),)
+    scratch = 1
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
@@ -86,16 +63,8 @@ class NAG(Optimizer):
     Without momentum it is SGD.
     """
 
-    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0)}
-    momentum: float
-
-    def __init__(self, *, learning_rate: float | None = None, momentum: float = 0.0, **common: Unpack[Common]) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.momentum = momentum
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("momentum",) if self.momentum else ()
+    momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
+    states = (Array("momentum", "the last step", where="momentum"),)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -8,16 +8,12 @@ SignumKernel).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-from mpikv.optimizers.fields import Field, number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.fields import number
 
 
 class Signum(Optimizer):
@@ -25,29 +21,12 @@ class Signum(Optimizer):
 
     w = (1 - lr * wd_lh) * w + lr * sign(mom).
     Without momentum: w = (1 - lr * (wd + wd_lh)) * w - lr * sign(rescale_grad * grad).
-
-    wd_lh: weight decay that stays out of the sign, as Loshchilov and Hutter have it.
     """
 
-    fields: ClassVar[Mapping[str, Field]] = {"momentum": number(0.0, below=1.0), "wd_lh": number(0.0)}
-    momentum: float
-    wd_lh: float
-
-    def __init__(
-        self,
-        learning_rate: float | None = None,
-        *,
-        momentum: float = 0.9,
-        wd_lh: float = 0.0,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
-        self.momentum = momentum
-        self.wd_lh = wd_lh
-
-    def state_names(self) -> tuple[str, ...]:
-        """See `Optimizer`."""
-        return ("momentum",) if self.momentum else ()
+    learning_rate: float = number(default=0.01, low=0.0, kw_only=False, doc="the rate of an update")
+    momentum: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old mean stays")
+    wd_lh: float = number(default=0.0, low=0.0, doc="weight decay outside of the sign (Loshchilov and Hutter)")
+    states = (Array("momentum", "running mean of gradients, with the sign of the step", where="momentum"),)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -1,8 +1,9 @@
 """States of optimizers as values to save, cut, join and send.
 
-A file holds one entry per key: shape and dtype of the weight and the state of its whole value, so that it knows nothing
-of the workers or servers that wrote it. Ranks send each other their parts, slices of keys, in the same format
-(archive.py). A state's arrays and numbers are saved exactly; nothing in a file is ever executed.
+There is one record, a `Part`: the state of some elements of a key, with the shape and dtype of the key's whole value.
+Ranks send each other the parts that they own. A file holds parts that are whole, one for each key, so that it knows
+nothing of the workers or servers that wrote it. Both are the same archive (archive.py): arrays and numbers are kept
+exactly, and nothing in it is ever executed.
 
 A state is cut and joined like its weight: arrays along the elements; numbers are copied, and must agree again when
 parts are joined, all but "t", of which the largest counts (parts of an asynchronous store may have seen different
@@ -17,7 +18,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -25,44 +26,48 @@ from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of
 from mpikv.checks import shown
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.files import open_regular, replace_file
-from mpikv.keys import Key, check_key
+from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.optimizers.archive import damaged, read_archive, write_archive
 from mpikv.optimizers.base import State
 
-STATES = "mpikv optimizer states"
-PARTS = "mpikv parts of optimizer states"
+KIND = "mpikv optimizer states"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The state of one key's whole value, whose shape and dtype these are."""
+class Part(NamedTuple):
+    """The state of the elements [begin, end) of a key, whose whole value has this shape and dtype."""
 
+    key: Key
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    begin: int
+    end: int
     state: State
 
     @property
     def n_elems(self) -> int:
-        """Elements of the value; 1 for a 0-dimensional one."""
+        """Elements of the whole value; 1 for a 0-dimensional one."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the state of all elements."""
+        return (self.begin, self.end) == (0, self.n_elems)
+
+
+def part_of(info: KeyInfo, begin: int, end: int, state: State) -> Part:
+    """The state of some elements of a store's key."""
+    return Part(info.key, info.shape, info.dtype, begin, end, state)
 
 
 @dataclass(frozen=True)
 class StatesFile:
-    """What a file holds. optimizer: `Optimizer.config()` of the one that made the states, if it was saved."""
+    """What a file holds. entries: the whole state of each key. optimizer: `Optimizer.config()` of the one that made the
+    states, if it was saved.
+    """
 
-    entries: dict[Key, Entry]
+    entries: dict[Key, Part]
     optimizer: dict[str, Any] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
-
-
-class Part(NamedTuple):
-    """The state of the elements [begin, end) of a key."""
-
-    key: Key
-    begin: int
-    end: int
-    state: State
 
 
 # --- files
@@ -70,17 +75,17 @@ class Part(NamedTuple):
 
 def save_states(
     path: str | os.PathLike[str],
-    entries: Mapping[Key, Entry],
+    parts: Iterable[Part],
     *,
     optimizer: Mapping[str, Any] | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a file of states, whole or not at all: beside its place first, then renamed. Local, blocks.
 
-    optimizer, meta: JSON. Raises UnsupportedError for a state that cannot be saved, TypeError where optimizer or meta
-    is no JSON, OSError; a file that is there already stays as it was.
+    parts: whole ones, one for each key. optimizer, meta: JSON. Raises UnsupportedError for a state that cannot be
+    saved, TypeError where optimizer or meta is no JSON, OSError; a file that is there already stays as it was.
     """
-    replace_file(path, lambda file: _write_states(file, entries, optimizer, meta))
+    replace_file(path, lambda file: _write(file, parts, optimizer, meta))
 
 
 def load_states(path: str | os.PathLike[str]) -> StatesFile:
@@ -89,83 +94,75 @@ def load_states(path: str | os.PathLike[str]) -> StatesFile:
     Raises StatesFileError, which names the file and what is wrong with it, for any other content; OSError where it
     cannot be opened (FileNotFoundError where there is none).
     """
+    origin = os.fsdecode(path)
     with open_regular(path) as file:
-        return _read_states(file, os.fsdecode(path))
-
-
-def to_bytes(
-    entries: Mapping[Key, Entry],
-    *,
-    optimizer: Mapping[str, Any] | None = None,
-    meta: Mapping[str, Any] | None = None,
-) -> bytes:
-    """What `save_states` would write."""
-    file = io.BytesIO()
-    _write_states(file, entries, optimizer, meta)
-    return file.getvalue()
-
-
-def from_bytes(data: bytes, origin: str = "states") -> StatesFile:
-    """The inverse of `to_bytes`. origin: what a StatesFileError calls the data."""
-    return _read_states(io.BytesIO(data), origin)
+        parts, optimizer, meta = _read(file, origin)
+    entries: dict[Key, Part] = {}
+    for part in parts:
+        if part.key in entries:
+            damaged(origin, f"damaged: key {shown(part.key)} is there twice")
+        if not part.whole:
+            damaged(origin, f"it holds elements [{part.begin}, {part.end}) of key {shown(part.key)} alone")
+        entries[part.key] = part
+    return StatesFile(entries, optimizer, meta)
 
 
 def parts_to_bytes(parts: Iterable[Part]) -> bytes:
     """Parts of states, to be sent. UnsupportedError for a state that cannot be saved."""
-    file, arrays = io.BytesIO(), list[HostArray]()
-    records = [
-        {"key": check_key(part.key), "begin": part.begin, "end": part.end, "state": _pack(part.key, part.state, arrays)}
-        for part in parts
-    ]
-    write_archive(file, PARTS, {"records": records}, arrays)
+    file = io.BytesIO()
+    _write(file, parts)
     return file.getvalue()
 
 
 def parts_from_bytes(data: bytes, origin: str = "parts of states") -> list[Part]:
     """The inverse of `parts_to_bytes`. Raises StatesFileError."""
-    header, arrays = read_archive(io.BytesIO(data), PARTS, origin)
-    result = []
-    for record in _records(header, origin):
-        begin, end = record.get("begin"), record.get("end")
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-            damaged(origin, f"damaged: a part of elements [{begin!r}, {end!r})")
-        result.append(Part(_key(record, origin), begin, end, _unpack(record, arrays, origin)))
-    return result
+    return _read(io.BytesIO(data), origin)[0]
 
 
-def _write_states(
-    file: Any, entries: Mapping[Key, Entry], optimizer: Mapping[str, Any] | None, meta: Mapping[str, Any] | None
+def _write(
+    file: IO[bytes],
+    parts: Iterable[Part],
+    optimizer: Mapping[str, Any] | None = None,
+    meta: Mapping[str, Any] | None = None,
 ) -> None:
     arrays: list[HostArray] = []
     records = [
         {
-            "key": check_key(key),
-            "shape": list(entry.shape),
-            "dtype": str(entry.dtype),
-            "state": _pack(key, entry.state, arrays),
+            "key": check_key(part.key),
+            "shape": list(part.shape),
+            "dtype": str(part.dtype),
+            **({} if part.whole else {"begin": part.begin, "end": part.end}),
+            "state": _pack(part.key, part.state, arrays),
         }
-        for key, entry in entries.items()
+        for part in parts
     ]
     content = {"optimizer": optimizer, "meta": dict(meta or {}), "records": records}
-    write_archive(file, STATES, json.loads(json.dumps(content)), arrays)
+    write_archive(file, KIND, json.loads(json.dumps(content)), arrays)
 
 
-def _read_states(file: Any, origin: str) -> StatesFile:
-    header, arrays = read_archive(file, STATES, origin)
+def _read(file: IO[bytes], origin: str) -> tuple[list[Part], dict[str, Any] | None, dict[str, Any]]:
+    header, arrays = read_archive(file, KIND, origin)
     optimizer, meta = header.get("optimizer"), header.get("meta")
     if not (optimizer is None or isinstance(optimizer, dict)) or not isinstance(meta, dict):
         damaged(origin, "damaged: its header describes neither optimizer nor meta as it should")
-    entries: dict[Key, Entry] = {}
+    parts: list[Part] = []
+    ends: dict[Key, int] = {}
     for record in _records(header, origin):
         key, shape, dtype = _key(record, origin), record.get("shape"), record.get("dtype")
         if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
             damaged(origin, f"damaged: key {shown(key)} has shape {shown(shape)}")
         if dtype not in {str(known) for known in SUPPORTED_DTYPES}:
             damaged(origin, f"damaged: key {shown(key)} has dtype {shown(dtype)}")
-        if key in entries:
-            damaged(origin, f"damaged: key {shown(key)} is there twice")
-        entries[key] = Entry(tuple(shape), dtype_of(str(dtype)), _unpack(record, arrays, origin))
-    return StatesFile(entries, optimizer, meta)
+        n_elems = math.prod(shape)
+        begin, end = record.get("begin", 0), record.get("end", n_elems)
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= n_elems:
+            damaged(origin, f"damaged: a part of elements [{begin!r}, {end!r}) of {n_elems}")
+        if begin < ends.get(key, 0):
+            damaged(origin, f"damaged: element {begin} of key {shown(key)} is there twice")
+        ends[key] = end
+        state = _unpack(record, arrays, origin)
+        parts.append(Part(key, tuple(shape), dtype_of(str(dtype)), begin, end, state))
+    return parts, optimizer, meta
 
 
 def _records(header: dict[str, Any], origin: str) -> list[dict[str, Any]]:

@@ -6,25 +6,18 @@ Source: MXNet 1.9, python/mxnet/optimizer/optimizer.py (Test).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Common, Optimizer, Step
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from mpikv.optimizers.base import Optimizer, Step
 
 
 class Test(Optimizer):
     """w = w + rescale_grad * grad. The other common parameters are accepted and not used."""
 
-    __test__: ClassVar[bool] = False  # pytest would take the name for a test class
-    scratch: ClassVar[int] = 1
-
-    def __init__(self, *, learning_rate: float | None = None, **common: Unpack[Common]) -> None:
-        super().__init__(learning_rate=learning_rate, **common)
+    scratch = 1
+    __test__ = False  # pytest would take the name for a test class
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
@@ -47,7 +47,7 @@ class TorchOptimizer(Optimizer):
     """
 
     name: ClassVar[str] = "torch"
-    elementwise: bool = False
+    elementwise = False
 
     def __init__(self, torch_class: type[Any], **kwargs: Any) -> None:
         if not is_torch_class(torch_class):
@@ -86,7 +86,7 @@ class TorchOptimizer(Optimizer):
         """UnsupportedError: classes are not looked up by names from a file."""
         raise UnsupportedError("a torch optimizer cannot be made from its description; set it again")
 
-    def complete_arrays(self, flat: HostArray, state: State) -> None:
+    def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
         """See `Optimizer`; torch's optimizers make their arrays themselves."""
 
     def check_state(self, weight: HostArray, state: State) -> None:

@@ -6,8 +6,7 @@ import argparse
 import itertools
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +18,9 @@ from mpikv.plan.costs import Costs, Link
 from mpikv.plan.outcome import Outcome
 from mpikv.plan.report import Row, Table, document, marked, settings_of
 from mpikv.plan.workload import Workload, of_bytes, of_model
+from mpikv.progress import Progress
 
 BAD_INPUT = 2
-SHOWN_S = 0.2  # between two updates of the line that says how far it is
-LINE_S = 10.0  # between two lines where none can be updated: a file, a pipe
 
 
 class Case(NamedTuple):
@@ -94,22 +92,22 @@ def _simulated(options: argparse.Namespace, costs: Costs, table: Table | None) -
     """All rows, and the table printed as far as it is known: the marks compare the rows of one number of workers."""
     workload, link = workload_of(options), Link(options.link, options.latency, options.mtu)
     todo, rows = list(cases(options)), []
-    progress = _Progress(len(todo))
-    if table is not None:
-        progress.say(table.head())
-    for _, group in itertools.groupby(todo, key=lambda case: case.workers):
-        some: list[Row] = []
-        for case in group:
-            progress.begin(f"{case.workers} workers, {case.servers} servers, {case.mode}")
-            outcome = simulate(options, case, Machine(workload, link, costs), progress.alive)
-            some.append(Row(case.workers, case.servers, outcome))
-        marked(some)
-        rows += some
+    with Progress("mpikv plan", len(todo), "rows") as progress:
         if table is not None:
-            progress.say([table.line(row) for row in some])
-    progress.end()
-    if table is not None:
-        progress.say(table.foot(rows))
+            progress.say(*table.head())
+        for _, group in itertools.groupby(todo, key=lambda case: case.workers):
+            some: list[Row] = []
+            for case in group:
+                progress.update(what=f"{case.workers} workers, {case.servers} servers, {case.mode}")
+                outcome = simulate(options, case, Machine(workload, link, costs), progress.update)
+                some.append(Row(case.workers, case.servers, outcome))
+                progress.update(1)
+            marked(some)
+            rows += some
+            if table is not None:
+                progress.say(*map(table.line, some))
+        if table is not None:
+            progress.say(*table.foot(rows))
     return rows
 
 
@@ -149,45 +147,3 @@ def simulate(
         compute_s=compute_s,
         alive=alive,
     )
-
-
-class _Progress:
-    """How far it is: one line on a terminal, which changes; elsewhere a line every `LINE_S`."""
-
-    def __init__(self, total: int) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._every_s = SHOWN_S if self._terminal else LINE_S
-        self._total, self._done, self._what = total, 0, ""
-        self._begun_s = self._last_s = time.monotonic()
-
-    def begin(self, what: str) -> None:
-        """The next row."""
-        self._what = what
-        self._done += 1
-        if self._terminal:
-            self._show()
-        else:
-            self.alive()
-
-    def alive(self) -> None:
-        """Called by the simulation now and then."""
-        if time.monotonic() - self._last_s > self._every_s:
-            self._show()
-
-    def say(self, lines: Sequence[str]) -> None:
-        """Print whole lines at once, where the changing one stood."""
-        self.end()
-        print("".join(f"{line}\n" for line in lines), end="", flush=True)
-
-    def _show(self) -> None:
-        self._last_s = time.monotonic()
-        text = f"{self._done} of {self._total}: {self._what} ({self._last_s - self._begun_s:.0f} s)"
-        if self._terminal:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        else:
-            print(f"mpikv plan: {text}", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Remove the line."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpikv import tables
 from mpikv.plan.costs import Costs
 from mpikv.plan.outcome import Outcome
+from mpikv.tables import Column
 
 SYNC_MARK, ASYNC_MARK = "*", "a"
 
@@ -98,8 +100,20 @@ class Table:
 
     def __init__(self, settings: Mapping[str, Any], mode_width: int, *, steps: bool) -> None:
         self._settings = settings
-        self._width = max(len("mode"), mode_width)
         self._steps = steps
+        of_step = (Column("step ms", 10), Column("overlapped", 10)) if steps else ()
+        self._table = tables.Table(
+            Column("workers", 7),
+            Column("servers", 7),
+            Column("", 1),
+            Column("mode", mode_width, left=True),
+            Column("messages", 8),
+            Column("MB", 9),
+            Column("exchange ms", 12),
+            *of_step,
+            Column("", 0),
+            Column("binds", 5, left=True),
+        )
 
     def head(self) -> list[str]:
         """What was assumed, and the titles of the columns."""
@@ -114,20 +128,26 @@ class Table:
         ]
         if self._steps:
             found.append(f"# a step computes for {1e3 * settings['compute_s']:g} ms")
-        head = f"{'workers':>7} {'servers':>7}   {'mode':<{self._width}} {'messages':>8} {'MB':>9} {'exchange ms':>12}"
-        if self._steps:
-            head += f" {'step ms':>10} {'overlapped':>10}"
-        return [*found, f"{head}  binds"]
+        return [*found, self._table.head()]
 
     def line(self, row: Row) -> str:
         """One row."""
         one, compute_ms = row.outcome, 1e3 * self._settings["compute_s"]
         what, share = one.binds
-        line = f"{row.workers:>7} {row.servers:>7} {row.mark or ' '} {one.mode:<{self._width}} {one.messages:>8}"
-        line += f" {one.sent_bytes / 1e6:9.2f} {1e3 * one.exchange_s:12.2f}"
+        times_ms = [1e3 * one.exchange_s]
         if self._steps:
-            line += f" {compute_ms + 1e3 * one.exchange_s:10.2f} {1e3 * (one.overlapped_s or 0.0):10.2f}"
-        return f"{line}  {what} {100 * share:.0f} %"
+            times_ms += [compute_ms + 1e3 * one.exchange_s, 1e3 * (one.overlapped_s or 0.0)]
+        return self._table.line(
+            row.workers,
+            row.servers,
+            row.mark,
+            one.mode,
+            one.messages,
+            f"{one.sent_bytes / 1e6:.2f}",
+            *(f"{time_ms:.2f}" for time_ms in times_ms),
+            "",
+            f"{what} {100 * share:.0f} %",
+        )
 
     @staticmethod
     def foot(rows: Sequence[Row]) -> list[str]:

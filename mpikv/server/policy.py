@@ -146,19 +146,20 @@ class Synchronous:
     def regrouped(self, others: Sequence[Synchronous], cut: Cut, count: int) -> Sequence[Policy]:
         """The same sums, cut anew."""
         everyone = (self, *others)
-        totals = [unit._total for unit in everyone if unit._total is not None]
+        totals = [unit._total for unit in everyone if unit._total is not None]  # noqa: SLF001 - of the same class
         new_totals = cut(totals) if totals else [None] * count
         early = {
             worker: [
-                part._replace(gradient=gradient) for gradient in cut([u._early[worker].gradient for u in everyone])
+                part._replace(gradient=gradient)
+                for gradient in cut([u._early[worker].gradient for u in everyone])  # noqa: SLF001 - of the same class
             ]
             for worker, part in self._early.items()
         }
         result = [Synchronous(self._num_workers) for _ in range(count)]
         for i, unit in enumerate(result):
-            unit._next_worker, unit._total, unit._alike = self._next_worker, new_totals[i], self._alike
-            unit._attributes, unit._labels, unit._op = list(self._attributes), list(self._labels), self._op
-            unit._early = {worker: parts[i] for worker, parts in early.items()}
+            unit._next_worker, unit._total, unit._alike = self._next_worker, new_totals[i], self._alike  # noqa: SLF001 - of the same class
+            unit._attributes, unit._labels, unit._op = list(self._attributes), list(self._labels), self._op  # noqa: SLF001 - of the same class
+            unit._early = {worker: parts[i] for worker, parts in early.items()}  # noqa: SLF001 - of the same class
         return result
 
 

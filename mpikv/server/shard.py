@@ -22,7 +22,7 @@ from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
-from mpikv.optimizers.states import Part, join_states, slice_state
+from mpikv.optimizers.states import Part, join_states, part_of, slice_state
 from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Pool
@@ -148,7 +148,7 @@ class Shard:
     def states(self) -> list[Part]:
         """The states of its units; those never updated have none."""
         return [
-            Part(self.info.key, self.begin + unit.begin, self.begin + unit.end, unit.state)
+            part_of(self.info, self.begin + unit.begin, self.begin + unit.end, unit.state)
             for unit in self.units
             if unit.state is not None
         ]

@@ -11,32 +11,31 @@ way, 1/W of the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from mpikv import buckets, wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
-from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.control.contests import Labels
-from mpikv.engine.request import Done, Steps
+from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, MpikvError, UnsupportedError
-from mpikv.hostmemory.segment import HostMemory, aligned
+from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.hostmemory.segment import HostMemory
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.placement import Members, place
+from mpikv.placement import place
 from mpikv.reductions import SUM, Reduction
+from mpikv.session.base import Pending
 from mpikv.strategies.arguments import flattened
-from mpikv.strategies.base import Pending, PreparedCall, Sink
+from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.host_keys import HostKeys
@@ -44,25 +43,15 @@ from mpikv.strategies.lane_rounds import LaneRounds
 from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round, Under
 from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import Workers
-from mpikv.transports.base import Transport
+from mpikv.strategies.workers import KeyEvents, Workers
 
 
 class AllreduceStrategy(DistributedStrategy):
     """The strategy of `dist_sync` without servers."""
 
-    synchronous = True
-
-    def __init__(
-        self,
-        transport: Transport,
-        members: Members,
-        *,
-        threaded: bool,
-        on_fatal: Callable[[BaseException], None],
-        memory: HostMemory | None = None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
+        super().__init__(session)
+        members = session.members
         self._lanes: dict[int, Lane] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
@@ -75,43 +64,36 @@ class AllreduceStrategy(DistributedStrategy):
             self._native = native
         self._comms: dict[int, Running[Any]] = {}
         self._last_comm: Running[Any] | None = None
-        # Workers that are ahead may ask worker 0 for a key's place as soon as its engine runs.
-        path = members.path
-        self._direct = Direct(memory, self._lanes, self._owner) if memory is not None and path == "direct" else None
-        self._hosts = HostKeys(memory, transport) if memory is not None and path == "hosted" else None
-        self._workers = Workers(transport, members.workers, members.config, self, threaded=threaded, on_fatal=on_fatal)
-        self._group = self._workers.group
-        dispute = self._workers.control.dispute
+        self._hosts = None if memory is None else HostKeys(memory, session.transport)
+        self._direct = None
+        if self._hosts is not None and members.path == "direct":
+            self._direct = Direct(session, self._hosts, self._lanes, self._owner)
+        self._group = session.group
+        dispute = session.control.dispute
         self._rounds = LaneRounds(self._group, self._owner, dispute, native=self._native, comms=self._comms)
-        self.rank = self._group.rank
-        self.num_workers = self._group.size
-        if self._direct is not None:
-            self._direct.start(self._workers)
-            self.shares_memory = True
+        self.rank, self.num_workers = session.rank, session.num_workers
+        self.shares_memory = self._direct is not None
+        session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
         if self._hosts is not None:
-            self._workers.engine.serve(self._hosts.listen(), "counters of this host")
+            session.engine.serve(self._hosts.listen(), "counters of this host")
 
     # --- keys as they are agreed on
 
-    def reserve(self, info: KeyInfo) -> Any:
+    def _reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
-        if self._hosts is not None:
-            return self._hosts.reserve_key(info.n_elems, info.dtype.itemsize)
-        return None if self._direct is None else self._direct.arena.reserve(info.n_bytes)
+        return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
 
-    def begin(self, info: KeyInfo, reserved: Any) -> None:
+    def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's lane, which first brings the value of worker 0 to all."""
-        lane = Lane(info, self._direct)
-        lane.share(self._shared(info, reserved))
-        if self._direct is not None:
-            lane.offset_bytes = -1 if reserved is None else reserved
-            self._direct.add_key(info.id)
+        lane = Lane(info)
+        if self._hosts is not None and reserved is not None:
+            lane.share(self._hosts.key(reserved, info.n_elems, info.dtype))
         if self.rank == 0:
-            lane.own_value()[...] = self._first_values.pop(info.key)
+            lane.own[...] = self._first_values.pop(info.key)
         self._compare(lane)
         self._place(lane)
         self._lanes[info.id] = lane
-        lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(info.key)}")
+        lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
 
     def _compare(self, lane: Lane) -> None:
         """Compare the labels of its rounds, where there are other workers and something to add."""
@@ -119,19 +101,16 @@ class AllreduceStrategy(DistributedStrategy):
             lane.comparison = Comparison(self._labels_as_set(lane), exact=lane.info.dtype.kind in "iu")
 
     def _labels_as_set(self, lane: Lane) -> Labels:
-        return tuple(self._workers.attributes.as_set(self._workers.slot_of(info)) for info in lane.keys)
+        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in lane.keys)
 
-    def _shared(self, info: KeyInfo, place: int | None) -> HostKey | None:
-        return None if self._hosts is None or place is None else self._hosts.key(place, info.n_elems, info.dtype)
-
-    def agreed(self, info: KeyInfo) -> None:
+    def _agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
         if self._native is not None:
-            self._last_comm = self._comms[info.id] = self._workers.engine.start(
+            self._last_comm = self._comms[info.id] = self._session.engine.start(
                 self._duplicate_after(self._last_comm), f"communicator of key {shown(info.key)}"
             )
 
-    def broken(self, info: KeyInfo) -> None:
+    def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
         lane = self._lanes.pop(info.id, None)
         if lane is not None and lane.running is not None:
@@ -140,17 +119,17 @@ class AllreduceStrategy(DistributedStrategy):
     def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
         if before is not None:
             yield before
-        comm = getattr(self._workers.transport, "comm", None)
+        comm = getattr(self._session.transport, "comm", None)
         if comm is None:
             raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
         return (yield from self._native.duplicate(comm))
 
-    def pushes(self) -> dict[int, int]:
+    def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
         return {info.id: self._pushed(info) for lane in self._all_lanes() for info in lane.keys}
 
     def _pushed(self, info: KeyInfo) -> int:
-        return self._lanes[info.id].pushes_of(info) + (0 if self._direct is None else self._direct.rounds(info.id))
+        return self._lanes[info.id].pushes_of(info) + self._lanes[info.id].calls.rounds
 
     def _all_lanes(self) -> list[Lane]:
         """Each lane once."""
@@ -158,7 +137,7 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _place(self, lane: Lane) -> None:
         """Where its values live from now on: with the optimizer that serves it."""
-        info, room = lane.info, lane.shared is not None or lane.offset_bytes >= 0
+        info, room = lane.info, lane.shared is not None
         optimizer = self._owner.optimizer_of(info.id)
         lane.placement = place(
             self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
@@ -175,10 +154,11 @@ class AllreduceStrategy(DistributedStrategy):
         """Agree, then give every worker the value of worker 0."""
         if self.rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        agreed, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
-            if not self._workers.is_released(info) and not self._lanes[info.id].has_value:
-                self._workers.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("init", info.key, info.id)))
+            lane = self._lanes[info.id]
+            if not self._session.is_released(info) and not lane.has_value:
+                self._session.wait(Pending(Reached(lane, 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -186,41 +166,34 @@ class AllreduceStrategy(DistributedStrategy):
 
     # --- push and pull
 
-    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
-        """Put a round into the key's lane."""
-        self._push(info, Round(total.astype(sum_dtype(info.dtype), copy=False)))
-        return Pending(Done(), Waiting("push", info.key, info.id))
+    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
+        """Put a round into each key's lane; a pull is done as soon as its lane has done this worker's last push."""
+        pending = []
+        for info, total, sink in entries:
+            if total is not None:
+                lane = self._lanes[info.id]
+                with self._session.engine.lock:
+                    if self._push(lane, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
+                        lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
+            if sink is not None:
+                pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
+        return pending
 
-    def _push(self, info: KeyInfo, round_: Round) -> None:
-        lane = self._lanes[info.id]
-        slot = self._workers.slot_of(info)
-        number, attributes = self._workers.attributes.number(slot)
-        with self._workers.engine.lock:
-            lane.reached(0)
-            if attributes is not None:
-                self._owner.add_attributes(slot, 0, number, attributes)
-            label = self._workers.attributes.label(slot)
-            if round_.op is not SUM:
-                label = label._replace(op=round_.op.name)
-            complete = lane.add(info, round_._replace(under=Under(number, label)))
-            if self._direct is not None:
-                self._direct.pushed(info.id)
-            self._workers.control.activity.note(f"push of key {shown(info.key)}")
-            if complete:
-                self._start(lane)
-
-    def _start(self, lane: Lane) -> None:
-        if lane.running is None or lane.running.done:
-            lane.running = self._workers.engine.start(self._rounds.run(lane), f"key {shown(lane.info.key)}")
-
-    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
-        """Copy the value out as soon as the lane has done this worker's last push."""
-        return self._deliver(info, sink, Waiting("pull", info.key, info.id, self._pushed(info)))
-
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
-        """Both."""
-        self._push(info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op))
-        return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
+    def _push(self, lane: Lane, info: KeyInfo, round_: Round) -> bool:
+        """Put a round into its lane; whether the lane is to be started. Under the engine's lock."""
+        session, slot = self._session, self._session.slot_of(info)
+        number, attributes = session.attributes.number(slot)
+        lane.reached(0)
+        if attributes is not None:
+            self._owner.add_attributes(slot, 0, number, attributes)
+        label = session.attributes.label(slot)
+        if round_.op is not SUM:
+            label = label._replace(op=round_.op.name)
+        complete = lane.add(info, round_._replace(under=Under(number, label)))
+        if self._direct is not None:
+            self._direct.pushed(lane)
+        session.control.activity.note(f"push of key {shown(info.key)}")
+        return complete and lane.may_start
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -229,42 +202,38 @@ class AllreduceStrategy(DistributedStrategy):
         if self._direct is not None:
             return self._direct.prepare(infos, values, outs, op)
         flat = flattened(infos, values, outs)
-        return None if flat is None else Rounds(self._lend, self.wait, infos, flat, op)
+        return None if flat is None else Rounds(self._lend, self._session.wait, infos, flat, op)
 
     def _lend(self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction) -> Pending:
-        round_, sink = lent(self._lanes[info.id], info, value, outs)
-        self._push(info, round_._replace(op=op))
-        return self._deliver(info, sink, Waiting("pushpull", info.key, info.id, self._pushed(info)))
+        lane = self._lanes[info.id]
+        round_, sink = lent(lane, info, value, outs)
+        with self._session.engine.lock:
+            if self._push(lane, info, round_._replace(op=op)):
+                lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
+        return self._deliver(info, sink, "pushpull")
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
-        """Memory in the part of the host's that belongs to this worker."""
-        if self._hosts is not None:
-            begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
-            begin = self._workers.agree("empty", [text, begin], "empty")
-            return None if begin is None else self._hosts.array(begin, n_bytes)
-        if self._direct is None:
+        """Memory in a block of the host's, of which a part belongs to this worker."""
+        if self._hosts is None:
             return super().allocate(text, n_bytes)
-        stride = aligned(n_bytes)
-        begin = self._direct.arena.reserve(stride * self.num_workers) if self.rank == 0 else None
-        begin = self._workers.agree("empty", [text, begin], "empty")
-        if begin is None:
-            raise MpikvError(f"empty or zeros: no room for {n_bytes} bytes per worker in this host's memory")
-        return self._direct.arena.memory.array(self._direct.arena.add_block(begin, stride), n_bytes, np.dtype(np.uint8))
+        begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
+        begin = self._session.agree("empty", [text, begin], "empty")
+        return None if begin is None else self._hosts.array(begin, n_bytes)
 
     def stats(self) -> dict[str, int]:
         """Also what went the direct way, and the memory held."""
         held = {"held_bytes": sum(lane.held_bytes for lane in self._all_lanes())}
-        if self._direct is not None:
-            direct = self._direct.stats()
-            held = {**direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
         if self._hosts is not None:
             held["shared_bytes"] = sum(lane.info.n_bytes for lane in self._all_lanes() if lane.shared is not None)
+        if self._direct is not None:
+            direct = self._direct.stats()
+            held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
         return {**super().stats(), **held}
 
-    def _deliver(self, info: KeyInfo, sink: Sink, waiting: Waiting) -> Pending:
-        lane = self._lanes[info.id]
+    def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
+        lane, waiting = self._lanes[info.id], Waiting(call, info.key, info.id, self._pushed(info))
         delivery = Delivery(lane, info, sink)
-        with self._workers.engine.lock:
+        with self._session.engine.lock:
             if lane.refused is not None:
                 # Raised by the wait: the other keys of this call may not be pushed yet, and other workers push them.
                 lane.refuse_pull(delivery)
@@ -286,10 +255,10 @@ class AllreduceStrategy(DistributedStrategy):
             rounds = [lane.pushed]
             for info in lane.keys:
                 if common is not None and info.id in common:
-                    rounds.append(common[info.id] - (0 if self._direct is None else self._direct.rounds(info.id)))
+                    rounds.append(common[info.id] - lane.calls.rounds)
             round_ = min(rounds)
             try:
-                self._workers.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+                self._session.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
             except ConfigError as error:
                 refused = refused or error
         if refused is not None:
@@ -298,8 +267,8 @@ class AllreduceStrategy(DistributedStrategy):
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
         self._drain("set_optimizer")
-        slot, key_ids, pickled = self._workers.agree_on_optimizer(optimizer, keys)
-        with self._workers.engine.lock:
+        slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
+        with self._session.engine.lock:
             self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
             if self._direct is not None:
                 self._direct.reset()
@@ -327,61 +296,66 @@ class AllreduceStrategy(DistributedStrategy):
         Collective. Does nothing where a key cannot share a buffer: shared memory, communicators of its own, an
         optimizer that needs the whole of a key.
         """
-        infos = [self._workers.infos[key] for key in keys]
+        infos = [self._session.infos[key] for key in keys]
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if self._direct is not None or self._native is not None or self.num_workers == 1:
             return
         if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
             return
         groups = buckets.plan([info.n_bytes for info in infos], [str(info.dtype) for info in infos])
-        self._workers.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
+        self._session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
         for info in infos:
-            self._workers.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("bucket", info.key, info.id)))
+            self._session.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("bucket", info.key, info.id)))
         found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
         joined = [Bucket(group) for group in found if len(group) > 1]
         if self._hosts is not None:
-            sizes = [(bucket.info.n_elems, bucket.info.dtype.itemsize) for bucket in joined]
-            places = [self._hosts.reserve_key(*size) for size in sizes] if self.rank == 0 else None
-            places = self._workers.agree("empty", ["buckets", places], "bucket")
+            places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined] if self.rank == 0 else None
+            places = self._session.agree("empty", ["buckets", places], "bucket")
             for bucket, place in zip(joined, places, strict=True):
-                bucket.share(self._shared(bucket.info, place))
-        with self._workers.engine.lock:
+                if place is not None:
+                    bucket.share(self._hosts.key(place, bucket.info.n_elems, bucket.info.dtype))
+        with self._session.engine.lock:
             for bucket in joined:
                 self._join(bucket)
 
     def _join(self, bucket: Bucket) -> None:
         for info in bucket.keys:
-            bucket.own_value()[bucket.span(info)] = self._lanes[info.id].value()
+            bucket.own[bucket.span(info)] = self._lanes[info.id].value()
             self._lanes[info.id] = bucket
         bucket.has_value = True
         self._compare(bucket)
         self._place(bucket)
 
-    def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
+    def skip(self, keys: Sequence[Key], *, changed: bool) -> None:
         """Keys of buckets take no part in this round, on no worker."""
+        infos = [self._session.infos[key] for key in keys]
         if changed:
-            self._workers.agree("skip", [info.key for info in infos], "a step with other parameters frozen than before")
-        with self._workers.engine.lock:
+            self._session.agree("skip", list(keys), "a step with other parameters frozen than before")
+        with self._session.engine.lock:
             for info in infos:
                 lane = self._lanes[info.id]
-                if isinstance(lane, Bucket) and lane.add(info, None):
-                    self._start(lane)
+                if isinstance(lane, Bucket) and lane.add(info, None) and lane.may_start:
+                    lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""
         self._drain("save_optimizer_states")
-        self._workers.agree("save_optimizer_states", None, "save_optimizer_states")  # all are here to send their parts
+        self._session.agree("save_optimizer_states", None, "save_optimizer_states")  # all are here to send their parts
         mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
-        gathering = self._workers.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
-        self._workers.wait_for(gathering, "save_optimizer_states")
+        gathering = self._session.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
+        self._session.wait_for(gathering, "save_optimizer_states")
 
         def write() -> None:
             parts = [parts_from_bytes(blob) for blob in gathering.result or []]
             write_file(
-                path, parts, chosen(self.infos(), keys), self._workers.optimizers(), dump_optimizer=dump_optimizer
+                path,
+                parts,
+                chosen(self._session.in_order(), keys),
+                self._session.optimizers(),
+                dump_optimizer=dump_optimizer,
             )
 
-        self._workers.outcome("save_optimizer_states", write)
+        self._session.decide("save_optimizer_states", write)
 
     def load_states(self, path: str) -> None:
         """Worker 0 reads and checks the file, then gives each worker its part."""
@@ -389,32 +363,28 @@ class AllreduceStrategy(DistributedStrategy):
         parts: list[bytes] = []
 
         def read() -> Any:
-            file = read_file(path, self._workers.infos, self._workers.optimizers())
+            file = read_file(path, self._session.infos, self._session.optimizers())
             for rank in range(self.num_workers):
                 parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
             return restored(file)
 
-        loaded = self._workers.outcome("load_optimizer_states", read)
-        scattering = self._workers.engine.start(
+        loaded = self._session.decide("load_optimizer_states", read)
+        scattering = self._session.engine.start(
             blobs.scatter(self._group, parts if self.rank == 0 else None, 0, wire.TAG_STATES), "states"
         )
-        self._workers.wait_for(scattering, "load_optimizer_states")
-        with self._workers.engine.lock:
+        self._session.wait_for(scattering, "load_optimizer_states")
+        with self._session.engine.lock:
             for key in loaded[0]:
-                self._owner.states.pop(self._workers.infos[key].id, None)
+                self._owner.states.pop(self._session.infos[key].id, None)
             for part in parts_from_bytes(scattering.result or b""):
-                self._owner.states[self._workers.infos[part.key].id] = part.state
-        self._workers.restore(loaded)
+                self._owner.states[self._session.infos[part.key].id] = part.state
+        self._session.restore(loaded)
 
-    # --- barrier and end
-
-    def barrier(self) -> None:
-        """Wait for all workers."""
-        self._workers.agree("barrier", None, "barrier")
+    # --- the end
 
     def close(self) -> None:
         """Wait until all workers close; what they pushed in common is done first."""
-        common, error = self._workers.leave(matched=True)
+        common, error = self._session.leave(matched=True)
         refused: ConfigError | None = None
         try:
             self._drain("close", common)
@@ -422,10 +392,9 @@ class AllreduceStrategy(DistributedStrategy):
             refused = found
         if error is not None:
             raise error
-        self._workers.stop()
         for running in self._comms.values():
             if running.result is not None:
                 running.result.Free()
-        self._workers.transport.close()
+        self._session.end()
         if refused is not None:
             raise refused

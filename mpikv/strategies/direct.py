@@ -5,11 +5,10 @@ The workers meet (hostmemory/counters): if all make the same call, they do it to
 call goes the ordinary way, through the keys' lanes. Both ways add in the order of the ranks, so the bits do not tell
 which one it was.
 
-Every key has a place in the shared memory, the *arena*: its value is there once for all workers of the host, after a
-call that went the direct way. The newest value of a key is in its lane, in the arena, or in the array of a call that
-added in place: wherever the last push went. Calls and lanes note when that was, and who asks finds out.
+The newest value of a key is in its place in the host's memory, once for all workers; or, after a call that added in
+place, in the arrays of that call, until a push of another kind brings it home.
 
-Memory: one value per host in the arena; scratch, see collectives/shared.
+Memory: scratch, see collectives/shared.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,83 +28,40 @@ from mpikv.collectives.shared_plans import Update, always, staged_plan, update_p
 from mpikv.engine.request import Predicate
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Meeting, digest, history_hash
-from mpikv.hostmemory.segment import HostMemory, aligned
+from mpikv.hostmemory.segment import aligned
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.reductions import Reduction
-from mpikv.strategies.arena import Arena
+from mpikv.session.base import Pending
 from mpikv.strategies.arguments import flattened
-from mpikv.strategies.base import Pending
 from mpikv.strategies.direct_plans import in_place, regions
+from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.key_calls import KeyCall
+from mpikv.strategies.lanes import Lane
 from mpikv.strategies.workers import Workers
-
-
-class Lane(Protocol):
-    """What this module needs of a key's lane."""
-
-    info: KeyInfo
-    offset_bytes: int  # in the arena
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """What each worker owns of the value."""
-        ...
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has a value and nothing is under way."""
-        ...
-
-    def forget(self) -> None:
-        """Give back the lane's own copy of the value."""
-        ...
-
-    def own_value(self) -> HostArray:
-        """The lane's own copy, as it is."""
-        ...
-
-    def take(self, value: HostArray) -> None:
-        """Make `value` the lane's own."""
-        ...
-
-
-class _KeyRecord:
-    """When a key's value was last changed where, and by which calls it may be."""
-
-    __slots__ = ("calls", "digest", "in_arena", "in_lane", "rounds")
-
-    def __init__(self, digest_: int) -> None:
-        self.digest = digest_
-        self.rounds = 0  # of calls that are released
-        self.in_arena = 0
-        self.in_lane = 1  # ahead of a call that was never made
-        self.calls: list[DirectCall] = []
-
-    @property
-    def is_in_arena(self) -> bool:
-        """Whether its place in the arena was ever written to."""
-        return self.in_arena > 0 or any(call.last and not call.values for call in self.calls)
 
 
 class Direct:
     """The direct way of one worker."""
 
-    def __init__(self, memory: HostMemory, lanes: Mapping[int, Any], owner: Owner) -> None:
-        self.arena = Arena(memory)
+    def __init__(self, session: Workers, places: HostKeys, lanes: Mapping[int, Lane], owner: Owner) -> None:
+        self._session = session
+        memory = places.memory
+        assert places.slots is not None
+        self._places, self._slots = places, places.slots
         self._lanes = lanes
         self._owner = owner
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._meeting = Meeting(
             memory,
-            step=self._step,
+            step=session.engine.step,
             crowded=memory.threads or memory.size > cores,
             yield_=_let_threads_run if memory.threads else os.sched_yield,
         )
         self._executor = Executor(self._meeting, self._wait)
         self._lock = threading.Lock()
-        self._clock = 1  # counts calls and pushes, to tell which was the last
-        self._keys: dict[int, _KeyRecord] = {}
+        self._clock = 0  # counts calls and pushes, to tell which was the last
         self._turn = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
         self.pushes_elsewhere = 0  # changes whenever a lane has changed a value
@@ -117,13 +73,6 @@ class Direct:
         self.declined = 0
         self.copied_bytes = 0
         self.added_bytes = 0
-
-    def _step(self) -> bool:
-        return self._workers.engine.step()
-
-    def start(self, workers: Workers) -> None:
-        """Say who the workers are. `reserve` may be needed before: other workers may be ahead of this one."""
-        self._workers = workers
 
     # --- memory
 
@@ -137,12 +86,12 @@ class Direct:
     @property
     def held_bytes(self) -> int:
         """Scratch memory of this worker: its slots, and what an optimizer's sums need."""
-        return self.arena.slots.per_rank_bytes + self._scratch.size
+        return self._slots.per_rank_bytes + self._scratch.size
 
     def stats(self) -> dict[str, int]:
         """Counted since the start: calls made together, calls that did not meet; bytes copied and added by this worker.
 
-        held_bytes: scratch memory of this worker. shared_bytes: values in the memory of the host, once for all workers.
+        held_bytes: scratch memory of this worker.
         """
         return {
             "direct_calls": self.calls,
@@ -150,42 +99,23 @@ class Direct:
             "bytes_copied": self.copied_bytes,
             "bytes_added": self.added_bytes,
             "held_bytes": self.held_bytes,
-            "shared_bytes": sum(
-                self._lanes[key_id].info.n_bytes for key_id, record in self._keys.items() if record.is_in_arena
-            ),
         }
 
     # --- keys
 
-    def add_key(self, key_id: int) -> None:
-        """A new key: its value is in its lane."""
-        self._keys[key_id] = _KeyRecord(digest("key", key_id))
-
-    def pushed(self, key_id: int) -> None:
-        """A push that goes through the lane, as soon as it is made."""
-        self._meeting.pushed(self._keys[key_id].digest, 1)
+    def pushed(self, lane: Lane) -> None:
+        """A push of the lane's key that goes through the lane, before the others can learn of it."""
+        self._meeting.pushed(lane.calls.digest, 1)
+        self._bring_home(lane)
         self.pushes_elsewhere += 1
 
-    def rounds(self, key_id: int) -> int:
-        """How many rounds of the key went the direct way."""
-        record = self._keys[key_id]
-        return record.rounds + sum(call.rounds for call in record.calls)
-
-    def in_lane(self, key_id: int) -> None:
-        """The lane has the newest value."""
+    def _bring_home(self, lane: Lane) -> None:
+        """Where the newest value is in the arrays of a call, copy it to the key's place. All workers write the same."""
+        array = lane.calls.array()
+        if array is not None:
+            lane.own[...] = array
         self._clock += 1
-        self._keys[key_id].in_lane = self._clock
-
-    def value_of(self, lane: Lane) -> HostArray | None:
-        """The key's newest value where it is not in the lane."""
-        record = self._keys[lane.info.id]
-        last = max(record.calls, key=lambda call: call.last, default=None)
-        if last is not None and last.last > max(record.in_lane, record.in_arena) and last.values:
-            return last.values[lane.info.id]
-        in_arena = max(record.in_arena, last.last if last is not None else 0)
-        if in_arena > record.in_lane:
-            return self.arena.value(lane.offset_bytes, lane.info)
-        return None
+        lane.calls.at_home = self._clock
 
     # --- calls
 
@@ -195,12 +125,12 @@ class Direct:
         """A call with one array per key; None where it cannot go the direct way."""
         lanes = [self._lanes[info.id] for info in infos]
         flat = flattened(infos, values, outs)
-        if flat is None or any(lane.offset_bytes < 0 for lane in lanes):
+        if flat is None or any(lane.shared is None for lane in lanes):
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
             return None
-        replicas = [self.arena.replicas(value) for value, _ in flat]
+        replicas = [self._places.replicas(value) for value, _ in flat]
         where_they_are = all(
             one is not None
             and len(targets) == 1
@@ -209,41 +139,35 @@ class Direct:
         )
         kind = "update" if optimizers and optimizers[0] is not None else "in place" if where_they_are else "staged"
         if kind == "in place":
-            plan = always(in_place(self.arena, replicas, op))
+            plan = always(in_place(self._places, replicas, op))
         elif kind == "staged":
-            plan = staged_plan(self.arena.slots, regions(self.arena, lanes, flat), op)
+            plan = staged_plan(self._slots, regions(self._places, lanes, flat), op)
         else:
             plan = self._update(lanes, flat, replicas)
-        places = [None if one is None or kind == "staged" else self.arena.memory.offset_of(one[0]) for one in replicas]
+        offset_of = self._places.memory.offset_of
+        places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
         call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places, op.name))
-        call.slots = sorted({self._workers.slot_of(info) for info in infos})
-        call.hash = history_hash(self._keys[info.id].digest for info in infos)
+        call.slots = sorted({self._session.slot_of(info) for info in infos})
+        call.hash = history_hash(lane.calls.digest for lane in lanes)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
-        for info in infos:
-            self._keys[info.id].calls.append(call)
+        for lane in lanes:
+            lane.calls.kept.append(call)
         return call
 
     def release(self, call: DirectCall) -> None:
-        """The call's arrays are forgotten: values that are only there go to their lanes."""
+        """The call's arrays are forgotten: values that are only there go home."""
         for lane in call.lanes:
-            record = self._keys[lane.info.id]
-            if call.values and call.last:
+            if lane.calls.newest is call:
                 self._bring_home(lane)
-            elif not call.values:
-                record.in_arena = max(record.in_arena, call.last)
-            record.rounds += call.rounds
-            record.calls.remove(call)
+            elif not call.values:  # it has written to the key's place
+                lane.calls.at_home = max(lane.calls.at_home, call.last)
+            lane.calls.released_rounds += call.rounds
+            lane.calls.kept.remove(call)
         call.rounds = 0
 
-    def _bring_home(self, lane: Lane) -> None:
-        value = self.value_of(lane)
-        if value is not None:
-            lane.take(value)
-            self.pushes_elsewhere += 1
-
     def reset(self) -> None:
-        """Optimizers change: calls prepared so far are of no use, and every value goes to its lane."""
+        """Optimizers change: calls prepared so far are of no use, and every value goes home."""
         for lane in self._lanes.values():
             self._bring_home(lane)
         self.epoch += 1
@@ -255,23 +179,22 @@ class Direct:
         flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]],
         replicas: Sequence[list[HostArray] | None],
     ) -> Callable[[int], Plan]:
-        me, keys = self.arena.rank, []
+        me, keys = self._places.rank, []
         longest = max((lane.bounds[me + 1] - lane.bounds[me]) * sum_dtype(lane.info.dtype).itemsize for lane in lanes)
         self.scratch(longest, np.dtype(np.uint8))  # before views of it are taken
         for lane, (value, outs), shared in zip(lanes, flat, replicas, strict=True):
             if not value.size:
                 continue
-            result = self.arena.value(lane.offset_bytes, lane.info)
             values: Sequence[HostArray | None] = shared or [
-                value if rank == me else None for rank in range(self.arena.size)
+                value if rank == me else None for rank in range(self._places.size)
             ]
-            keys.append(Update(values, result, outs, lane.bounds, self._applier(lane, result)))
-        return always(update_plan(self.arena.slots, keys, self.scratch))
+            keys.append(Update(values, lane.own, outs, lane.bounds, self._applier(lane)))
+        return always(update_plan(self._slots, keys, self.scratch))
 
-    def _applier(self, lane: Lane, result: HostArray) -> Callable[[HostArray], None]:
-        me = self.arena.rank
-        own = result[lane.bounds[me] : lane.bounds[me + 1]]
-        slot = self._workers.slot_of(lane.info)
+    def _applier(self, lane: Lane) -> Callable[[HostArray], None]:
+        me = self._places.rank
+        own = lane.own[lane.bounds[me] : lane.bounds[me + 1]]
+        slot = self._session.slot_of(lane.info)
 
         def apply(total: HostArray) -> None:
             self._owner.apply(lane.info, own, total, (0, self._numbers[slot]))
@@ -288,7 +211,7 @@ class Direct:
                     f"pushpull: an earlier call ended half-way on this worker ({type(self._failure).__name__}: "
                     f"{self._failure}), and the other workers count on its part of it: this store can sum no more"
                 ) from self._failure
-            if self._workers.engine.failure is not None or not call.ready():
+            if self._session.engine.failure is not None or not call.ready():
                 return False
             plan = call.plan(self._turn)
             label = 0
@@ -299,7 +222,7 @@ class Direct:
                 together = self._meeting.meet(call.digest + label)
             except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
                 self._failure = error
-                self._workers.engine.interrupted("pushpull", error)
+                self._session.engine.interrupted("pushpull", error)
                 raise
             if not together:
                 self.declined += 1
@@ -307,20 +230,17 @@ class Direct:
             self._turn ^= 1
             self._current = call
             try:
-                if call.kind == "update" and call.refreshed != self.pushes_elsewhere:
-                    self._refresh(call)
                 self._executor.finish(plan)
             except BaseException as error:
                 self._failure = error
                 raise
             finally:
-                with self._workers.engine.lock:
+                with self._session.engine.lock:
                     self._clock += 1
                     call.last = self._clock
                     call.rounds += 1
                     self._meeting.part(call.hash, call.n_keys)
-            call.settle()
-            self._workers.control.activity.note(call.name)
+            self._session.control.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
             self.added_bytes += plan.added_bytes
@@ -338,40 +258,32 @@ class Direct:
         self._numbers = {}
         label = 0
         for slot in call.slots:
-            number, attributes = self._workers.attributes.number(slot)
+            number, attributes = self._session.attributes.number(slot)
             if attributes is not None:
                 self._owner.add_attributes(slot, 0, number, attributes)
             self._numbers[slot] = number
-            label = label * 31 + self._workers.attributes.digest(slot)
+            label = label * 31 + self._session.attributes.digest(slot)
         return label
-
-    def _refresh(self, call: DirectCall) -> None:
-        """Bring values that lanes have changed into the arena, each worker the part that it owns."""
-        me = self.arena.rank
-        for lane in call.lanes:
-            if self.value_of(lane) is None:
-                begin, end = lane.bounds[me], lane.bounds[me + 1]
-                self.arena.value(lane.offset_bytes, lane.info)[begin:end] = lane.own_value()[begin:end]
-        call.refreshed = self.pushes_elsewhere
 
     def _wait(self, test: Callable[[], bool]) -> None:
         assert self._current is not None
         lane = self._current.lanes[0]
         waiting = Waiting("pushpull", lane.info.key, lane.info.id)
-        self._workers.wait(Pending(Predicate(test), waiting))
+        self._session.wait(Pending(Predicate(test), waiting))
 
 
-class DirectCall:
+class DirectCall(KeyCall):
     """One call, ready to be made: which keys, which arrays, what this worker does."""
 
     def __init__(
         self,
         direct: Direct,
         kind: str,
-        lanes: Sequence[Any],
+        lanes: Sequence[Lane],
         plan: Callable[[int], Plan],
         digest_: int,
     ) -> None:
+        super().__init__()
         self._direct = direct
         self.kind = kind
         self.name = f"pushpull of key {shown(lanes[0].info.key)}"  # for a stall report
@@ -379,13 +291,8 @@ class DirectCall:
         self.plan = plan
         self.digest = digest_
         self.hash = 0
-        self.values: dict[int, HostArray] = {}  # of a call that adds in place: where the values are
         self.slots: list[int] = []  # of the optimizers of its keys
         self.n_keys = len(lanes)
-        self.rounds = 0
-        self.last = 0  # when it was made last
-        self.refreshed = -1
-        self._settled = -1
         self._checked = -1
         self._epoch = direct.epoch
 
@@ -402,13 +309,6 @@ class DirectCall:
             return False
         self._checked = self._direct.pushes_elsewhere
         return True
-
-    def settle(self) -> None:
-        """The lanes' own copies are of no use any more."""
-        if self._settled != self._direct.pushes_elsewhere:
-            for lane in self.lanes:
-                lane.forget()
-            self._settled = self._direct.pushes_elsewhere
 
     def run(self, priority: int = 0) -> bool:
         """See `Direct.run`. Nothing waits in a queue."""

@@ -1,4 +1,4 @@
-"""How the keys of a direct call are put together: which arrays lie side by side, in the arena and in blocks."""
+"""How the keys of a direct call are put together: which arrays lie side by side, among keys and in blocks."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from mpikv.collectives.shared import Plan
 from mpikv.collectives.shared_plans import Piece, Region, in_place_plan
 from mpikv.hostmemory.segment import ALIGN_BYTES
 from mpikv.reductions import Reduction
-from mpikv.strategies.arena import Arena
 from mpikv.strategies.arguments import Flat
+from mpikv.strategies.host_keys import HostKeys
 
 
-def in_place(arena: Arena, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
+def in_place(places: HostKeys, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
     """Arrays in shared memory, each as its replicas in rank order; None is left out."""
     found = [one for one in replicas if one is not None and one[0].size]
     joined: list[list[HostArray]] = []
-    for one in sorted(found, key=lambda one: arena.memory.offset_of(one[0]) or 0):
-        both = arena.join(joined[-1], one) if joined else None  # arrays side by side are added as one
+    for one in sorted(found, key=lambda one: places.memory.offset_of(one[0]) or 0):
+        both = places.join(joined[-1], one) if joined else None  # arrays side by side are added as one
         if both is None:
             joined.append(one)
         else:
             joined[-1] = both
-    return in_place_plan(arena.rank, joined, op)
+    return in_place_plan(places.rank, joined, op)
 
 
-def regions(arena: Arena, lanes: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:
-    """The keys in the order of the arena; those side by side are one region, with gaps up to the cache line."""
-    order = sorted(range(len(lanes)), key=lambda i: lanes[i].offset_bytes)
+def regions(places: HostKeys, lanes: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:
+    """The keys in the order of their places; those side by side are one region, with gaps up to the cache line."""
+    order = sorted(range(len(lanes)), key=lambda i: lanes[i].shared.place.value_bytes)
     found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
     end = -1
     for i in order:
         lane, (value, outs) = lanes[i], flat[i]
         if value.size == 0:
             continue
-        gap = lane.offset_bytes - end
+        gap = lane.shared.place.value_bytes - end
         if found and found[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
             if gap:
                 found[-1][2].append(Piece(gap // value.itemsize, None, ()))
         else:
-            found.append((lane.offset_bytes, value.dtype, []))
+            found.append((lane.shared.place.value_bytes, value.dtype, []))
         found[-1][2].append(Piece(value.size, value, outs))
-        end = lane.offset_bytes + value.nbytes
+        end = lane.shared.place.value_bytes + value.nbytes
     return [
-        Region(arena.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
+        Region(places.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
         for begin, dtype, pieces in found
     ]

@@ -25,7 +25,6 @@ from mpikv.arrays import HostArray
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
-from mpikv.errors import StallError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.observe.stall import Waiting
 from mpikv.placement import Placement
@@ -42,9 +41,6 @@ MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this s
 # Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
 # waits for a worker, and few enough that MPI finds the one that it looks for at once.
 PARTS_UNDER_WAY = 64
-
-MISSING = "Not arrived"  # what a report says where workers are missing
-REPORTS = 64  # each is a question to all workers, answered within milliseconds
 
 
 def glance(request: Request) -> bool:
@@ -165,15 +161,6 @@ class Together:
                 self._check(waiting)
         return False
 
-    def explain(self, error: StallError, report: Callable[[Waiting], StallError]) -> None:
-        """Let the error be about a key that somebody has not come to, not about the first one."""
-        if MISSING in str(error):
-            return
-        for waiting in self._waitings[:REPORTS]:
-            found = report(waiting)
-            if MISSING in str(found):
-                raise found from None
-
 
 class Client:
     """One worker's end of the messages. Everything here is called under the engine's lock."""
@@ -194,7 +181,7 @@ class Client:
         if len(self._sends) > FEW:
             self.sent()
         message = wire.request(*requests[0]) if len(requests) == 1 else wire.requests(requests)
-        self._sends.append(self.isend(message, server, wire.TAG_REQUEST))
+        self._sends.append(self.transport.isend(message, self._servers[server], wire.TAG_REQUEST))
 
     def sent(self) -> bool:
         """Whether every message has left."""
@@ -233,6 +220,7 @@ class Client:
 
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
+        self.unsent += kind == wire.PUSH
         values = [None if item.sink is None else item.sink.buffer() for item in items]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
@@ -245,6 +233,7 @@ class Client:
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
                 item.sink.deliver(value)
+        self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:
         """Start sending to a server."""

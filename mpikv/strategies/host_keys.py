@@ -1,7 +1,10 @@
-"""Keys in the memory of each host, where workers sit on several hosts and more than one of them on some.
+"""Keys and arrays in the memory of each host.
 
-Worker 0 gives out places, the same on every host, one behind the other, and the others learn them when they agree on a
-key or an array. Nothing is ever given back. What a host's workers do there for a key is in collectives/hosted.
+It has three parts of the same length. The first begins with the counters and slots of the direct way; then come the
+values of the keys, and blocks for arrays of `store.empty`, in which every worker has a part of the same length. The
+second holds the keys' counters (collectives/host_key). Worker 0 gives places in these two out, the same on every host,
+one behind the other; the others learn them when they agree on a key or an array. Nothing is ever given back. The third
+is cut into parts, one for each worker, for values that the others are to read.
 
 No message calls a worker that waits for another of its host. So each worker has a word that changes whenever it has
 counted something; the progress engine looks at these words in each of its steps, and at the counters of the keys under
@@ -10,19 +13,30 @@ way when one has changed.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.collectives.host_key import HostKey, place_bytes
+from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.shared_plans import Slots
 from mpikv.engine.request import Steps, Waiter
+from mpikv.errors import MpikvError
+from mpikv.hostmemory.allocator import Segment
+from mpikv.hostmemory.counters import WORDS_PER_RANK
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
 from mpikv.topology import topology
 from mpikv.transports.base import Transport
 
 LINE = ALIGN_BYTES // WORD_BYTES
-WIDEST_WIRE_BYTES = 4  # what elements that are shorter are added in, at most: float16 in float32
+
+
+class Block(NamedTuple):
+    """Worker r's part begins at `begin + r * stride`, workers counted on their host."""
+
+    begin: int
+    stride: int
 
 
 class HostKeys:
@@ -31,40 +45,98 @@ class HostKeys:
     def __init__(self, memory: HostMemory, transport: Transport) -> None:
         found = topology(transport.hosts)
         self.memory = memory
+        self.rank = memory.rank
+        self.size = memory.size
         self._n_lanes = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
-        self._words = memory.words(0, memory.size * LINE)
+        words_begin = self._most * WORDS_PER_RANK * WORD_BYTES
+        self._words = memory.words(words_begin, memory.size * LINE)
         self._seen = b""
-        self._space = Space(self._most * ALIGN_BYTES, memory.n_bytes)  # kept by worker 0 alone
+        begin = words_begin + self._most * ALIGN_BYTES
+        self.slots = None
+        if len(found.hosts) == 1:
+            self.slots = Slots(memory, begin)
+            begin = self.slots.end
+        third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
+        self._values = Space(begin, third)  # kept by worker 0 alone
+        self._counters = Space(third, 2 * third)  # likewise
+        self._own_part = Segment(memory, 2 * third)
+        self._blocks: list[Block] = []
         self._waiting: dict[HostKey, Waiter] = {}
 
     # --- places
 
-    def reserve_key(self, n_elems: int, itemsize_bytes: int) -> int | None:
+    def reserve_key(self, n_bytes: int) -> Place | None:
         """At worker 0: where a key is on every host. None when the smallest memory is full."""
-        return self._space.reserve(
-            place_bytes(n_elems, itemsize_bytes, max(itemsize_bytes, WIDEST_WIRE_BYTES), self._most)
-        )
+        value = self._values.reserve(n_bytes)
+        counters = None if value is None else self._counters.reserve(counters_bytes(self._most))
+        return None if value is None or counters is None else Place(value, counters)
 
     def reserve_arrays(self, n_bytes: int) -> int | None:
         """The same for `n_bytes` of each worker."""
-        return self._space.reserve(aligned(n_bytes) * self._most)
+        return self._values.reserve(aligned(n_bytes) * self._most)
 
-    def key(self, begin: int, n_elems: int, dtype: np.dtype[Any]) -> HostKey:
+    def key(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostKey:
         """A key at its place."""
-        dtypes = dtype, sum_dtype(dtype)
         return HostKey(
-            self.memory, begin, n_elems, dtypes, self._n_lanes, on_count=self._count, on_wait=self._waiting.__setitem__
+            self.memory,
+            Place(*place),
+            n_elems,
+            (dtype, sum_dtype(dtype)),
+            self._n_lanes,
+            room=self._room,
+            on_count=self._count,
+            on_wait=self._waiting.__setitem__,
         )
 
+    def _room(self, n_bytes: int) -> HostArray:
+        room = self._own_part.take(n_bytes)
+        if room is None:
+            raise MpikvError(
+                f"no room for {n_bytes} bytes more in this worker's part of the host's memory: "
+                "MPIKV_SHARED_MEMORY=off does without it"
+            )
+        return room
+
     def array(self, begin: int, n_bytes: int) -> HostArray:
-        """This worker's part of a place for arrays."""
-        return self.memory.array(begin + self.memory.rank * aligned(n_bytes), n_bytes, np.dtype(np.uint8))
+        """This worker's part of a block that all have agreed on: (n_bytes,) of uint8."""
+        stride = aligned(n_bytes)
+        self._blocks.append(Block(begin, stride))
+        return self.memory.array(begin + self.rank * stride, n_bytes, np.dtype(np.uint8))
+
+    def replicas(self, array: HostArray) -> list[HostArray] | None:
+        """The same place in every worker's part of a block, in rank order, where `array` lies in this worker's."""
+        offset = self.memory.offset_of(array)
+        block = None if offset is None else self._block_at(offset, array.nbytes)
+        if offset is None or block is None:
+            return None
+        return [
+            self.memory.array(offset + (rank - self.rank) * block.stride, array.size, array.dtype)
+            for rank in range(self.size)
+        ]
+
+    def _block_at(self, offset: int, n_bytes: int) -> Block | None:
+        for block in self._blocks:
+            mine = block.begin + self.rank * block.stride
+            if mine <= offset and offset + n_bytes <= mine + block.stride:
+                return block
+        return None
+
+    def join(self, first: list[HostArray], second: list[HostArray]) -> list[HostArray] | None:
+        """Replicas of two arrays as those of one, where the second begins at the first one's end."""
+        mine = self.memory.offset_of(first[self.rank])
+        behind = self.memory.offset_of(second[self.rank])
+        if mine is None or behind is None or first[0].dtype != second[0].dtype or mine + first[0].nbytes != behind:
+            return None
+        if self._block_at(mine, first[0].nbytes + second[0].nbytes) is None:
+            return None  # the end of one block and the beginning of the next
+        n_elems = first[0].size + second[0].size
+        return [self.memory.array(self.memory.offset_of(one) or 0, n_elems, one.dtype) for one in first]
 
     # --- waking
 
     def _count(self) -> None:
-        self._words[self.memory.rank * LINE] += 1
+        self._words[self.rank * LINE] += 1
 
     def listen(self) -> Steps[None]:
         """For the progress engine: look in each of its steps."""

@@ -47,7 +47,11 @@ class LaneRounds:
     def run(self, lane: Lane) -> Steps[None]:
         """Do what is in the lane; ends when it is empty."""
         if not lane.has_value:
-            yield from broadcast(self._group, lane.stored, 0, wire.key_tag(lane.info.id, 0))
+            tag = wire.key_tag(lane.info.id, 0)
+            if lane.shared is not None:
+                yield from hosted.share(self._group, lane.shared, tag)
+            else:
+                yield from broadcast(self._group, lane.own, 0, tag)
             if self._native is not None:
                 # There once all workers agreed on the key, which may be after `init` has returned.
                 yield Predicate(lambda: lane.info.id in self._comms)
@@ -59,10 +63,16 @@ class LaneRounds:
             round_ = lane.queue[0]
             if lane.comparison is not None:
                 lane.comparison.begin(lane.labels(round_.under))
-            if lane.shared is not None:
+            if self._native is not None:
+                yield from self._native_round(lane, round_)
+            elif lane.shared is not None:
                 yield from self._shared_round(lane, lane.shared, round_)
             else:
-                yield from self._round(lane, round_)
+                module, bounds = ALGORITHMS[lane.placement.algorithm], lane.bounds
+                buf, tags = round_.values, [wire.key_tag(lane.info.id, half) for half in (1, 2)]
+                yield from module.reduce_scatter(lane.adding, buf, bounds, tags[0], round_.op.combine)
+                self._apply(lane, buf, round_)
+                yield from module.allgather(lane.sharing, lane.own, bounds, tags[1])
             if lane.comparison is not None and lane.comparison.wrong:
                 dispute = self._dispute(lane.info.id, lane.done, lane.labels(round_.under))  # as all workers do
                 yield dispute
@@ -73,23 +83,15 @@ class LaneRounds:
             lane.finish(round_.values)
             lane.deliver()
 
-    def _round(self, lane: Lane, round_: Round) -> Steps[None]:
-        info, bounds, combine, buf = lane.info, lane.bounds, round_.op.combine, round_.values
-        if self._native is not None:
-            if lane.comparison is not None:
-                ratio = yield from self._native.ratio(lane.comm, lane.comparison)
-                if ratio != 1.0:
-                    buf *= buf.dtype.type(ratio)
-            yield from self._native.reduce_scatter(lane.comm, buf, bounds, combine)
-        else:
-            reduce_scatter = ALGORITHMS[lane.placement.algorithm].reduce_scatter
-            yield from reduce_scatter(lane.adding, buf, bounds, wire.key_tag(info.id, 1), combine)
+    def _native_round(self, lane: Lane, round_: Round) -> Steps[None]:
+        buf = round_.values
+        if lane.comparison is not None:
+            ratio = yield from self._native.ratio(lane.comm, lane.comparison)
+            if ratio != 1.0:
+                buf *= buf.dtype.type(ratio)
+        yield from self._native.reduce_scatter(lane.comm, buf, lane.bounds, round_.op.combine)
         self._apply(lane, buf, round_)
-        if self._native is not None:
-            yield from self._native.allgather(lane.comm, lane.stored, bounds)
-        else:
-            allgather = ALGORITHMS[lane.placement.algorithm].allgather
-            yield from allgather(lane.sharing, lane.stored, bounds, wire.key_tag(info.id, 2))
+        yield from self._native.allgather(lane.comm, lane.own, lane.bounds)
 
     def _shared_round(self, lane: Lane, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = lane.info.id, lane.bounds

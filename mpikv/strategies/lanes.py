@@ -30,7 +30,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
-from mpikv.strategies.direct import Direct
+from mpikv.strategies.key_calls import KeyCalls
 from mpikv.transports.base import Group
 
 
@@ -63,12 +63,11 @@ class Round(NamedTuple):
 class Lane:
     """One key: its value, and the rounds this worker has pushed, done one after another."""
 
-    def __init__(self, info: KeyInfo, direct: Direct | None) -> None:
+    def __init__(self, info: KeyInfo) -> None:
         self.info = info
-        self.shared: HostKey | None = None  # what the workers of a host have in common, where there are several hosts
-        self.offset_bytes = -1  # in shared memory, where there is some
-        self._direct = direct
-        self._own: HostArray | None = np.empty(info.n_elems, info.dtype)
+        self.shared: HostKey | None = None  # what the workers of a host have in common of it
+        self.own: HostArray = np.empty(info.n_elems, info.dtype)  # its value's place
+        self.calls = KeyCalls(info.id)
         self.placement: Placement
         self.queue: deque[Round] = deque()
         self.pushed = 0  # complete rounds
@@ -87,15 +86,20 @@ class Lane:
         """What each worker owns of the value."""
         return self.placement.bounds
 
-    def share(self, shared: HostKey | None) -> None:
-        """Have the value in the memory of the host. Before it is set."""
-        if shared is not None:
-            self.shared, self._own = shared, shared.value
-
     @property
     def round(self) -> int:
         """The round under way, as the user counts: with those that went the direct way."""
-        return self.done + 1 + (0 if self._direct is None else self._direct.rounds(self.info.id))
+        return self.done + 1 + self.calls.rounds
+
+    @property
+    def may_start(self) -> bool:
+        """Whether nothing does its rounds now."""
+        return self.running is None or self.running.done
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"key {shown(self.info.key)}"
 
     @property
     def idle(self) -> bool:
@@ -106,42 +110,20 @@ class Lane:
             and (self.running is None or (self.running.done and self.running.error is None))
         )
 
-    @property
-    def stored(self) -> HostArray:
-        """The value, as the lane's own copy."""
-        elsewhere = None if self._direct is None else self._direct.value_of(self)
-        if elsewhere is not None:
-            self.take(elsewhere)
-        return self.own_value()
-
     def value(self) -> HostArray:
-        """The value, wherever it is; to be read only."""
-        elsewhere = None if self._direct is None else self._direct.value_of(self)
-        return self.own_value() if elsewhere is None else elsewhere
-
-    def own_value(self) -> HostArray:
-        """The lane's own copy, as it is."""
-        if self._own is None:
-            self._own = np.empty(self.info.n_elems, self.info.dtype)
-        return self._own
-
-    def take(self, value: HostArray) -> None:
-        """Make `value` the lane's own."""
-        self.own_value()[...] = value
-        if self._direct is not None:
-            self._direct.in_lane(self.info.id)
+        """The newest value, wherever it is; to be read only."""
+        array = self.calls.array()
+        return self.own if array is None else array
 
     @property
     def held_bytes(self) -> int:
-        """The lane's own copy of the value, and what is under way."""
-        own = 0 if self._own is None else self._own.nbytes
-        if self.shared is not None:
-            own = self.shared.held_bytes
+        """This worker's copy of the value or of what it adds, and what is under way."""
+        own = self.own.nbytes if self.shared is None else self.shared.held_bytes
         return own + sum(round_.values.nbytes for round_ in self.queue if not round_.lent)
 
-    def forget(self) -> None:
-        """Give back the lane's own copy: the newest value is elsewhere."""
-        self._own = None
+    def share(self, shared: HostKey) -> None:
+        """Have the value in the memory of the host. Before it is set."""
+        self.shared, self.own = shared, shared.value
 
     # --- rounds
 
@@ -171,7 +153,7 @@ class Lane:
     def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
         """Update elements [begin, end) of the value with a round's sum. factor: its units; None: this worker's own."""
         begin, end = span
-        owner.apply(self.info, self.stored[begin:end], buf[begin:end], (0, under.number), factor=factor)
+        owner.apply(self.info, self.own[begin:end], buf[begin:end], (0, under.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:
         """A round is done, and its buffer free."""
@@ -210,7 +192,7 @@ class Bucket(Lane):
         begins = buckets.offsets([info.n_elems for info in infos])
         # It goes by the number of its first key, whose tags it uses.
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
-        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype), None)
+        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype))
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
@@ -273,7 +255,7 @@ class Bucket(Lane):
             place, one = self._spans[info.id], under[info.id]
             first, last = max(span[0], place.start), min(span[1], place.stop)
             if first < last and one is not None:
-                owner.apply(info, self.stored[first:last], buf[first:last], (0, one.number), factor=factor)
+                owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:
         """A round is done."""

@@ -5,38 +5,30 @@ Also the reference that every other mode is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.engine.request import Done
 from mpikv.keys import Key, KeyInfo
-from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, DEFAULT_SLOT, Owner
-from mpikv.reductions import Reduction
-from mpikv.strategies.base import OneByOne, Pending, PreparedCall, Sink, Updater
+from mpikv.reductions import SUM, Reduction
+from mpikv.session.base import Pending, Session
+from mpikv.strategies.base import Entry, PreparedCall, Updater
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 
 
-class LocalStrategy(OneByOne):
+class LocalStrategy:
     """The strategy of `local` and `device`."""
 
-    rank = 0
-    num_workers = 1
-    synchronous = True
     shares_memory = False
-    pid = 0
-    activity = None
 
-    def __init__(self) -> None:
-        self._infos: dict[Key, KeyInfo] = {}
+    def __init__(self, session: Session) -> None:
+        self._session, self._infos = session, session.infos
         self._stored: dict[int, HostArray] = {}
         self._owner = Owner(own=False)
         self._updater: Updater | None = None
         self._slots = 0
-        self._stop = False
-        self._asked: Callable[[], str | None] = lambda: None
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Store the values."""
@@ -45,17 +37,9 @@ class LocalStrategy(OneByOne):
             self._infos[key] = info
             self._stored[info.id] = value
 
-    def lookup(self, key: Key) -> KeyInfo | None:
-        """What is known of `key`."""
-        return self._infos.get(key)
-
     def updates(self, info: KeyInfo) -> bool:
         """Whether an optimizer or an updater serves the key."""
         return self._updater is not None or self._owner.optimizer_of(info.id) is not None
-
-    def infos(self) -> Sequence[KeyInfo]:
-        """All keys."""
-        return tuple(self._infos.values())
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -70,37 +54,29 @@ class LocalStrategy(OneByOne):
     def bucket(self, keys: Sequence[Key]) -> None:
         """Each key travels alone."""
 
-    def skip(self, infos: Sequence[KeyInfo], *, changed: bool) -> None:
+    def skip(self, keys: Sequence[Key], *, changed: bool) -> None:
         """Nobody waits for them."""
-
-    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> None:
-        """Nobody to agree with."""
 
     def stats(self) -> dict[str, int]:
         """Nothing is sent."""
         return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}
 
-    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
+    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
+        """Update the stored values now, and copy them out. Every reduction is what one worker makes of its devices."""
+        for info, total, sink in entries:
+            if total is not None:
+                self.push(info, total)
+            if sink is not None:
+                sink.deliver(self._stored[info.id])
+        return []
+
+    def push(self, info: KeyInfo, total: HostArray) -> None:
         """Update the stored value now."""
         stored = self._stored[info.id]
         if self._updater is not None:
             self._updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
             self._owner.apply(info, stored, total.astype(sum_dtype(info.dtype), copy=False), AS_SET)
-        return Pending(Done(), Waiting("push", info.key))
-
-    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
-        """Copy the stored value out now."""
-        sink.deliver(self._stored[info.id])
-        return Pending(Done(), Waiting("pull", info.key))
-
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
-        """Both. Over one worker every reduction is what it has made of its devices."""
-        self.push(info, total, priority)
-        return self.pull(info, sink, priority)
-
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
-        """Nothing is ever under way."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """The user's own object, so that a changed attribute needs no carrying."""
@@ -118,7 +94,9 @@ class LocalStrategy(OneByOne):
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """One file, whole or not at all."""
         parts = collect(self._owner, [(info, 0, info.n_elems) for info in self._infos.values()])
-        write_file(path, [parts], chosen(self.infos(), keys), self._optimizers(), dump_optimizer=dump_optimizer)
+        write_file(
+            path, [parts], chosen(self._session.in_order(), keys), self._optimizers(), dump_optimizer=dump_optimizer
+        )
 
     def _optimizers(self) -> dict[Key, Optimizer]:
         found = {key: self._owner.optimizer_of(info.id) for key, info in self._infos.items()}
@@ -137,34 +115,8 @@ class LocalStrategy(OneByOne):
             if optimizer is not None:
                 optimizer.set_attributes(config["attributes"])
 
-    def barrier(self) -> None:
-        """Nobody to wait for."""
+    def flush(self, call: str) -> None:
+        """Nothing is ever under way."""
 
     def close(self) -> None:
         """Nothing to end."""
-
-    def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
-        """Try."""
-        return attempt()
-
-    def stop_requested(self) -> bool:
-        """Nobody to agree with."""
-        self._stop = self._stop or self._asked() is not None
-        return self._stop
-
-    def request_stop(self, why: str) -> None:
-        """From the next read on."""
-        self._stop = True
-
-    def begin_epoch(self, epoch: int) -> None:
-        """There is one worker."""
-
-    def listen_for(self, asked: Callable[[], str | None]) -> None:
-        """Every read asks."""
-        self._asked = asked
-
-    def progress(self) -> None:
-        """Nothing is ever under way."""
-
-    def abandon(self) -> None:
-        """Nothing to stop."""

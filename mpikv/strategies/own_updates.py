@@ -7,13 +7,16 @@ The sum has no label there, and no owner that could compare. So each step of suc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpikv.control.contests import Series
 from mpikv.keys import Key
 from mpikv.labels import Label
-from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.base import FACTOR, Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
-from mpikv.strategies.workers import Workers
+
+if TYPE_CHECKING:
+    from mpikv.strategies.workers import Workers
 
 
 class OwnUpdates:
@@ -35,7 +38,7 @@ class OwnUpdates:
     def _label(self, *, separate: bool) -> Label:
         self._log.number(DEFAULT_SLOT)
         label = self._log.label(DEFAULT_SLOT)
-        return Label(f'{{"rescale_grad": {label.factor!r}, {label.text[1:]}', 1.0) if separate else label
+        return Label(f'{{"{FACTOR}": {label.factor!r}, {label.text[1:]}', 1.0) if separate else label
 
     def may_leave(self) -> bool:
         """Whether gradients of the next step may be contributed before it begins. Local."""

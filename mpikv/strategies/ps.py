@@ -11,7 +11,7 @@ The servers are the same code in all modes; what differs is their policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
@@ -20,25 +20,24 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
-from mpikv.engine.request import Done, Predicate, Request, Steps
+from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.placement import Members, add_load, as_told, on_server, place
+from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
+from mpikv.session.base import Pending
 from mpikv.strategies.arguments import Flat, flattened
-from mpikv.strategies.base import Pending, Sink
+from mpikv.strategies.base import Entry, Sink
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import Workers
-from mpikv.transports.base import Transport
-from mpikv.transports.memory import LocalTransport
+from mpikv.strategies.workers import KeyEvents, Workers
 
-Entry = tuple[KeyInfo, HostArray | None, Sink | None]  # a key of a call: what is pushed, where the answer goes
+CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
 
 def _until(request: Request) -> Steps[None]:
@@ -60,7 +59,7 @@ class PreparedExchange:
     ) -> None:
         self._strategy, self._op = strategy, op
         self._entries = [
-            (info, value, Sink(info, out)) for info, (value, _), out in zip(infos, flat, outs, strict=True)
+            Entry(info, value, Sink(info, out)) for info, (value, _), out in zip(infos, flat, outs, strict=True)
         ]
 
     def run(self, priority: int = 0) -> bool:
@@ -77,62 +76,48 @@ class PreparedExchange:
 class PsStrategy(DistributedStrategy):
     """A worker of a store whose values live with servers.
 
-    members: of the transport. service: a server's loop to run inside this worker, or None. local: the
-    transport through memory to servers of this host, where there is one.
+    service: a server's loop to run inside this worker, or None.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        members: Members,
-        *,
-        threaded: bool,
-        on_fatal: Callable[[BaseException], None],
-        service: Steps[None] | None = None,
-        local: LocalTransport | None = None,
-    ) -> None:
-        super().__init__()
-        self.synchronous = members.synchronous
-        self._members = members
+    def __init__(self, session: Workers, service: Steps[None] | None = None) -> None:
+        super().__init__(session)
+        members = self._members = session.members
         self._servers = members.owners
         self._labels = [f"server {i} (rank {rank} on {members.hosts[rank]})" for i, rank in enumerate(self._servers)]
         self._keys: dict[int, ClientKey] = {}
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
-        self._local = local
-        self._client = Client(transport if local is None else local, self._servers)
-        self._workers = Workers(transport, members.workers, members.config, self, threaded=threaded, on_fatal=on_fatal)
-        self._engine = self._workers.engine
-        if local is not None:
-            self._engine.bell = local.bell
-            self._engine.serves = service is not None
+        self._local = session.links
+        self._client = Client(session.transport if self._local is None else self._local, self._servers)
+        self._engine = session.engine
+        self._engine.serves = self._local is not None and service is not None
+        session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
-        self.rank = self._workers.group.rank
-        self.num_workers = self._workers.group.size
+        self.rank, self.synchronous = session.rank, session.synchronous
 
     # --- keys as they are agreed on
 
-    def reserve(self, info: KeyInfo) -> Any:
+    def _reserve(self, info: KeyInfo) -> Any:
         """At worker 0: where the key lives, balanced by bytes."""
         placement = place(self._members, info, whole=self._whole, load_bytes=self._loads)
         add_load(self._loads, placement, info.dtype.itemsize)
         return placement.told()
 
-    def begin(self, info: KeyInfo, reserved: Any) -> None:
+    def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
         key = self._keys[info.id] = ClientKey(info, as_told(self._members, info, reserved))
         if self.rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
-    def agreed(self, info: KeyInfo) -> None:
+    def _agreed(self, info: KeyInfo) -> None:
         """Nothing to do in the order of the verdicts."""
 
-    def broken(self, info: KeyInfo) -> None:
+    def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
         self._keys.pop(info.id, None)
 
-    def pushes(self) -> dict[int, int]:
+    def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
         return {key_id: key.pushed for key_id, key in self._keys.items()}
 
@@ -154,7 +139,7 @@ class PsStrategy(DistributedStrategy):
             for server, payload in enumerate(payloads)
         ]
         for server, running in enumerate(answers):
-            self._workers.wait_for(running, call, (self._labels[server],))
+            self._session.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
 
     def _wait_for_tags(self, replies: int, payloads: int) -> None:
@@ -164,7 +149,7 @@ class PsStrategy(DistributedStrategy):
             return self._client.reply_tags.allow(replies) and self._client.payload_tags.allow(payloads)
 
         if not enough():
-            self._workers.wait_for(Predicate(enough), "wait for earlier pushes and pulls")
+            self._session.wait_for(Predicate(enough), "wait for earlier pushes and pulls")
 
     # --- keys
 
@@ -172,7 +157,7 @@ class PsStrategy(DistributedStrategy):
         """Agree; worker 0 sends the values to their servers."""
         if self.rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        _, error = self._workers.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        _, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -190,18 +175,18 @@ class PsStrategy(DistributedStrategy):
 
     def _count_push(self, info: KeyInfo) -> int:
         """Count a push, and send changed attributes ahead of it; their number."""
-        slot = self._workers.slot_of(info)
-        if not self.synchronous and self._workers.attributes.optimizer(slot) is None:
+        slot = self._session.slot_of(info)
+        if not self.synchronous and self._session.attributes.optimizer(slot) is None:
             raise MpikvError(
                 f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
             )
-        number, attributes = self._workers.attributes.number(slot)
+        number, attributes = self._session.attributes.number(slot)
         if attributes is not None:
             text = json.dumps([slot, attributes]).encode()
             for server in range(len(self._servers)):
                 self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
         self._keys[info.id].pushed += 1
-        self._workers.control.activity.note(f"push of key {shown(info.key)}")
+        self._session.control.activity.note(f"push of key {shown(info.key)}")
         return number
 
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
@@ -213,38 +198,16 @@ class PsStrategy(DistributedStrategy):
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
-    def _pushing(self, items: Sequence[Item], priority: int) -> Steps[None]:
-        self._client.unsent += 1
-        yield from self._client.exchange(wire.PUSH, items, priority)
-        self._client.unsent -= 1
-
-    def push(self, info: KeyInfo, total: HostArray, priority: int) -> Pending:
-        """A message, and the partitions of large shards, which the servers fetch from `total`."""
-        return self.push_many([(info, total)], priority)[0]
-
-    def push_many(self, entries: Sequence[tuple[KeyInfo, HostArray]], priority: int) -> list[Pending]:
-        """All keys of one call."""
-        items = self._items([(info, total, None) for info, total in entries])
-        self._engine.start(self._pushing(items, wire.clamped(priority)), "push")
-        return [Pending(Done(), Waiting("push", info.key, info.id)) for info, _ in entries]
-
-    def pull(self, info: KeyInfo, sink: Sink, priority: int) -> Pending:
-        """One question and one answer per shard."""
-        return self.pull_many([(info, sink)], priority)[0]
-
-    def pull_many(self, entries: Sequence[tuple[KeyInfo, Sink]], priority: int) -> list[Pending]:
-        """All keys of one call."""
-        return self._start("pull", wire.PULL, [(info, None, sink) for info, sink in entries], priority)
-
-    def pushpull(self, info: KeyInfo, total: HostArray, sink: Sink, priority: int, op: Reduction) -> Pending:
-        """One message out and one back per shard; as many as it has partitions for a large one."""
-        return self.pushpull_many([(info, total, sink)], priority, op)[0]
-
-    def pushpull_many(
-        self, entries: Sequence[tuple[KeyInfo, HostArray, Sink]], priority: int, op: Reduction
-    ) -> list[Pending]:
-        """All keys of one call."""
-        return self._start("pushpull", wire.PUSHPULL, list(entries), priority, op)
+    def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
+        """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
+        items = self._items(entries, op)
+        if not items:
+            return []
+        pushes, pulls = items[0].total is not None, items[0].sink is not None
+        kind = wire.PUSHPULL if pushes and pulls else wire.PUSH if pushes else wire.PULL
+        call = CALLS[kind]
+        running = self._engine.start(self._client.exchange(kind, items, wire.clamped(priority)), call)
+        return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -288,32 +251,17 @@ class PsStrategy(DistributedStrategy):
 
     def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
         try:
-            self.wait(self._pending(exchange, waitings)[0])
+            self._session.wait(self._pending(exchange, waitings)[0])
         except (StallError, ConfigError):
             self._engine.start(exchange.steps(), "pushpull")  # it goes on, though its caller has given up
             raise
 
-    def _start(
-        self, call: str, kind: int, entries: Sequence[Entry], priority: int, op: Reduction = SUM
-    ) -> list[Pending]:
-        items = self._items(entries, op)
-        running = self._engine.start(self._client.exchange(kind, items, wire.clamped(priority)), call)
-        return self._pending(running, [self._waiting(call, item.key) for item in items])
-
     def _pending(self, request: Request, waitings: Sequence[Waiting]) -> list[Pending]:
         """One transfer for each key of a call, all of which end together."""
-        together = Together(request, waitings, self._workers.control.check) if len(waitings) > 1 else request
-        return [Pending(together, waiting) for waiting in waitings]
-
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
-        """Block until a transfer is done."""
-        try:
-            self._workers.wait(pending, timeout_s)
-        except StallError as error:
-            if isinstance(pending.request, Together):
-                limit_s = self._members.config.timeout_s if timeout_s is None else timeout_s
-                pending.request.explain(error, lambda waiting: self._workers.control.report(waiting, limit_s))
-            raise
+        if len(waitings) == 1:
+            return [Pending(request, waitings[0])]
+        together = Together(request, waitings, self._session.control.check)
+        return [Pending(together, waiting, waitings) for waiting in waitings]
 
     def _waiting(self, call: str, key: ClientKey) -> Waiting:
         owners = tuple(self._labels[route.owner] for route in key.routes)
@@ -321,14 +269,14 @@ class PsStrategy(DistributedStrategy):
 
     # --- optimizers
 
-    def _flush(self, call: str) -> None:
+    def flush(self, call: str) -> None:
         """Wait until every server has handled all that this worker sent; rounds may still lack other workers."""
         self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Worker 0 sends it to the servers; keys that it needs whole are moved together first."""
-        self._flush("set_optimizer")
-        slot, key_ids, pickled = self._workers.agree_on_optimizer(optimizer, keys)
+        self.flush("set_optimizer")
+        slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         if slot == DEFAULT_SLOT:
             self._whole = not optimizer.elementwise
         if not optimizer.elementwise:
@@ -340,18 +288,18 @@ class PsStrategy(DistributedStrategy):
                 if answer[1:]:
                     raise ConfigError(answer[1:].decode())
 
-        self._workers.outcome("set_optimizer in place", send)
+        self._session.decide("set_optimizer in place", send)
 
     def _gather_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
-        for info in self.infos():
+        for info in self._session.in_order():
             key = self._keys[info.id]
-            if self._workers.slot_of(info) != slot or len(key.routes) < 2:
+            if self._session.slot_of(info) != slot or len(key.routes) < 2:
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
             if self.rank == 0:
                 value: HostArray = np.empty(info.n_elems, info.dtype)
-                self.wait(self.pull(info, Sink(info, [value]), 0))
+                self._session.wait(self.exchange([Entry(info, None, Sink(info, [value]))], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)
@@ -362,7 +310,7 @@ class PsStrategy(DistributedStrategy):
         """What a server owns, in the pieces that it keeps states of."""
         owned: list[tuple[KeyInfo, int, int]] = []
         for key in self._keys.values():
-            optimizer = self._workers.attributes.optimizer(self._workers.slot_of(key.info))
+            optimizer = self._session.attributes.optimizer(self._session.slot_of(key.info))
             for route in key.routes:
                 if route.owner == server:
                     cut = optimizer is None or optimizer.elementwise
@@ -378,58 +326,54 @@ class PsStrategy(DistributedStrategy):
             answers = self._ask(wire.SAVE, [None] * len(self._servers), "save_optimizer_states")
             parts = [parts_from_bytes(answer) for answer in answers]
             write_file(
-                path, parts, chosen(self.infos(), keys), self._workers.optimizers(), dump_optimizer=dump_optimizer
+                path,
+                parts,
+                chosen(self._session.in_order(), keys),
+                self._session.optimizers(),
+                dump_optimizer=dump_optimizer,
             )
 
-        self._workers.outcome("save_optimizer_states", write)
+        self._session.decide("save_optimizer_states", write)
 
     def load_states(self, path: str) -> None:
         """Worker 0 reads and checks the file, then gives each server its part."""
         self._settle("load_optimizer_states")
 
         def read() -> Any:
-            file = read_file(path, self._workers.infos, self._workers.optimizers())
-            forget = json.dumps([self._workers.infos[key].id for key in restored(file)[0]]).encode()
+            file = read_file(path, self._session.infos, self._session.optimizers())
+            forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
             owned = [self._owned(server) for server in range(len(self._servers))]
             blobs = [wire.with_text(forget, parts_to_bytes(distribute(file, shards))) for shards in owned]
             self._ask(wire.LOAD, blobs, "load_optimizer_states")
             return restored(file)
 
-        self._workers.restore(self._workers.outcome("load_optimizer_states", read))
+        self._session.restore(self._session.decide("load_optimizer_states", read))
 
     def _settle(self, call: str) -> None:
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
-                for pending in self._start(call, wire.PULL, [(key.info, None, Sink(key.info, []))], 0):
-                    self.wait(pending)
+                for pending in self.exchange([Entry(key.info, None, Sink(key.info, []))], 0):
+                    self._session.wait(pending)
         else:
-            self._flush(call)
-            self._workers.agree(call, None, call)
+            self.flush(call)
+            self._session.agree(call, None, call)
 
-    # --- barrier and end
-
-    def barrier(self) -> None:
-        """Wait for all workers; then every push that came before it on any worker has been applied or counted."""
-        self._flush("barrier")
-        self._workers.agree("barrier", None, "barrier")
+    # --- the end
 
     def close(self) -> None:
         """Wait until all workers close, then say goodbye to the servers."""
-        self._flush("close")
-        _, error = self._workers.leave(matched=self.synchronous)
+        self.flush("close")
+        _, error = self._session.leave(matched=self.synchronous)
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.BYE))
-        self._workers.wait_for(Predicate(self._all_sent), "close")
+        self._session.wait_for(Predicate(self._all_sent), "close")
         if self._service is not None:
-            self._workers.wait_for(self._service, "close")
+            self._session.wait_for(self._service, "close")
         if error is not None:
             raise error
-        refused = self._workers.control.refused
-        self._workers.stop()
-        if self._local is not None:
-            self._local.close()
-        self._workers.transport.close()
+        refused = self._session.control.refused
+        self._session.end()
         if refused:
             raise next(iter(refused.values()))
 
@@ -437,7 +381,7 @@ class PsStrategy(DistributedStrategy):
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Memory that servers of this host read in place, else none. Each worker's own; all ask for the same."""
-        self._workers.agree("empty", [text, -1], "empty")
+        self._session.agree("empty", [text, -1], "empty")
         return None if self._local is None else self._local.segment.take(n_bytes)
 
     def stats(self) -> dict[str, int]:
@@ -453,9 +397,3 @@ class PsStrategy(DistributedStrategy):
             counts |= {"bytes_copied": local.copied_bytes, "held_bytes": local.held_bytes}
             counts["shared_bytes"] = local.segment.taken_bytes - local.held_bytes
         return counts
-
-    def abandon(self) -> None:
-        """Stop the engine, and close what wakes it."""
-        super().abandon()
-        if self._local is not None:
-            self._local.close()

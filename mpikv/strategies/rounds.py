@@ -17,8 +17,9 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.reductions import Reduction
+from mpikv.session.base import Pending
 from mpikv.strategies.arguments import Flat
-from mpikv.strategies.base import Pending, Sink
+from mpikv.strategies.base import Sink
 from mpikv.strategies.lanes import Bucket, Delivery, Lane, Round
 
 Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]

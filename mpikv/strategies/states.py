@@ -18,7 +18,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import states
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.optimizers.states import Part
+from mpikv.optimizers.states import Part, part_of
 
 Owned = Sequence[tuple[KeyInfo, int, int]]  # a key, and begin and end of what is owned of it
 
@@ -31,7 +31,7 @@ def chosen(infos: Sequence[KeyInfo], keys: Sequence[Key] | None) -> list[KeyInfo
 def collect(owner: Owner, owned: Owned) -> list[Part]:
     """The states of what an owner owns; keys that were never updated have none."""
     return [
-        Part(info.key, begin, end, owner.states[info.id])
+        part_of(info, begin, end, owner.states[info.id])
         for info, begin, end in owned
         if begin < end and info.id in owner.states
     ]
@@ -55,15 +55,15 @@ def write_file(
     by_key: dict[Key, list[Part]] = {}
     for part in (part for some in parts for part in some):
         by_key.setdefault(part.key, []).append(part)
-    entries = {}
+    whole = []
     for info in infos:
         if info.key in by_key:
-            pieces = sorted((part.begin, part.end, part.state) for part in by_key[info.key])
-            entries[info.key] = states.Entry(info.shape, info.dtype, states.join_states(pieces))
+            pieces = [(part.begin, part.end, part.state) for part in by_key[info.key]]
+            whole.append(part_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
     # Keys that were never updated are named too: loading the file takes a state away from them.
     kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
     configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
-    states.save_states(path, entries, meta={"optimizers": kinds, "configs": configs})
+    states.save_states(path, whole, meta={"optimizers": kinds, "configs": configs})
 
 
 def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer]) -> states.StatesFile:
@@ -89,8 +89,8 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, 
         entry = file.entries.get(key)
         if entry is None:
             continue
-        if tuple(entry.shape) != info.shape or entry.dtype != info.dtype:
-            there, here = (f"{one.dtype} {tuple(one.shape)}" for one in (entry, info))
+        if entry.shape != info.shape or entry.dtype != info.dtype:
+            there, here = (f"{one.dtype} {one.shape}" for one in (entry, info))
             raise StatesFileError(f"{path}: key {shown(key)} is {there} there and {here} here")
         try:
             after = copy.deepcopy(
@@ -112,7 +112,7 @@ def restored(file: states.StatesFile) -> list[Any]:
 def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:
     """What of a file belongs to an owner."""
     return [
-        Part(info.key, begin, end, states.slice_state(file.entries[info.key].state, begin, end, info.n_elems))
+        part_of(info, begin, end, states.slice_state(file.entries[info.key].state, begin, end, info.n_elems))
         for info, begin, end in owned
         if begin < end and info.key in file.entries
     ]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
-from mpikv.config import Config
 from mpikv.control.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
 from mpikv.control.service import Control, Reply
 from mpikv.engine.engine import Engine
@@ -26,34 +26,30 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
-from mpikv.strategies.base import Pending
+from mpikv.placement import Members
+from mpikv.session.base import Pending, Session
+from mpikv.strategies.own_updates import OwnUpdates
 from mpikv.transports.base import Group, Transport
+from mpikv.transports.memory import LocalTransport
+
+MISSING = "Not arrived"  # what a report says where workers are missing
+REPORTS = 64  # each is a question to all workers, answered within milliseconds
 
 
-class Placement(Protocol):
-    """What a strategy tells this object. Called under the engine's lock."""
+class KeyEvents(NamedTuple):
+    """What a strategy does with keys as they are agreed on, as functions. Called under the engine's lock.
 
-    synchronous: bool  # whether all workers make the same steps
+    reserve: at worker 0: what all ranks must know of a new key beyond what they brought, as JSON. begin: the key exists
+    from now on, with what was reserved for it: its first verdict has come, maybe a provisional one. agreed: all workers
+    agreed on it; called in the same order on every worker. broken: workers did not agree on a key that has begun.
+    pushes: how often this worker has pushed each key, by number.
+    """
 
-    def reserve(self, info: KeyInfo) -> Any:
-        """At worker 0: what all ranks must know of a new key beyond what they brought, as JSON."""
-        ...
-
-    def begin(self, info: KeyInfo, reserved: Any) -> None:
-        """The key exists from now on: its first verdict has come, maybe a provisional one."""
-        ...
-
-    def agreed(self, info: KeyInfo) -> None:
-        """All workers agreed on this key. Called in the same order on every worker."""
-        ...
-
-    def broken(self, info: KeyInfo) -> None:
-        """Workers did not agree on a key that has begun."""
-        ...
-
-    def pushes(self) -> dict[int, int]:
-        """How often this worker has pushed each key, by number."""
-        ...
+    reserve: Callable[[KeyInfo], Any]
+    begin: Callable[[KeyInfo, Any], None]
+    agreed: Callable[[KeyInfo], None]
+    broken: Callable[[KeyInfo], None]
+    pushes: Callable[[], dict[int, int]]
 
 
 def _describe_init(payload: Sequence[Any]) -> str:
@@ -125,26 +121,27 @@ def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
     return unmatched
 
 
-class Workers:
-    """One worker's view of all workers of a store."""
+class Workers(Session):
+    """The session of one worker of several. links: the transport through memory to servers of this host, if any."""
 
     def __init__(
         self,
         transport: Transport,
-        ranks: Sequence[int],
-        config: Config,
-        placement: Placement,
+        members: Members,
+        name: str,
         *,
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
+        links: LocalTransport | None = None,
     ) -> None:
-        self.transport = transport
-        self.group = Group(transport, ranks)
-        self.config = config
+        super().__init__(name, members.config.stop_file)
+        self.pid = os.getpid()
+        self.transport, self.members, self.links = transport, members, links
+        self.group = Group(transport, members.workers)
+        self.rank, self.num_workers, self.synchronous = self.group.rank, self.group.size, members.synchronous
         self.attributes = AttributeLog()
-        self.infos: dict[Key, KeyInfo] = {}
         self.slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
-        self._placement = placement
+        self._events: KeyEvents
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
@@ -152,6 +149,8 @@ class Workers:
         self._next_id = 0
         self._threaded = threaded
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
+        if links is not None:
+            self.engine.bell = links.bell
         agreement = None
         if self.group.rank == 0:
             rules: dict[str, Rule] = {
@@ -175,15 +174,23 @@ class Workers:
             self.group,
             self.engine,
             agreement,
-            timeout_s=config.timeout_s,
-            common_steps=placement.synchronous,
-            pushes=placement.pushes,
+            timeout_s=members.config.timeout_s,
+            common_steps=members.synchronous,
+            pushes=self._pushes,
             on_verdict=self._verdict,
             check_key=self._check_key,
         )
+        self.activity = self.control.activity
+
+    def start(self, events: KeyEvents) -> None:
+        """Begin to listen to the other workers, who may be ahead and ask at once. events: the strategy's."""
+        self._events = events
         self.engine.serve(self.control.listen(), "control messages")
 
     # --- keys
+
+    def _pushes(self) -> dict[int, int]:
+        return self._events.pushes()
 
     def _reserve(self, name: Name, payload: Any) -> Any:
         key_id = self._next_id
@@ -194,7 +201,7 @@ class Workers:
             )
         self._next_id += 1
         result = [key_id, *payload]
-        return [*result, self._placement.reserve(self._info(name, result))]
+        return [*result, self._events.reserve(self._info(name, result))]
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
@@ -208,17 +215,17 @@ class Workers:
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._placement.begin(info, reply.result[3])
+                self._events.begin(info, reply.result[3])
             if reply.final:
                 self._released.discard(name)
-                self._placement.agreed(info)
+                self._events.agreed(info)
             else:
                 self._released.add(name)
         elif name in self._released:
             # `init` has returned already, so the next use of the key tells.
             self._released.discard(name)
             self._broken[name] = reply.exception()
-            self._placement.broken(self.infos.pop(name))
+            self._events.broken(self.infos.pop(name))
 
     def agree_on_keys(
         self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
@@ -259,11 +266,32 @@ class Workers:
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
         """Block until a transfer is done."""
-        self.control.wait(pending.request, pending.waiting, timeout_s)
+        try:
+            self.control.wait(pending.request, pending.waiting, timeout_s)
+        except StallError as error:
+            self._explain(error, pending.others, self.control.timeout_s if timeout_s is None else timeout_s)
+            raise
+
+    def _explain(self, error: StallError, others: Sequence[Waiting], limit_s: float) -> None:
+        """Of several keys that end together, tell of one that somebody has not come to, not of the first one."""
+        if MISSING in str(error):
+            return
+        for waiting in others[:REPORTS]:
+            found = self.control.report(waiting, limit_s)
+            if MISSING in str(found):
+                raise found from None
 
     def wait_for(self, request: Request, call: str, owners: tuple[str, ...] = ()) -> None:
         """Block until a request of a whole call is done."""
         self.control.wait(request, Waiting(call, owners=owners))
+
+    def progress(self) -> None:
+        """Move transfers on without waiting."""
+        self.engine.step()
+
+    def barrier(self) -> None:
+        """Wait for all workers. Collective, blocks."""
+        self.agree("barrier", None, "barrier")
 
     def _count(self, topic: str) -> int:
         self._counts[topic] = self._counts.get(topic, 0) + 1
@@ -279,12 +307,13 @@ class Workers:
                 self._counts[topic] -= 1
             raise
 
-    def outcome(self, call: str, attempt: Callable[[], Any] | None) -> Any:
+    def decide(self, call: str, attempt: Callable[[], Any] | None) -> Any:
         """Worker 0 tries something that may fail; every worker gets its result or raises its error. Collective.
 
         call: the topic. attempt: at worker 0, returns JSON. Its error is raised there; on the others it is the same for
         MpikvError and OSError, and an MpikvError that names it for others.
         """
+        self.check_open(call)
         payload: Any = None
         failure: Exception | None = None
         if self.group.rank == 0 and attempt is not None:
@@ -321,6 +350,13 @@ class Workers:
         config = json.dumps(optimizer.config(), sort_keys=True)
         self.agree("set_optimizer", [config, None if keys is None else list(keys)], "set_optimizer")
 
+    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
+        """Agree on the optimizer, and on the number of the series of its steps."""
+        if self.num_workers == 1:
+            return None
+        exact = any(self.infos[key].dtype.kind in "iu" for key in keys)
+        return OwnUpdates(self, optimizer, keys, exact=exact)
+
     def agree_on_own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> int:
         """All workers bring equal optimizers, to update with by themselves. The number of the series of their steps."""
         self._compare(optimizer, keys)
@@ -348,7 +384,12 @@ class Workers:
         """One read; see control/stop.py."""
         if not self._threaded:
             self.engine.step()  # where all other calls go through shared memory, nothing else may look for messages
-        return self.control.stop_requested()
+        self.stopped = self.control.stop_requested()
+        return self.stopped
+
+    def request_stop(self, why: str) -> None:
+        """Tell worker 0, who asks all."""
+        self.control.wish(why)
 
     def listen_for(self, asked: Callable[[], str | None]) -> None:
         """Ask all workers to stop once `asked()` says why."""
@@ -356,7 +397,7 @@ class Workers:
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell worker 0 how many rounds the last epoch had. Local."""
-        rounds = max(self._placement.pushes().values(), default=0)
+        rounds = max(self._pushes().values(), default=0)
         self.control.begin_epoch(self._count("epoch"), epoch, rounds - self._epoch_rounds)
         self._epoch_rounds = rounds
 
@@ -368,7 +409,7 @@ class Workers:
         matched: whether rounds need all workers. Returns for each key that workers have pushed unequally often the
         rounds that all have in common, and the error to raise where this worker pushed more.
         """
-        pushes = self._placement.pushes()
+        pushes = self._pushes()
         if matched:
             with self.engine.lock:
                 self.control.leave(pushes)
@@ -385,9 +426,16 @@ class Workers:
                 )
         return {key_id: least for key_id, _, least, _ in unmatched}, error
 
-    def stop(self) -> None:
-        """End the engine."""
+    def end(self) -> None:
+        """End the engine and the transports; nothing is under way any more."""
+        self.abandon()
+        self.transport.close()
+
+    def abandon(self) -> None:
+        """Stop the engine, and close what wakes it."""
         self.engine.stop()
+        if self.links is not None:
+            self.links.close()
 
 
 def _error_named(name: str) -> type[Exception]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mpikv.config import Config
 from mpikv.groups.group import RankGroup
 from mpikv.groups.world import World
-from mpikv.hostmemory.segment import HostMemory, private_memory
-from mpikv.testing.ranks import spawn
+from mpikv.testing.ranks import memories_of, spawn
 from mpikv.testing.stores import TEST_TIMEOUT_S
 from mpikv.transports.base import Transport
 
@@ -29,12 +28,7 @@ def spawn_groups(
     """
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
     places = hosts or ["localhost"] * size
-    memories: list[HostMemory | None] = [None] * size
-    if config.shared_memory == "auto":
-        of_host: dict[str, Iterator[HostMemory]] = {
-            host: iter(private_memory(list(places).count(host))) for host in dict.fromkeys(places)
-        }
-        memories = [next(of_host[host]) for host in places]
+    memories = memories_of(places) if config.shared_memory == "auto" else [None] * size
 
     def rank_body(transport: Transport) -> T:
         fatal: list[BaseException] = []

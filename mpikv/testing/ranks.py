@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from mpikv.engine.request import Steps
 from mpikv.engine.running import run
 from mpikv.errors import StallError
+from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.threads import Fabric
 
@@ -89,3 +90,9 @@ def run_collective(
         return run(steps(group), timeout_s, lambda: stalled)
 
     return spawn(size, body, hosts=hosts, timeout_s=timeout_s + 5, fabric=fabric)
+
+
+def memories_of(hosts: Sequence[str]) -> list[HostMemory | None]:
+    """For each thread rank the memory that it shares with the others of its host. hosts: of each rank."""
+    of_host = {host: iter(private_memory(list(hosts).count(host))) for host in dict.fromkeys(hosts)}
+    return [next(of_host[host]) for host in hosts]

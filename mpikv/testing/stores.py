@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from mpikv import spec as store_spec
+from mpikv.assembly import assemble
 from mpikv.config import Config
-from mpikv.hostmemory.segment import HostMemory, private_memory
-from mpikv.kv import members_of, server_core, server_links, worker_strategy
 from mpikv.kvstore import KVStore
-from mpikv.server.loop import run_server
+from mpikv.placement import Members
 from mpikv.server.roles import assign
-from mpikv.testing.ranks import spawn
+from mpikv.testing.ranks import memories_of, spawn
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric
 
@@ -39,34 +38,24 @@ def spawn_stores(
     spec = store_spec.parse(name)
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
     size = num_workers + num_servers
-    roles = assign(hosts or ["localhost"] * size, num_servers, config.server_placement)
-
-    places = hosts or ["localhost"] * size
-    memories: dict[str, Iterator[HostMemory]] = {}
-    members = members_of(places, roles, spec, config)
-    mine: list[HostMemory | None] = [None] * size
-    if members.shares_memory:
-        memories = {host: iter(private_memory(list(places).count(host))) for host in dict.fromkeys(places)}
-        mine = [next(memories[host]) for host in places]
+    places = tuple(hosts or ["localhost"] * size)
+    roles = assign(places, num_servers, config.server_placement)
+    members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
+    memories = memories_of(places) if members.shares_memory else [None] * size
 
     def rank_body(transport: Transport) -> T | None:
-        memory = mine[transport.rank]
-        links = None if memory is None or members.path != "servers" else server_links(transport, memory, roles, config)
-        if transport.rank in roles.servers:
-            core = server_core(transport.hosts, roles, spec, links)
-            run_server(transport if links is None else links, roles.workers, core, config.timeout_s)
-            return None
         fatal: list[BaseException] = []
-        threaded = config.progress == "thread"
-        strategy = worker_strategy(
-            transport, roles, spec, config, threaded=threaded, on_fatal=fatal.append, memory=memory, links=links
+        threaded, memory = config.progress == "thread", memories[transport.rank]
+        store = assemble(
+            name.lower(), spec, transport, members, threaded=threaded, on_fatal=fatal.append, memory=memory
         )
-        store = KVStore(name.lower(), strategy, on_device=spec.on_device, stop_file=config.stop_file)
+        if store is None:
+            return None
         try:
             result = body(store)
             store.close()
         finally:
-            strategy.abandon()
+            store.session.abandon()
         if fatal:
             raise fatal[0]
         return result

@@ -28,7 +28,7 @@ class Handle:
     """The result of an `_async` call, which is there already."""
 
     def __init__(self, result: torch.Tensor) -> None:
-        self._result = result
+        self.result = result
 
 
 def _tensors(call: str, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -151,7 +151,7 @@ def synchronize(handle: Handle) -> torch.Tensor:
     """The result of an `_async` call. Local."""
     if not isinstance(handle, Handle):
         raise TypeError(f"synchronize: what an _async call returned is needed, not {type(handle).__name__}")
-    return handle._result
+    return handle.result
 
 
 def poll(handle: Handle) -> bool:

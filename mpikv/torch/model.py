@@ -75,7 +75,7 @@ class DistributedModel(torch.nn.Module):
         kept = buffers.Buffers(module, calls)
         gradients = Gradients(
             calls,
-            f"model{store._new_namespace()}",
+            f"model{store.session.new_namespace()}",
             named,
             scale=1 / store.num_workers if average else 1.0,
             bucket_bytes=bucket_bytes,

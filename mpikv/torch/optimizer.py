@@ -149,7 +149,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named = _named(optimizer, named_parameters)
     gradients = Gradients(
         calls,
-        f"optimizer{calls.store._new_namespace()}",
+        f"optimizer{calls.store.session.new_namespace()}",
         named,
         scale=1 / calls.store.num_workers if op == Average else 1.0,
         bucket_bytes=bucket_bytes,
@@ -163,13 +163,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     kind = type(optimizer)
     found: Any = object.__new__(type(kind.__name__, (_Exchanging, kind), {"__module__": kind.__module__}))
     found.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    found._mpikv_gradients = gradients
-    found._mpikv_passes = backward_passes_per_step
-    found._mpikv_counts = {}
-    found._mpikv_synchronized = found._mpikv_skip = False
+    found._mpikv_gradients = gradients  # noqa: SLF001 - this module adds them
+    found._mpikv_passes = backward_passes_per_step  # noqa: SLF001 - this module adds them
+    found._mpikv_counts = {}  # noqa: SLF001 - this module adds them
+    found._mpikv_synchronized = found._mpikv_skip = False  # noqa: SLF001 - this module adds them
     if calls.store.num_workers > 1:
         for i, parameter in enumerate(gradients.parameters):
-            hook(parameter, partial(found._mpikv_on_gradient, i))
+            hook(parameter, partial(found._mpikv_on_gradient, i))  # noqa: SLF001 - this module adds them
         if any(not arrays.in_host_memory(parameter) for parameter in gradients.parameters):
             warnings.warn(
                 "DistributedOptimizer: gradients of parameters on a device go through host memory, which is slow",

@@ -276,7 +276,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, _device: Any = None) -> CallWork:
         works, self._together = self._together or [], None
-        calls = [call for work in works for call in work._calls]
+        calls = [call for work in works for call in work.calls]
         return CallWork(calls, [tensor for work in works for tensor in work.result()], self._completer.submit)
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing

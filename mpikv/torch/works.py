@@ -30,13 +30,13 @@ class CallWork(Work):
 
     def __init__(self, calls: Sequence[Call], result: list[torch.Tensor], submit: Submit) -> None:
         super().__init__()
-        self._calls, self._result, self._submit = list(calls), result, submit
+        self.calls, self._result, self._submit = list(calls), result, submit
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all is done. Raises what went wrong; StallError after `timeout`, where one is given."""
         limit_s = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
-        for call in self._calls:
+        for call in self.calls:
             call.wait(limit_s)
         return True
 
@@ -46,7 +46,7 @@ class CallWork(Work):
 
     def is_completed(self) -> bool:
         """Whether all is done, well or not."""
-        return all(call.done for call in self._calls)
+        return all(call.done for call in self.calls)
 
     def is_success(self) -> bool:
         """Whether all is done well."""
@@ -54,7 +54,7 @@ class CallWork(Work):
 
     def exception(self) -> BaseException | None:
         """What went wrong."""
-        return next((call.error for call in self._calls if call.error is not None), None)
+        return next((call.error for call in self.calls if call.error is not None), None)
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors."""
@@ -62,7 +62,7 @@ class CallWork(Work):
 
     def source_rank(self) -> int:
         """Who has sent what `recv` from any rank has received. Blocks."""
-        return int(self._calls[0].wait())
+        return int(self.calls[0].wait())
 
     def _source_rank(self) -> int:
         return self.source_rank()
@@ -80,8 +80,8 @@ class CallWork(Work):
 
     def _complete(self, i: int) -> None:
         """Complete the future, or see to it that this is gone on with when call number i is done."""
-        for j in range(i, len(self._calls)):
-            if self._calls[j].when_done(lambda: self._submit(lambda: self._complete(j))):  # noqa: B023 - returns
+        for j in range(i, len(self.calls)):
+            if self.calls[j].when_done(lambda: self._submit(lambda: self._complete(j))):  # noqa: B023 - returns
                 return
         error = self.exception()
         if error is None:

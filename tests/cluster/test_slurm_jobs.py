@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -76,8 +75,7 @@ PLACEMENTS = {
 STARTS = [
     ("openmpi", "train.sbatch"),
     ("mpich", "train.sbatch"),
-    ("openmpi", "train-srun.sbatch"),
-    ("mpich", "train-srun.sbatch"),
+    ("openmpi", "train-srun.sbatch"),  # and no other MPI: see test_srun_starts_no_mpich
 ]
 SELECTED = ("mpich", "train.sbatch", "2 nodes, 2 servers")
 
@@ -112,11 +110,23 @@ def test_ranks_and_servers_in_turn(slurm: Slurm, kind: str, script: str, tmp_pat
     check_map(job.found, ["h1", "h2"] * 3, ["h1", "h2"])
 
 
-@pytest.mark.parametrize("script", ["train.sbatch", pytest.param("train-srun.sbatch", marks=full)])
-def test_fewer_slots_than_ranks(slurm: Slurm, script: str, tmp_path: Path) -> None:
+def test_srun_starts_no_mpich(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm's pmi2 fails now and then; the error names the script that starts MPICH with its own mpirun."""
+    with slurm.hosts.nothing_left():
+        job = Batch(slurm, find("mpich"), tmp_path, TWO_NODES, WHEREABOUTS, SCRIPTS / "train-srun.sbatch").ended()
+    assert job.status == 2
+    assert "srun starts Open MPI alone, not MPICH" in job.output
+    assert "use train.sbatch" in job.output
+    assert "found" not in job.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "script"), [("mpich", "train.sbatch"), pytest.param("openmpi", "train-srun.sbatch", marks=full)]
+)
+def test_fewer_slots_than_ranks(slurm: Slurm, kind: str, script: str, tmp_path: Path) -> None:
     copy = changed(SCRIPTS / script, tmp_path, RANKS="5")
     with slurm.hosts.nothing_left():
-        job = Batch(slurm, find("mpich"), tmp_path, TWO_NODES, WHEREABOUTS, copy).ended()
+        job = Batch(slurm, find(kind), tmp_path, TWO_NODES, WHEREABOUTS, copy).ended()
     assert job.status == 2
     assert "5 ranks do not fit into the 4 slots of this job; ask for more slots (--ntasks)" in job.output
     assert "found" not in job.output
@@ -213,11 +223,13 @@ def test_a_cancelled_job_leaves_nothing(slurm: Slurm, kind: str, script: str, tm
 
 
 @full
-@pytest.mark.parametrize("script", ["train.sbatch", "train-srun.sbatch"])
-def test_a_crashed_node_ends_the_job(mpi: jobs.Mpi, script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "script"), STARTS)
+def test_a_crashed_node_ends_the_job(kind: str, script: str, tmp_path: Path) -> None:
     with namespaces.network(3) as hosts, slurm_module.slurm(hosts) as slurm:
         with hosts.nothing_left():
-            batch = Batch(slurm, mpi, tmp_path, [*TWO_NODES, "--no-requeue"], looping("forever"), SCRIPTS / script)
+            batch = Batch(
+                slurm, find(kind), tmp_path, [*TWO_NODES, "--no-requeue"], looping("forever"), SCRIPTS / script
+            )
             batch.said(r"worker \d of 4 is", 4)
             hosts.crash(hosts[1])
             batch.ended(100)
@@ -226,13 +238,13 @@ def test_a_crashed_node_ends_the_job(mpi: jobs.Mpi, script: str, tmp_path: Path)
 
 @full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", ["train.sbatch", "train-srun.sbatch"])
-def test_a_node_whose_cable_is_cut_ends_the_job(mpi: jobs.Mpi, script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "script"), STARTS)
+def test_a_node_whose_cable_is_cut_ends_the_job(kind: str, script: str, tmp_path: Path) -> None:
     """Its ranks end by the store's time limit; Slurm's own process there when it can report that again."""
     with namespaces.network(3) as hosts, slurm_module.slurm(hosts) as slurm:
         before = hosts.snapshot()
         options = [*TWO_NODES, "--no-requeue"]
-        batch = Batch(slurm, mpi, tmp_path, options, looping("forever"), SCRIPTS / script, MPIKV_TIMEOUT_S="10")
+        batch = Batch(slurm, find(kind), tmp_path, options, looping("forever"), SCRIPTS / script, MPIKV_TIMEOUT_S="10")
         batch.said(r"worker \d of 4 is", 4)
         hosts.cut(hosts[1])
         batch.ended(100)
@@ -273,12 +285,10 @@ def test_a_job_near_its_limit_saves_requeues_itself_and_goes_on(
     options = [*TWO_NODES, "--time=1", "--signal=B:USR1@48", "--requeue"]
     variables = {**training.SAME_BITS, "MPIKV_STOP_FILE": str(states)}
     with slurm.hosts.nothing_left():
-        started = time.monotonic()
         batch = Batch(slurm, find("mpich"), tmp_path, options, program, copy, **variables)
         job = batch.ended(240)
     assert (job.status, batch.state) == (0, "COMPLETED"), job.output
     assert "signal USR1: the ranks are asked to stop after this step" in job.output
     assert "goes back into the queue" in job.output
     assert int(slurm.job(batch.number)["Restarts"]) >= 1
-    assert time.monotonic() - started < 240
     training.assert_same_bits(training.read(weights), learned(4, steps=steps))

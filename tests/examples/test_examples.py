@@ -128,7 +128,7 @@ PROGRAMS = ["tour", "linear_regression", "torch_mnist", "jax_mnist", "train_mnis
 
 
 def test_every_program_is_known() -> None:
-    parts = {"checkpoint", "fetched", "image_sets", "networks", "progress", "torch_networks", "usage"}
+    parts = {"checkpoint", "fetched", "image_sets", "networks", "torch_networks", "usage"}
     quoted = {"first", "forgets", "jax_linear", "shared", "torch_linear"}  # run where documents show them
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*PROGRAMS, *parts, *quoted}
 

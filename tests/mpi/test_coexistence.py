@@ -157,7 +157,7 @@ def test_two_native_stores(comm):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", ["auto", "native"])
+@pytest.mark.parametrize("algorithm", ["auto", pytest.param("native", marks=pytest.mark.full)])
 def test_many_stores_one_after_another(comm, algorithm):
     """Communicators are given back: more stores times keys than MPICH has communicators for native."""
     keys = list(range(60))

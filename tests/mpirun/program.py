@@ -116,8 +116,10 @@ def fault_of_one(store: kv.KVStore) -> None:
 
 
 def say_when_it_waits() -> None:
-    """From a thread: half a second in one call is longer than any of them takes while all ranks live."""
+    """From a thread, once the test has stopped a rank: half a second in one call is a wait for that rank."""
     (activity,) = abort.guard().activities
+    while not Path(os.environ["FOLDER"], "stopped").exists():
+        time.sleep(0.01)
     while not re.search(r" for (0\.[5-9]|[1-9].*) s$", activity.waiting() or ""):
         time.sleep(0.05)
     os.write(1, b"waits\n")

@@ -91,8 +91,8 @@ GRID = [
     *[("dist_sync", 1, case) for case in WITH_SERVERS],
     *[("dist_async", 0, case) for case in ASYNCHRONOUS],
 ]
-# In these the launcher has a part, or the start and the end of MPI. The other cases are the store's alone, and MPICH
-# starts a job in a third of the time.
+# In these the launcher has a part, or the start and the end of MPI; --full makes them with both. The other cases are
+# the store's alone, and MPICH starts a job in a third of the time.
 UNDER_BOTH = {
     "raises",
     "exits with a status",
@@ -121,7 +121,8 @@ def check_end(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("mpi", "kind", "servers", "case"),
-    [("mpich", *row) for row in GRID] + [("openmpi", *row) for row in GRID if row[2] in UNDER_BOTH],
+    [pytest.param("mpich", *row, marks=[pytest.mark.full] * (row[2] in UNDER_BOTH)) for row in GRID]
+    + [("openmpi", *row) for row in GRID if row[2] in UNDER_BOTH],
     indirect=["mpi"],
 )
 def test_ends_and_says_why(mpi, kind: str, servers: int, case: str, tmp_path: Path) -> None:
@@ -140,6 +141,7 @@ def test_ends_and_says_why(mpi, kind: str, servers: int, case: str, tmp_path: Pa
         assert job.status == 5
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("kind", "servers", "victim"), [("dist_sync", 0, 1), ("dist_sync", 1, 2), ("dist_async", 0, 0)]
 )
@@ -151,6 +153,7 @@ def test_killed(mpi, kind: str, servers: int, victim: int, tmp_path: Path) -> No
         ranks = {int(rank): pid for pid in running.processes() if (rank := rank_of(pid)) is not None}
         if kind == "dist_sync":  # the others say what they lack if they already wait for it when they are ended
             running.kill(ranks[victim], signal.SIGSTOP)
+            (tmp_path / "stopped").touch()
             running.wait_for("waits")
         running.kill(ranks[victim])
     job = running.result

@@ -18,6 +18,7 @@ WAYS = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("mpi", "way", "workers"),
     [

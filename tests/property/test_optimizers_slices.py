@@ -61,7 +61,7 @@ def test_slices_and_the_whole(name: str, data: st.DataObject) -> None:
     assert all(same_bits(joined[key], value) for key, value in state.items() if isinstance(value, np.ndarray))
     # Cut anew, sent, and carried on: still the same.
     cut = data.draw(st.integers(0, n))
-    sent = parts_to_bytes([Part("w", b, e, slice_state(joined, b, e, n)) for b, e in ((0, cut), (cut, n))])
+    sent = parts_to_bytes([Part("w", (n,), dtype, b, e, slice_state(joined, b, e, n)) for b, e in ((0, cut), (cut, n))])
     halves = [whole[:cut].copy(), whole[cut:].copy()]
     optimizer.update("w", whole, grads[0], state)
     for half, part in zip(halves, parts_from_bytes(sent), strict=True):

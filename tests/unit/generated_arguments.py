@@ -264,7 +264,7 @@ def arguments(pick: Random, function: Callable[..., Any]) -> tuple[list[Any], di
     by_place = pick.random() < 0.5
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            names = [name for name in optimizers.Common.__annotations__ if pick.random() < 0.15]
+            names = [name for name in optimizers.Optimizer.fields if pick.random() < 0.15]
             kwargs.update({name: argument(pick, name, likely) for name in names})
             if pick.random() < 0.05:
                 kwargs[pick.choice(["lr", "momentun", "é", "_x"])] = junk(pick)
@@ -277,6 +277,8 @@ def arguments(pick: Random, function: Callable[..., Any]) -> tuple[list[Any], di
                 args.append(argument(pick, name, likely))
             else:
                 kwargs[name] = argument(pick, name, likely)
+    if isinstance(function, type) and issubclass(function, optimizers.Optimizer) and pick.random() < 0.05:
+        kwargs[pick.choice(["lr", "momentun", "é", "_x"])] = junk(pick)
     if pick.random() < 0.02:
         args.append(junk(pick))
     return args, kwargs

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from mpikv.__main__ import _parser, main
-from mpikv.bench import interfaces, output, pairs
+from mpikv.bench import interfaces, output, pairs, plot
 from mpikv.bench.command import _check_job, ledger, ledger_lines
 from mpikv.bench.counts import Counts, counts_of
 from mpikv.bench.job import Job
 from mpikv.bench.limits import Limit, Rates
 from mpikv.bench.measure import Result
 from mpikv.bench.options import ALGORITHMS, PS_VARIANTS
-from mpikv.bench.progress import Progress, follow
+from mpikv.bench.progress import Recorded, follow
 from mpikv.bench.raw import RAW
-from mpikv.bench.report import TITLES, Row, rows_of, table_header, table_row
+from mpikv.bench.report import TABLE, Row, rows_of, table_row
 from mpikv.bench.start import check_ranks, environment_rank
 from mpikv.bench.statistics import Summary
 from mpikv.config import Config
@@ -78,9 +80,10 @@ def test_table() -> None:
     assert ours.split() == wanted.split()
     assert raw.split()[-4:] == ["WRONG", "in", "2", "results"]
     # Columns stand under their titles.
-    header = table_header()
+    header = TABLE.head()
     assert len(header) == len(ours)
-    assert [header.index(title) for title in TITLES] == sorted(header.index(title) for title in TITLES)
+    titles = [column.title for column in TABLE.columns]
+    assert [header.index(title) for title in titles] == sorted(header.index(title) for title in titles)
     assert ours.index("ordinary") == header.index("what")
     assert ours[: header.index(" vs raw") + 7].endswith("0.50")
 
@@ -106,23 +109,23 @@ def test_files_are_checked_before_the_run(tmp_path) -> None:
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="--plot needs matplotlib: pip install"):
-        output.check_matplotlib()
+        plot.check_matplotlib()
 
 
 def test_ticks_of_a_plot() -> None:
-    assert [output.size_label(n) for n in (4, 512, 1024, 3 << 19, 1 << 30)] == [
+    assert [plot.size_label(n) for n in (4, 512, 1024, 3 << 19, 1 << 30)] == [
         "4 B", "512 B", "1 KiB", "1.5 MiB", "1 GiB",
     ]  # fmt: skip
-    assert [output.rate_label(rate) for rate in (20, 1, 0.05, 2e-6, 5e-8)] == [
+    assert [plot.rate_label(rate) for rate in (20, 1, 0.05, 2e-6, 5e-8)] == [
         "20 GB/s", "1 GB/s", "50 MB/s", "2 kB/s", "50 B/s",
     ]  # fmt: skip
-    assert output.size_ticks(1024, 1024) == [1024]
-    assert output.size_ticks(1000, 5000) == [512, 1024, 2048, 4096, 8192]
+    assert plot.size_ticks(1024, 1024) == [1024]
+    assert plot.size_ticks(1000, 5000) == [512, 1024, 2048, 4096, 8192]
     for largest in (1 << 20, 256 << 20, 1 << 40):
-        ticks = output.size_ticks(4, largest)
+        ticks = plot.size_ticks(4, largest)
         assert ticks[0] == 4
         assert ticks[-1] >= largest
-        assert len(ticks) <= output.TICKS + 1
+        assert len(ticks) <= plot.TICKS + 1
 
 
 def test_plot(tmp_path) -> None:
@@ -133,7 +136,7 @@ def test_plot(tmp_path) -> None:
     large = [dataclasses.replace(row, n_bytes=row.n_bytes << 8) for row in rows()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pyplot, "close", lambda _figure: None)  # to look at it
-        output.write_plot(str(path), "a title", rows() + large)
+        plot.bandwidths(str(path), "a title", rows() + large)
     assert path.read_bytes().startswith(b"\x89PNG")
     (axes,) = pyplot.gcf().axes
     across, up = ([tick.get_text() for tick in axis.get_ticklabels()] for axis in (axes.xaxis, axes.yaxis))
@@ -284,32 +287,46 @@ def test_ranks() -> None:
 # --- progress
 
 
-def test_progress_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in range(2):
-        progress = Progress(2, rank, "lines")
-        for what in ("4", "16"):
-            progress.now(what)
-            progress.say(f"row of {what}")
-            progress.step()
-        progress.close()
-    assert capsys.readouterr().out == "# size 1 of 2: 4\nrow of 4\n# size 2 of 2: 16\nrow of 16\n"
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_no_bar_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(1, 0, "bar")
-    progress.now("4")
-    progress.say("row")
-    progress.step()
-    progress.close()
-    assert tuple(capsys.readouterr()) == ("row\n", "")
+def test_rank_0_records_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "record"
+    record.touch()
+    with Recorded(str(record), 2) as progress:
+        progress.update(what="256M")
+        assert json.loads(record.read_text()) == [0, 2, "256M"]
+        progress.update(1)
+        progress.update(what="4")
+        progress.say("a row")
+    assert json.loads(record.read_text()) == [1, 2, "4"]
+    assert tuple(capsys.readouterr()) == ("a row\n", "")
+    with Recorded(str(tmp_path / "elsewhere"), 2) as progress:  # rank 0 is on another host
+        progress.update(1)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 15)", 143)])
-def test_lines_become_a_bar(end: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The bar is drawn by the process that started mpirun; what is no progress is passed on."""
-    pytest.importorskip("tqdm")
-    script = f"import os, sys; print('# size 2 of 4: 16K\\nrow', flush=True); {end}"
+def test_the_process_that_started_mpirun_draws_the_bar(
+    end: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its ranks print is handed on as it is, whatever it looks like."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    script = (
+        "import os, sys\n"
+        "from mpikv.bench.progress import FILE_OPTION, Recorded\n"
+        "assert sys.argv[-2] == FILE_OPTION\n"
+        "progress = Recorded(sys.argv[-1], 4)\n"
+        "progress.update(1, '16K')\n"
+        "progress.say('# size 2 of 4: 16K', 'row')\n"
+        f"{end}"
+    )
     assert follow([sys.executable, "-c", script], os.environ) == status
-    told = capsys.readouterr()
-    assert told.out == "row\n"
-    assert "16K:  25%" in told.err
+    assert capsys.readouterr().out == "# size 2 of 4: 16K\nrow\n"
+    assert "1/4" in terminal.getvalue()
+    assert "16K" in terminal.getvalue()

@@ -10,7 +10,7 @@ import pytest
 
 from mpikv.config import Config
 from mpikv.errors import MpikvError, ShapeMismatch, StallError, UnsupportedError
-from mpikv.groups.group import RankGroup, Tags
+from mpikv.groups.group import Options, RankGroup, Tags
 from mpikv.groups.operators import OPERATORS
 from mpikv.groups.service import REPLY_TAGS
 from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
@@ -30,6 +30,8 @@ WAYS = {
 }
 # Around one chunk, and what every rank combines for itself.
 SIZES = (0, 1, 5, TINY_BYTES // 4 + 3, CHUNK_BYTES // 4 + 1, 2 * CHUNK_BYTES // 4 + 77)
+
+SOON = Options(timeout_s=0.5)  # of a call that is to wait in vain
 
 
 def run(way: str, size: int, body, **config):
@@ -259,24 +261,19 @@ def test_who_is_missing_is_named(way: str) -> None:
                 match=r"rank \d of 3 on localhost waited 0.5 s, its timeout in all_reduce \(sum\) of float32 4 \(call"
                 r" 2\) .* missing: rank 1 of 3 on localhost has made 1 calls",
             ):
-                group.allreduce([np.ones(4, "float32")], SUM).wait()
-        world.groups[1].barrier().wait()  # all are there until both have asked
+                group.allreduce([np.ones(4, "float32")], SUM, SOON).wait()
+        world.group(range(3), 2, 20).barrier().wait()  # all are there until both have asked
 
-    run(way, 3, body_with_limit(body, 0.5))
-
-
-def body_with_limit(body, limit_s: float):
-    """The same body in another group of all ranks, whose calls wait at most so long."""
-    return lambda world, group: body(world, world.group(range(world.size), 2, limit_s))
+    run(way, 3, body)
 
 
 def test_a_message_that_nobody_sends_is_an_error() -> None:
     def body(world: World, group: RankGroup):
         if group.rank == 0:
             with pytest.raises(StallError, match="in recv from 1 with tag 5 of the process group of ranks 0, 1"):
-                group.receive(np.zeros(1), 1, 5).wait()
+                group.receive(np.zeros(1), 1, 5, SOON).wait()
 
-    run("memory", 2, body_with_limit(body, 0.5))
+    run("memory", 2, body)
 
 
 def test_the_callers_own_limit_leaves_the_call_under_way() -> None:

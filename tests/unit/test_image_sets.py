@@ -1,8 +1,7 @@
-"""examples/image_sets.py and progress.py, and scripts/get_cifar10 on a small package laid out like the real one."""
+"""examples/image_sets.py, and scripts/get_cifar10 on a small package laid out like the real one."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -23,8 +22,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import _cifar10
 import fetched
 import image_sets
-from progress import Progress
-from progress import batches as batches_shown
 
 from mpikv.data import Images
 
@@ -228,67 +225,3 @@ def test_images_are_cut_and_mirrored_as_seed_epoch_and_number_say() -> None:
     assert np.array_equal(image_sets.draw(500, 1, 2), draws)
     for seed, epoch in ((1, 3), (2, 2)):
         assert not np.array_equal(image_sets.draw(500, seed, epoch), draws)
-
-
-# ---- progress.py
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_line_now_and_then_where_nobody_looks() -> None:
-    stream, clock = io.StringIO(), Clock()
-    with Progress(1000, "epoch 1/3", shown=True, stream=stream, clock=clock) as progress:
-        for _ in range(100):
-            clock.now += 0.5
-            progress.update(10, loss=0.25)
-    lines = stream.getvalue().splitlines()
-    assert lines[0] == "epoch 1/3: 100 of 1000 images, loss 0.2500, 20 images/s, 45 s left"
-    assert len(lines) == 10  # each 5 s
-
-
-def test_a_long_epoch_has_few_lines_and_is_never_silent_for_long() -> None:
-    for step_s, expected in ((3, 20), (200, 1000)):
-        stream, clock = io.StringIO(), Clock()
-        with Progress(1000, "epoch", shown=True, stream=stream, clock=clock) as progress:
-            for _ in range(1000):
-                clock.now += step_s / 10 if expected == 20 else step_s
-                progress.update(1)
-        assert len(stream.getvalue().splitlines()) == expected
-
-
-def test_progress_counts_what_a_resumed_epoch_had_done_and_only_worker_0_shows_it() -> None:
-    clock = Clock()
-    for shown, expected in ((True, "epoch: 600 of 1000 images, 10 images/s, 40 s left\n"), (False, "")):
-        stream = io.StringIO()
-        with Progress(1000, "epoch", shown=shown, done=500, stream=stream, clock=clock) as progress:
-            clock.now += 10
-            progress.update(100)
-        assert stream.getvalue() == expected
-
-
-def test_a_bar_where_somebody_looks() -> None:
-    pytest.importorskip("tqdm", reason="tqdm is not installed")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    with Progress(1000, "epoch 2", shown=True, stream=stream) as progress:
-        progress.update(1000, loss=0.5)
-    assert "\r" in stream.getvalue()
-    assert "epoch 2" in stream.getvalue()
-
-
-def test_batches_go_through(capsys: pytest.CaptureFixture[str]) -> None:
-    class Store:
-        rank = 0
-
-    assert list(batches_shown([3, 1, 2], 0, Store())) == [3, 1, 2]  # type: ignore[arg-type]
-    assert capsys.readouterr().out == ""

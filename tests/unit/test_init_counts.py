@@ -18,7 +18,7 @@ from mpikv.kvstore import KVStore
 from mpikv.testing.stores import spawn_stores
 
 KEYS = 3
-SIZES = (4, 8, 16, 32, 64)
+SIZES = (4, 8, 16, 32, pytest.param(64, marks=pytest.mark.full))
 CONFIG = Config(timeout_s=60, shared_memory="off", progress="calls", bigarray_bound_elems=100, server_placement="last")
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from test_hosted import memories_of
+from test_hosted import host_key, memories_of
 
 from mpikv.collectives import hierarchical, hosted, select
-from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import NOTE_BYTES, AddingGroup, Comparison, SharingGroup
 from mpikv.keys import whole_bounds
 from mpikv.labels import Label
@@ -91,7 +90,7 @@ def through_memory(hosts: str, n: int, bounds):
     memories = memories_of(hosts)
 
     def halves(group):
-        key = HostKey(memories[group.rank], 1 << 12, n, (F32, F32), topology(hosts).carriers)
+        key = host_key(memories[group.rank], 1 << 12, n, F32, lanes=topology(hosts).carriers, most=len(hosts))
 
         def reduce_scatter(adding, buf, comparison):
             return (

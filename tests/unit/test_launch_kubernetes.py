@@ -7,17 +7,32 @@ The client package `kubeflow-training` has the MPIJob of v1, whose replicas and 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpikv.__main__ import main
+from mpikv.errors import ConfigError
+from mpikv.launch import environment
 from mpikv.launch.kubernetes import yaml
 
 REPLICA = {
     "replicas": int,
     "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
-    "template": {"spec": {"containers": [{"name": str, "image": str, "command": [str]}]}},
+    "template": {
+        "spec": {
+            "containers": [
+                {
+                    "name": str,
+                    "image": str,
+                    "command": [str],
+                    "env": [{"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}],
+                    "securityContext": {"allowPrivilegeEscalation": bool, "runAsNonRoot": bool, "runAsUser": int},
+                }
+            ]
+        }
+    },
 }
 FIELDS: dict[str, Any] = {
     "apiVersion": {"kubeflow.org/v2beta1"},
@@ -86,10 +101,15 @@ def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return found
 
 
-def test_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHO", "it's: me\n#")
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the Secret is written."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_fields(capsys: pytest.CaptureFixture[str]) -> None:
     job = manifest(
-        capsys, "-n", "4", "-s", "2", "--env", "WHO", "--env-worker", "A=yes", "--timeout", "90.5",
+        capsys, "-n", "4", "-s", "2", "--env", "WHO=me", "--timeout", "90.5", "--kube-user", "1000",
         "--kube-name", "j-1", "--kube-namespace", "ml", "python", "train.py", "--flag", "on",
     )  # fmt: skip
     check(job, FIELDS)
@@ -100,10 +120,46 @@ def test_fields(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     command = launcher["command"]
     assert command[:8] == ["mpikv", "launch", "-n", "4", "-s", "2", "-H", "/etc/mpi/hostfile"]
-    assert command[command.index("--env") + 1] == "WHO=it's: me\n#"
     assert command[-4:] == ["python", "train.py", "--flag", "on"]
     (worker,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert "command" not in worker
+    assert "env" not in worker
+    for container in (launcher, worker):
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 1000,
+        }  # fmt: skip
+
+
+def test_values_are_in_a_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a file that its user alone can read; the launcher's pod gives them to the ranks by role."""
+    monkeypatch.setenv("WHO", "it's: me\n#")
+    words = ["--env", "WHO", "--env-worker", "A=yes", "--env-server", "A=b c", "--kube-namespace", "ml", "train"]
+    assert main(["launch", "--launcher", "kubernetes", "--kube-image", "i", "-n", "2", *words]) == 0
+    out, err = capsys.readouterr()
+    assert not any(value in out for value in ("it's", "yes", "b c"))
+    assert "`kubectl apply -f mpikv-env.yaml`" in err
+    file = tmp_path / "mpikv-env.yaml"
+    assert file.stat().st_mode & 0o777 == 0o600
+    found, _ = parse(file.read_text().splitlines())
+    assert (found["apiVersion"], found["kind"]) == ("v1", "Secret")
+    assert found["metadata"] == {"name": "mpikv-env", "namespace": "ml"}
+    (launcher,) = parse(out.splitlines())[0]["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    ((name, source),) = [(one["name"], one["valueFrom"]["secretKeyRef"]) for one in launcher["env"]]
+    assert source["name"] == "mpikv-env"
+    assert environment.given({name: found["stringData"][source["key"]]}) == {
+        "all": {"WHO": "it's: me\n#"}, "worker": {"A": "yes"}, "server": {"A": "b c"},
+    }  # fmt: skip
+    assert main(["launch", "--launcher", "kubernetes", "--kube-image", "i", "-n", "2", *words]) == 2
+    assert "mpikv-env.yaml is there already" in capsys.readouterr().err
+
+
+def test_given() -> None:
+    assert environment.given({}) == {"all": {}, "worker": {}, "server": {}}
+    for text in ("[", "[]", '{"all": 1}'):
+        with pytest.raises(ConfigError, match="no JSON of variables"):
+            environment.given({environment.GIVEN: text})
 
 
 def test_a_server_with_each_worker_by_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -113,7 +114,7 @@ def test_sync_line() -> None:
     assert words[:3] == ["rsync", "-a", "-z"]
     assert words[-2:] == ["/home/me/my job/", "192.0.2.1:/tmp/a b/"]
     assert words[words.index("--rsh") + 1] == "ssh -p 22"
-    assert words[words.index("--rsync-path") + 1] == "mkdir -p '/tmp/a b' && rsync"
+    assert words[words.index("--rsync-path") + 1].endswith("quick.py folder '/tmp/a b' && rsync")
     assert {"--exclude=.git", "--exclude=/logs"} <= set(words)
     assert sync.command(Host("localhost"), "/a", "/b", ["ssh"])[-2:] == ["/a/", "/b/"]
 
@@ -128,6 +129,52 @@ def test_sync_targets(tmp_path: Path) -> None:
     for target, message in (("x/y", "absolute path"), (str(tmp_path), "is the current folder")):
         with pytest.raises(ConfigError, match=message):
             sync.check(target, str(tmp_path))
+
+
+def test_the_copy_is_its_users_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    source.mkdir()
+    (source / "run").write_text("x")
+    for file, mode in ((source / "run", 0o775), (source, 0o777)):
+        file.chmod(mode)
+    said: list[str] = []
+    for _ in range(2):  # it is there, the second time
+        sync.copy([Host("localhost")], str(source), str(target), (), say=said.append)
+    assert [file.stat().st_mode & 0o777 for file in (target, target / "run")] == [0o700, 0o700]
+    assert said[1].startswith(f"localhost:{target} is up to date: 0 files")
+
+
+def test_a_folder_that_somebody_else_can_write_to(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+
+    def refused(message: str) -> None:
+        words = [sys.executable, "-I", "-S", str(line.QUICK), "folder", str(target)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert re.search(f"^{target} {message}", done.stderr)
+        with pytest.raises(ConfigError, match=f"localhost: {target} {message}"):
+            sync.copy([Host("localhost")], str(source), str(target), (), say=print)
+
+    for mode in (0o720, 0o702, 0o777, 0o1777):
+        target.chmod(mode)
+        refused("may be written to by others")
+    target.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(target, 12345, 12345)
+        refused("belongs to another user")
+        target.rmdir()
+        (tmp_path / "other").mkdir()
+        target.symlink_to(tmp_path / "other")
+        os.lchown(target, 12345, 12345)
+        refused("is no folder")
+        target.unlink()
+    else:
+        target.rmdir()
+    target.touch()
+    refused("is no folder")
+    assert list(source.iterdir()) == []
 
 
 def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import pickle
+from concurrent import futures
 from typing import Any
 
 import ml_dtypes
@@ -375,6 +378,7 @@ def test_half_precision(name: str, dtype: Any) -> None:
     assert "master" not in wide_state
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", [name for name in REFERENCES if optimizers.create(name).sums])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", ml_dtypes.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -417,6 +421,28 @@ def test_an_update_within_an_update() -> None:
     for _ in range(2):
         optimizer.update_sum("w", weight, (np.ones_like(weight), np.ones_like(weight)), optimizer.init(weight))
     assert (weight == -4).all()
+
+
+def test_threads_share_an_optimizer() -> None:
+    """Each update has its temporaries for itself; a copy begins without any."""
+    optimizer = optimizers.create("adam")
+    grads = np.random.default_rng(0).standard_normal((16, 50_000)).astype(np.float32)
+    alone = [np.ones_like(grad) for grad in grads]
+    together = [np.ones_like(grad) for grad in grads]
+
+    def update(weight: np.ndarray, grad: np.ndarray) -> None:
+        state = optimizer.init(weight)
+        for _ in range(3):
+            optimizer.update("w", weight, grad, state)
+
+    for weight, grad in zip(alone, grads, strict=True):
+        update(weight, grad)
+    with futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(update, together, grads))
+    assert np.array_equal(alone, together)
+    for copied in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        assert len(pickle.dumps(copied)) < 1000
+        update(together[0], grads[0])
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -255,11 +255,7 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @optimizers.register
     class Shrink(Optimizer):
-        fields = {"factor": optimizers.Optimizer.fields["wd"]}  # noqa: RUF012 - as a user would write it
-
-        def __init__(self, learning_rate=None, *, factor=0.5, **common):
-            super().__init__(learning_rate, **common)
-            self.factor = factor
+        factor: float = optimizers.number(default=0.5, low=0.0, doc="what the weight is multiplied by")
 
         def formula(self, step, w, g, arrays, tmp):
             w *= step.real(self.factor)
@@ -277,6 +273,8 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
             optimizers.register(type("Mine", (Optimizer,), {"name": taken}))
     with pytest.raises(TypeError, match="derived from Optimizer"):
         optimizers.register(int)
+    with pytest.raises(TypeError, match="Late: a field is declared like"):
+        type("Late", (Optimizer,), {"fields": {}})
     with pytest.raises(UnsupportedError, match="Empty defines no formula"):
         type("Empty", (Optimizer,), {})().update(0, weight, weight.copy(), {"t": 0})
 

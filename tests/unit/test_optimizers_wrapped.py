@@ -106,7 +106,7 @@ def same(a, b) -> bool:
 def test_states_of_callables_that_can_be_saved(value) -> None:
     packed = function.pack(value)
     assert same(value, function.unpack({"t": 1, **packed}))
-    (part,) = parts_from_bytes(parts_to_bytes([Part("k", 0, 3, {"t": 1, **packed})]))
+    (part,) = parts_from_bytes(parts_to_bytes([Part("k", (3,), np.dtype(np.float32), 0, 3, {"t": 1, **packed})]))
     assert same(value, function.unpack(part.state))
 
 
@@ -116,7 +116,7 @@ def test_states_of_callables_that_cannot(value) -> None:
     state = optimizer.update("k", np.ones(1), np.ones(1), {"t": 0})
     assert function.unpack(state) is value  # they serve while the program runs
     with pytest.raises(UnsupportedError, match=r"state of key 'k' cannot be saved or moved.* flat dict, list or tuple"):
-        parts_to_bytes([Part("k", 0, 1, state)])
+        parts_to_bytes([Part("k", (1,), np.dtype(np.float64), 0, 1, state)])
 
 
 def test_identity_tells_functions_apart() -> None:
@@ -178,7 +178,7 @@ def ours(optimizer, weight, grads):
     for grad in grads:
         before = grad.copy()
         # Through bytes each time: the state is all there is.
-        (part,) = parts_from_bytes(parts_to_bytes([Part("k", 0, weight.size, state)]))
+        (part,) = parts_from_bytes(parts_to_bytes([Part("k", weight.shape, weight.dtype, 0, weight.size, state)]))
         state = optimizer.update("k", weight, grad, part.state)
         assert np.array_equal(grad, before)
     return weight

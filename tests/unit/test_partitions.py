@@ -12,8 +12,7 @@ import pytest
 from store_modes import DTYPES, Mode, every_way, mode_id
 from test_store_network import unruly  # noqa: F401 - a fixture
 
-from mpikv import PeerError, StallError, optimizers, wire
-from mpikv import kv as kv_module
+from mpikv import PeerError, StallError, assembly, optimizers, wire
 from mpikv.config import Config
 from mpikv.optimizers import states
 from mpikv.strategies import exchange
@@ -46,6 +45,7 @@ def dtypes_modes_bounds():
             yield dtype, mode, bound
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("dtype", "mode", "bound"), list(dtypes_modes_bounds()))
 def test_every_size(dtype, mode, bound):
     """`push`, `pull`, `pushpull` in place and into another array, alone and as lists; exact sums of small integers."""
@@ -119,6 +119,7 @@ def _body(optimizer):
     return body
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("memory", ["auto", "off", "long"])
@@ -407,18 +408,19 @@ def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
     assert _messages(fabric, 1, 1, SMALL, together, **WHOLE)[0] == 2 * -(-40 // per_message)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("memory", ["auto", "off", "long"])
 @pytest.mark.parametrize("name", ["none", "test", "lamb"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
-    cores = []
+    cores, made = [], assembly.server_core
 
     def noted(*arguments):
-        cores.append(kv_module.server_core(*arguments))
+        cores.append(made(*arguments))
         return cores[-1]
 
-    monkeypatch.setattr(stores, "server_core", noted)
+    monkeypatch.setattr(assembly, "server_core", noted)
     n = 50 * PART_ELEMS + 3
 
     def body(store):

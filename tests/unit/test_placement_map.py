@@ -93,7 +93,7 @@ def test_the_store_holds_what_the_map_says(hosts: list[str], servers: int) -> No
     def body(store) -> dict[int, list[tuple[int, int]]]:
         for key, shape in enumerate(shapes):
             store.init(key, np.zeros(shape, np.float32))
-        strategy = store._strategy
+        strategy = store.strategy
         if servers:
             return {key: list(strategy._keys[key].placement.shards) for key in range(len(shapes))}
         return {key: list(strategy._lanes[key].bounds) for key in range(len(shapes))}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv import progress
 from mpikv.__main__ import main
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
@@ -102,10 +103,10 @@ def test_rows_come_as_they_are_ready(capsys: pytest.CaptureFixture[str], monkeyp
         return simulate(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "simulate", simulated)
-    monkeypatch.setattr(command, "LINE_S", -1.0)  # a line for each row, not one in 10 s
+    monkeypatch.setattr(progress, "MOST_S", -1.0)  # a line for each row
     assert plan("--bytes", "64K", "--workers", "2,4", "--servers", "0,1") == 0
     assert [lines for lines, _ in before] == [3, 0, 0, 0, 4, 0, 0, 0]
-    assert before[-1][1].startswith("mpikv plan: 8 of 8: 4 workers, 1 servers, async (")
+    assert "mpikv plan: 7 of 8 rows, 4 workers, 1 servers, async, " in before[-1][1]
     assert len([line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]) == 4
 
 

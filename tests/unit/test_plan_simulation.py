@@ -181,6 +181,7 @@ def test_a_long_ring_takes_the_time_of_its_bytes(workers: int) -> None:
     assert found.binds[0] == "link out"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("workers", "per_host"), [(4, 1), (8, 1), (16, 1), (3, 1), (5, 1), (7, 1), (8, 2), (16, 4), (12, 4), (16, 2)]
 )

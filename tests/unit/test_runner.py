@@ -74,13 +74,6 @@ def test_a_failure_on_one_rank_fails_everywhere_and_is_said_once(run) -> None:
     assert done.outcomes == {"test_two": "failed", "test_after": "passed"}
 
 
-def test_the_same_failure_on_all_ranks_is_said_once(run) -> None:
-    done = run(2, "def test_same():\n    raise ValueError('on all of them')\n")
-    assert done.said("failed on ranks 0, 1 of 2") >= 1
-    assert done.said("E       ValueError: on all of them") == 1
-    assert done.outcomes == {"test_same": "failed"}
-
-
 @pytest.mark.parametrize("part", ["setup", "teardown"])
 def test_a_failure_in_a_fixture_of_one_rank(run, part: str) -> None:
     done = run(
@@ -151,12 +144,6 @@ def test_a_failure_that_leaves_the_others_waiting(run) -> None:
     assert done.outcomes == {"test_left": "failed"}
 
 
-def test_a_test_may_set_its_own_limit(run) -> None:
-    done = run(2, "@pytest.mark.timeout(2)\ndef test_stuck(comm): comm.recv(source=1 - comm.rank)\n")
-    assert done.said("it lasted longer than 2 s") == 1
-    assert done.outcomes == {"test_stuck": "failed"}
-
-
 def test_a_crash_counts_as_failed(run) -> None:
     done = run(
         2, "def test_crash(comm):\n    comm.barrier()\n    os.kill(os.getpid(), 11) if comm.rank else comm.barrier()"
@@ -201,13 +188,3 @@ def test_messages_of_a_failed_test_do_not_reach_the_next(run) -> None:
         "    else: assert comm.recv(source=0) == 'fresh'\n",
     )
     assert done.outcomes == {"test_sends": "failed", "test_next": "passed"}
-
-
-def test_each_rank_has_a_folder_of_its_own(run) -> None:
-    done = run(
-        2,
-        "def test_folders(comm, tmp_path, mpi_tmp_path):\n"
-        "    assert len(set(comm.allgather(str(tmp_path)))) == 2\n"
-        "    assert len(set(comm.allgather(str(mpi_tmp_path)))) == 1\n",
-    )
-    assert done.job.status == 0, done.job.output

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import Mpi, command, find_mpi, have_ended, mpirun, orphans, segments, start
+from jobs import find_mpi, have_ended, mpirun, orphans, segments, start
 
 MPI = find_mpi()
 pytestmark = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
@@ -42,11 +42,6 @@ def test_settings_of_this_process_stay_here(monkeypatch: pytest.MonkeyPatch) -> 
     code = "import os; print(os.environ.get('MPIKV_NUM_SERVERS'), os.environ.get('PMI_SIZE'), os.environ['GIVEN'])"
     job = mpirun(1, ["python", "-c", code], env={"GIVEN": "yes"})
     assert job.stdout.split() in (["None", "None", "yes"], ["None", "1", "yes"])
-
-
-def test_two_programs() -> None:
-    job = mpirun([(2, ["python", "-c", "print('first')"]), (1, ["python", "-c", "print('second')"])])
-    assert sorted(job.stdout.split()) == ["first", "first", "second"]
 
 
 def test_a_hanging_job_is_ended() -> None:
@@ -109,15 +104,3 @@ def test_only_own_processes_are_killed() -> None:
         with pytest.raises(AssertionError, match="no live process of this job"):
             running.kill(os.getpid(), signal.SIGCONT)
         running.kill(pid)
-
-
-def test_the_wait_for_a_line_ends_with_the_job() -> None:
-    with pytest.raises(AssertionError, match="ended without"), start(1, ["python", "-c", "print('other')"]) as running:
-        running.wait_for("never printed", 30)
-
-
-@pytest.mark.parametrize(("kind", "options"), [("openmpi", ["--oversubscribe", "--bind-to", "none"]), ("mpich", [])])
-def test_command_line(kind: str, options: list[str]) -> None:
-    mpi = Mpi(kind, Path("/x"))
-    line = command(mpi, [(4, ["python", "a.py"]), (2, ["b"])])
-    assert line == ["/x/bin/mpirun", *options, "-n", "4", "/x/bin/python", "a.py", ":", "-n", "2", "b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import subprocess
@@ -154,28 +155,38 @@ def test_no_report_at_all(tmp_path: Path) -> None:
     assert (counted.passed, counted.failed, counted.reasons) == ([], [], {})
 
 
+def own_stages(stages: list[_stages.Stage], path: Path) -> list[_stages.Stage]:
+    """Those without mpirun that run this file of tests."""
+    name = str(path.relative_to(ROOT))
+    ignored = ("--ignore=", "--ignore-glob=")
+    return [
+        stage
+        for stage in stages
+        if not stage.ranks
+        and any(name.startswith(one) for one in stage.paths)
+        and not any(one.startswith(ignored) and fnmatch.fnmatch(name, one.partition("=")[2]) for one in stage.options)
+    ]
+
+
 def test_stages() -> None:
     mpi = find_mpi()
     found = _stages.stages(mpi, mpi, quick=False)
-    assert [stage.ranks for stage in found if stage.group == "mpi"] == [1, 2, 3, 4, 5]
     assert {"unit", "mpi", "mpich", "runner", "jobs", "cluster", "examples"} == {stage.group for stage in found}
-    # Every file of tests belongs to exactly one stage, but those under mpirun to several.
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        name = str(path.relative_to(ROOT))
-        own = [
-            stage
-            for stage in found
-            if not stage.ranks
-            and any(name.startswith(one) for one in stage.paths)
-            and f"--ignore={name}" not in stage.options
-        ]
-        assert len(own) == (0 if name.startswith("tests/mpi/") else 1), name
-    # What takes minutes is a stage that another one leaves out.
-    (full,) = [stage for stage in _stages.stages(mpi, mpi, quick=False, full=True) if stage not in found]
-    assert [stage.options for stage in found if stage.paths == full.paths] == [["-m", "not full"]]
-    assert (full.group, full.options) == ("full", ["-m", "full"])
     quick = _stages.stages(mpi, mpi, quick=True)
     assert {stage.group for stage in quick} == {"unit", "mpi"}
+    # What takes minutes, and the rest of the grids, is left to other stages.
+    assert all("not full" in stage.options[1] for stage in (*found, *quick))
+    every = _stages.stages(mpi, mpi, quick=False, full=True)
+    assert every[: len(found)] == found
+    more = every[len(found) :]
+    assert all(stage.group == "full" and (stage.ranks or stage.options[:2] == ["-m", "full"]) for stage in more)
+    assert sorted(stage.ranks for stage in every if stage.ranks) == [1, 2, 3, 3, 4, 4, 5]
+    # Every file of tests belongs to exactly one stage, and to one of those, but those under mpirun to several.
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        once = not path.is_relative_to(ROOT / "tests/mpi")
+        assert len(own_stages(found, path)) == once, path
+        clusters_and_runner = path.parent.name == "cluster" or path.name.startswith("test_runner")
+        assert len(own_stages(more, path)) == (once and not clusters_and_runner), path
 
 
 def test_the_oldest_versions() -> None:
@@ -233,7 +244,7 @@ def test_the_tests_on_clusters_are_all_or_a_selection() -> None:
     (every,) = _stages.stages(mpi, mpi, quick=False, cluster=True)
     (selected,) = (stage for stage in _stages.stages(mpi, mpi, quick=False) if stage.group == "cluster")
     assert (every.group, every.paths, every.options) == ("cluster", selected.paths, [])
-    assert selected.options == ["-m", "not cluster_full"]
+    assert selected.options == ["-m", "not full and not cluster_full"]
     assert every.may_skip
     assert selected.may_skip
 

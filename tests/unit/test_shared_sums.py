@@ -19,8 +19,8 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives import shared, shared_plans
 from mpikv.collectives.shared import Executor
 from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
-from mpikv.hostmemory.counters import Meeting, digest
-from mpikv.hostmemory.segment import aligned, private_memory
+from mpikv.hostmemory.counters import WORDS_PER_RANK, Meeting, digest
+from mpikv.hostmemory.segment import WORD_BYTES, aligned, private_memory
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
 from mpikv.testing.reference import add
@@ -51,7 +51,7 @@ class Rank:
 
     def __init__(self, memory):
         self.memory, self.rank, self.size = memory, memory.rank, memory.size
-        self.slots = Slots(memory)
+        self.slots = Slots(memory, memory.size * WORDS_PER_RANK * WORD_BYTES)
         self.meeting = Meeting(
             memory, step=lambda: False, crowded=True, yield_=lambda: time.sleep(0), patience_s=LIMIT_S
         )
@@ -100,7 +100,7 @@ def on_ranks(size, body):
     memories = private_memory(size)
     for memory in memories[:1]:
         # What earlier calls leave in the slots must not matter: the largest floats, whose sums would overflow.
-        slots = Slots(memory)
+        slots = Slots(memory, memory.size * WORDS_PER_RANK * WORD_BYTES)
         begin = slots.end - memory.size * slots.per_rank_bytes
         memory.array(begin, slots.end - begin, np.dtype(np.uint8))[:] = 0x7F
 
@@ -179,6 +179,7 @@ def test_in_place(small, p, dtype):
     on_ranks(p, body)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("shares", [False, True])
 @GRID
 def test_update(small, p, dtype, shares):

@@ -18,18 +18,21 @@ from mpikv import optimizers
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.optimizers import states
 from mpikv.optimizers.states import (
-    Entry,
     Part,
     StatesFile,
-    from_bytes,
     join_states,
     load_states,
     parts_from_bytes,
     parts_to_bytes,
     save_states,
     slice_state,
-    to_bytes,
 )
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def whole(key, shape: tuple[int, ...], dtype, state: dict) -> Part:
+    return Part(key, shape, np.dtype(dtype), 0, int(np.prod(shape)), state)
 
 
 def equal_states(a: dict, b: dict) -> bool:
@@ -41,37 +44,47 @@ def equal_states(a: dict, b: dict) -> bool:
     return set(a) == set(b) and all(same(a[name], b[name]) for name in a)
 
 
+def equal_parts(a: Part, b: Part) -> bool:
+    return a[:-1] == b[:-1] and equal_states(a.state, b.state)
+
+
 def equal_files(a: StatesFile, b: StatesFile) -> bool:
     return (
         (a.optimizer, a.meta, list(a.entries)) == (b.optimizer, b.meta, list(b.entries))
         and [type(key) for key in a.entries] == [type(key) for key in b.entries]
-        and all(
-            (entry.shape, entry.dtype) == (b.entries[key].shape, b.entries[key].dtype)
-            and equal_states(entry.state, b.entries[key].state)
-            for key, entry in a.entries.items()
-        )
+        and all(equal_parts(entry, b.entries[key]) for key, entry in a.entries.items())
     )
 
 
 def example(small: bool = False) -> StatesFile:
     rng = np.random.default_rng(1)
-    entries = {1: Entry((2,), np.dtype(np.float32), {"t": 3, "momentum": rng.standard_normal(2).astype(np.float32)})}
+    parts = [whole(1, (2,), np.float32, {"t": 3, "momentum": rng.standard_normal(2).astype(np.float32)})]
     if not small:
         adam = optimizers.create("adam", multi_precision=True)
         for key, dtype in (("1", np.float16), ("ünï/../code", ml_dtypes.bfloat16), (-(2**63), np.float64)):
             weight = rng.standard_normal((3, 4)).astype(dtype)
             grad = weight.astype(np.float32) if weight.dtype.itemsize == 2 else weight.copy()
-            entries[key] = Entry((3, 4), weight.dtype, adam.update(key, weight, grad, adam.init(weight)))
+            parts.append(whole(key, (3, 4), weight.dtype, adam.update(key, weight, grad, adam.init(weight))))
         numbers = {"t": 0, "x": 0.1, "nan": float("nan"), "inf": float("-inf"), "big": 2**80, "flag": True}
-        entries["numbers"] = Entry((), np.dtype(np.int64), numbers)
+        parts.append(whole("numbers", (), np.int64, numbers))
         odd = [np.arange(6).reshape(2, 3)[:, ::-1], np.array(3.5), np.zeros((0, 2)), np.float32(0.1), np.array([True])]
         odd += [np.ones(3, ml_dtypes.bfloat16), np.array(2, np.uint64)]
-        entries["odd"] = Entry((0,), np.dtype(np.uint8), {"t": 1, **{str(i): value for i, value in enumerate(odd)}})
-    return StatesFile(entries, {"name": "adam", "attributes": {"wd": 0.5}}, {"epoch": 3, "note": "ä"})
+        parts.append(whole("odd", (0,), np.uint8, {"t": 1, **{str(i): value for i, value in enumerate(odd)}}))
+    return StatesFile(
+        {part.key: part for part in parts}, {"name": "adam", "attributes": {"wd": 0.5}}, {"epoch": 3, "note": "ä"}
+    )
 
 
 def save(path, file: StatesFile) -> None:
-    save_states(path, file.entries, optimizer=file.optimizer, meta=file.meta)
+    save_states(path, file.entries.values(), optimizer=file.optimizer, meta=file.meta)
+
+
+def saved(path: pathlib.Path, file: StatesFile) -> bytes:
+    save(path, file)
+    return path.read_bytes()
+
+
+SMALL = parts_to_bytes(example(small=True).entries.values())  # what is sent of it
 
 
 def test_round_trip(tmp_path: pathlib.Path) -> None:
@@ -88,11 +101,17 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
         for value in entry.state.values()
         if isinstance(value, np.ndarray)
     )
-    assert equal_files(from_bytes(to_bytes(file.entries, optimizer=file.optimizer, meta=file.meta)), file)
-    assert path.read_bytes() == to_bytes(file.entries, optimizer=file.optimizer, meta=file.meta)
     save(os.fsencode(path), example(small=True))
     assert equal_files(load_states(str(path)), example(small=True))
-    assert equal_files(from_bytes(to_bytes({})), StatesFile({}))
+    save(path, StatesFile({}))
+    assert equal_files(load_states(path), StatesFile({}))
+
+
+def test_a_file_and_a_message_are_the_same_record(tmp_path: pathlib.Path) -> None:
+    file = StatesFile(example().entries)
+    data = saved(tmp_path / "states", file)
+    assert data == parts_to_bytes(file.entries.values())
+    assert all(equal_parts(part, file.entries[part.key]) for part in parts_from_bytes(data))
 
 
 def test_numpy_reads_it_too(tmp_path: pathlib.Path) -> None:
@@ -101,25 +120,31 @@ def test_numpy_reads_it_too(tmp_path: pathlib.Path) -> None:
         assert arrays["0"].tolist() == example(small=True).entries[1].state["momentum"].tolist()
 
 
-def test_parts() -> None:
+def test_parts(tmp_path: pathlib.Path) -> None:
     state = optimizers.create("adam").init(np.ones(4, np.float32))
-    parts = [Part("w", 0, 4, state), Part(7, 3, 3, {"t": 2}), Part("w", 4, 8, state)]
+    parts = [
+        Part("w", (8,), FLOAT32, 0, 4, state),
+        Part(7, (3,), FLOAT32, 3, 3, {"t": 2}),
+        Part("w", (8,), FLOAT32, 4, 8, state),
+    ]
     back = parts_from_bytes(parts_to_bytes(parts))
-    assert [part[:3] for part in back] == [part[:3] for part in parts]
-    assert all(equal_states(a.state, b.state) for a, b in zip(back, parts, strict=True))
+    assert all(equal_parts(a, b) for a, b in zip(back, parts, strict=True))
     assert parts_from_bytes(parts_to_bytes([])) == []
-    with pytest.raises(StatesFileError, match="its format is 'mpikv parts of optimizer states'"):
-        from_bytes(parts_to_bytes(parts))
+    (tmp_path / "parts").write_bytes(parts_to_bytes(parts))
+    with pytest.raises(StatesFileError, match=r"it holds elements \[0, 4\) of key 'w' alone"):
+        load_states(tmp_path / "parts")
+    overlapping = [parts[0], Part("w", (8,), FLOAT32, 3, 8, {"t": 2})]
+    with pytest.raises(StatesFileError, match="element 3 of key 'w' is there twice"):
+        parts_from_bytes(parts_to_bytes(overlapping))
 
 
 # --- damage
 
 
 def test_every_truncation(tmp_path: pathlib.Path) -> None:
-    whole = to_bytes(example(small=True).entries)
     path = tmp_path / "states"
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
+    for length in range(len(SMALL)):
+        path.write_bytes(SMALL[:length])
         with pytest.raises(StatesFileError, match="states"):
             load_states(path)
     path.write_bytes(b"")
@@ -128,29 +153,30 @@ def test_every_truncation(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x20, 0x80, 0xFF])
-def test_every_flipped_byte(flip: int) -> None:
-    file = example(small=True)
-    whole = to_bytes(file.entries, meta=file.meta)
-    file = StatesFile(file.entries, None, file.meta)
+def test_every_flipped_byte(flip: int, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "states"
+    file = StatesFile(example(small=True).entries, None, {"epoch": 3, "note": "ä"})
+    content = saved(path, file)
     noticed = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for i in range(len(whole)):
-            damaged = bytearray(whole)
+        for i in range(len(content)):
+            damaged = bytearray(content)
             damaged[i] ^= flip
+            path.write_bytes(damaged)
             try:
-                loaded = from_bytes(bytes(damaged))
+                loaded = load_states(path)
             except StatesFileError:
                 noticed += 1
             else:
                 assert equal_files(loaded, file), f"byte {i} was changed and not noticed"
     # What may go unnoticed is zip's own: dates, versions and attributes of members.
-    assert noticed > 0.8 * len(whole)
+    assert noticed > 0.8 * len(content)
 
 
 def rewritten(change=None, header=None, drop=(), add=(), compression=zipfile.ZIP_STORED) -> bytes:
     """A file with a valid checksum everywhere whose content was tampered with."""
-    source = zipfile.ZipFile(io.BytesIO(to_bytes(example(small=True).entries)))
+    source = zipfile.ZipFile(io.BytesIO(SMALL))
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", compression) as archive:
         for name in source.namelist():
@@ -281,8 +307,9 @@ def test_foreign_files(kind: str, tmp_path: pathlib.Path) -> None:
         parts_from_bytes(FOREIGN[kind])
 
 
-def test_rewritten_is_a_fair_test() -> None:
-    assert equal_files(from_bytes(rewritten()), StatesFile(example(small=True).entries))
+def test_rewritten_is_a_fair_test(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "states").write_bytes(rewritten())
+    assert equal_files(load_states(tmp_path / "states"), StatesFile(example(small=True).entries))
 
 
 def test_a_plain_npz_is_foreign(tmp_path: pathlib.Path) -> None:
@@ -293,7 +320,7 @@ def test_a_plain_npz_is_foreign(tmp_path: pathlib.Path) -> None:
 
 
 def test_damaged_parts() -> None:
-    good = parts_to_bytes([Part("w", 0, 2, {"t": 1})])
+    good = parts_to_bytes([Part("w", (2,), FLOAT32, 0, 2, {"t": 1})])
     for bad in ({"begin": -1}, {"begin": 3}, {"end": None}, {"end": 1.5}):
         source = zipfile.ZipFile(io.BytesIO(good))
         header = json.loads(source.read("header.json"))
@@ -317,15 +344,15 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: pathlib.Path, monkeypatch: 
     path = tmp_path / "states"
     save(path, example())
     before = path.read_bytes()
-    bad = {"w": Entry((1,), np.dtype(np.float32), {"t": 1, "other": object()})}
+    bad = [whole("w", (1,), np.float32, {"t": 1, "other": object()})]
     with pytest.raises(UnsupportedError, match="key 'w' cannot be saved"):
         save_states(path, bad)
     with pytest.raises(UnsupportedError, match="dtype complex128 cannot be saved"):
-        save_states(path, {"w": Entry((1,), np.dtype(np.float32), {"t": 1, "z": np.ones(1, complex)})})
+        save_states(path, [whole("w", (1,), np.float32, {"t": 1, "z": np.ones(1, complex)})])
     with pytest.raises(TypeError, match="JSON"):
-        save_states(path, {}, meta={"x": object()})
+        save_states(path, [], meta={"x": object()})
     with pytest.raises(TypeError, match="a key is a str or an int"):
-        save_states(path, {1.5: Entry((), np.dtype(np.float32), {"t": 0})})
+        save_states(path, [whole(1.5, (), np.float32, {"t": 0})])
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

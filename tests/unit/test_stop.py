@@ -8,11 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from mpikv import StallError
+from mpikv import StallError, spec
+from mpikv.assembly import local_store
 from mpikv.config import Config
 from mpikv.errors import MpikvError
-from mpikv.kvstore import KVStore
-from mpikv.strategies.local import LocalStrategy
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
 
@@ -245,8 +244,8 @@ def test_asynchronous_workers_that_meet_in_between(progress):
     assert min(found) > 0
 
 
-def test_local_store():
-    store = KVStore("local", LocalStrategy(), on_device=False)
+def test_a_store_of_one_process():
+    store = local_store("local", spec.parse("local"))
     assert not store.stop_requested
     store.request_stop()
     assert store.stop_requested

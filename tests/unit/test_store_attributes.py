@@ -125,8 +125,8 @@ def test_attributes_of_two_optimizers_do_not_meet(mode):
     def body(store):
         store.init(["a", "b"], [np.zeros(N, np.float32)] * 2)
         first, second = (optimizers.create("sgd", learning_rate=rate) for rate in (1.0, 2.0))
-        store._set_optimizer_for(["a"], first)
-        store._set_optimizer_for(["b"], second)
+        store.strategy.set_optimizer(first, ["a"])
+        store.strategy.set_optimizer(second, ["b"])
         for step in range(4):
             store.push("a", ones())
             store.push("b", ones())

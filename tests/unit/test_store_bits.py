@@ -43,6 +43,7 @@ MODES = [Mode("dist_sync", w, 0, a) for w in (2, 3, 5) for a in ("naive", "ring"
 MODES += [Mode("dist_sync", 3, 1), Mode("dist_sync", 4, 3)]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_every_worker_and_every_run(mode):
     runs = [_bits(mode, None, jitter) for jitter in (1, 2, 3)]
@@ -59,6 +60,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_servers_give_the_bits_of_the_naive_algorithm(name, workers):

@@ -189,12 +189,12 @@ def test_an_attribute_that_is_put_right_after_an_error():
 def test_two_optimizers_on_one_store():
     def body(store):
         store.init(["a", "b", "c"], [np.zeros(40, F32)] * 3)
-        store._set_optimizer_for(["a"], optimizers.create("sgd", learning_rate=1.0))
+        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0), ["a"])
         values = [np.empty(40, F32) for _ in range(3)]
         found = []
         for step in range(5):
             if step == 3:
-                store._set_optimizer_for(["b"], optimizers.create("test"))
+                store.strategy.set_optimizer(optimizers.create("test"), ["b"])
             for i, value in enumerate(values):
                 value[:] = numbers(store, 40, step * 3 + i)
             for keys in (["a", "b"], ["b"], ["c", "a"]):
@@ -417,30 +417,24 @@ def test_threads_of_one_worker_push_different_keys_at_once():
 
 def test_a_store_does_not_see_the_other_ones_memory():
     """Two stores with the same keys, one after the other and one of them inside."""
+    from mpikv.assembly import assemble
     from mpikv.hostmemory.segment import private_memory
-    from mpikv.kv import worker_strategy
-    from mpikv.kvstore import KVStore
-    from mpikv.server.roles import assign
+    from mpikv.placement import Members
     from mpikv.spec import parse
     from mpikv.testing.ranks import spawn
     from mpikv.transports.threads import Fabric
 
     fabrics, memories = [Fabric(2), Fabric(2)], [private_memory(2), private_memory(2)]
-    roles, spec, config = assign(["localhost"] * 2, 0, "spread"), parse("dist_sync"), Config(timeout_s=TIMEOUT_S)
+    members = Members(("localhost",) * 2, (0, 1), config=Config(timeout_s=TIMEOUT_S))
 
     def body(transport):
         stores = []
         for fabric, memory in zip(fabrics, memories, strict=True):
-            strategy = worker_strategy(
-                fabric.rank(transport.rank),
-                roles,
-                spec,
-                config,
-                threaded=True,
-                on_fatal=lambda error: None,
-                memory=memory[transport.rank],
+            rank = transport.rank
+            part = fabric.rank(rank), members
+            stores.append(
+                assemble("dist_sync", parse("dist_sync"), *part, threaded=True, on_fatal=print, memory=memory[rank])
             )
-            stores.append(KVStore("dist_sync", strategy, on_device=False))
         first, second = stores
         x, y = first.zeros(50), second.zeros(50)
         for store in stores:

@@ -104,11 +104,13 @@ def _compare(mode, expected, results):
 CASES = [(mode, "lists") for mode in SYNC] + [(mode, form) for mode in SYNC[::4] for form in ("one_by_one", "pushpull")]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("mode", "form"), CASES, ids=[f"{mode_id(mode)}-{form}" for mode, form in CASES])
 def test_sum_is_that_of_the_reference(mode, form):
     _compare(mode, _expected(mode, None), mode.run(_body(mode, None, form)))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", [*SYNC[::5], *ASYNC], ids=mode_id)
 def test_growing_sum_is_that_of_the_reference(mode):
     """With the optimizer 'test' all updates commute on integers, so that asynchronous stores have one result too."""

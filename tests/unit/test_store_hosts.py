@@ -43,6 +43,7 @@ def both_ways(hosts, body, *, through_memory=True):
     return [found for found, _ in shared]
 
 
+@pytest.mark.grid(1)
 @HOSTS
 @pytest.mark.parametrize("n", [1, 1000, LARGE])
 def test_every_kind_of_call(hosts, n):
@@ -74,6 +75,7 @@ def test_every_kind_of_call(hosts, n):
     assert results == [results[0]] * len(hosts)
 
 
+@pytest.mark.grid(1)
 @HOSTS
 @pytest.mark.parametrize("n", [5, LARGE])
 def test_arrays_of_empty(hosts, n):

@@ -29,6 +29,7 @@ def full(value, n=N):
     return np.full(n, value, np.float32)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_after_a_barrier_every_push_before_it_counts(mode, unruly):
     def body(store):
@@ -85,6 +86,7 @@ def test_same_bits(workers, unruly):
         assert result == [results[0][0]] * workers
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_optimizers_and_states_between_pushes(mode, unruly, tmp_path):
     """Nothing that is pushed before or after a collective call slips to its other side."""
@@ -108,6 +110,7 @@ def test_optimizers_and_states_between_pushes(mode, unruly, tmp_path):
     assert mode.run(body) == [[True] * 3] * mode.workers
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_another_optimizer_begins_with_the_pushes_after_it(mode, unruly):
     """Without a pull or a barrier before it."""

@@ -64,6 +64,7 @@ def local_values(optimizer, workers, dtype, *, set_first):
         return [store.pull(key).tobytes() for key in SHAPES]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("set_first", [True, False], ids=["before_init", "after_init"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_same_as_local_on_the_summed_gradient(name, set_first):
@@ -124,14 +125,14 @@ def test_optimizers_of_some_keys(mode):
     def body(store):
         store.init(["a", "b", "c"], [np.zeros(3 * BOUND, np.float32)] * 3)
         store.set_optimizer(optimizers.create("test"))
-        store._set_optimizer_for(["b"], optimizers.create("test", rescale_grad=10))
-        store._set_optimizer_for(["c"], optimizers.create("test", rescale_grad=100))
+        store.strategy.set_optimizer(optimizers.create("test", rescale_grad=10), ["b"])
+        store.strategy.set_optimizer(optimizers.create("test", rescale_grad=100), ["c"])
         for key in "abc":
             store.push(key, np.ones(3 * BOUND, np.float32))
         store.barrier()
         first = [np.unique(store.pull(key)).tolist() for key in "abc"]
         store.barrier()
-        store._set_optimizer_for(["c"], optimizers.create("test", rescale_grad=1000))
+        store.strategy.set_optimizer(optimizers.create("test", rescale_grad=1000), ["c"])
         store.set_optimizer(optimizers.create("test", rescale_grad=5))
         for key in "abc":
             store.push(key, np.ones(3 * BOUND, np.float32))
@@ -160,7 +161,7 @@ def test_different_optimizers_are_an_error_on_every_worker(mode):
                 store.set_optimizer(maker(store.rank))
             texts.append(str(caught.value))
         with pytest.raises(ConfigError):
-            store._set_optimizer_for(["w"], optimizers.create("sgd", learning_rate=1.0 + store.rank))
+            store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0 + store.rank), ["w"])
         store.set_optimizer(optimizers.create("test"))
         store.push("w", np.ones(3, np.float32))
         store.barrier()

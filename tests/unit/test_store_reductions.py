@@ -84,6 +84,7 @@ def every_form(store: KVStore, n: int, dtype) -> None:
         same(out, expected(op, pairs, W))
 
 
+@pytest.mark.grid
 @MODES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_reduction(mode, dtype):
@@ -94,6 +95,7 @@ def test_every_reduction(mode, dtype):
     mode.run(body)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("hosts", LAYOUTS)
 @pytest.mark.parametrize("shared", ["auto", "off"])
 def test_several_hosts(hosts, shared):
@@ -237,7 +239,7 @@ def test_buckets():
     def body(store):
         keys, W, me = ["a", "b", "c"], store.num_workers, store.rank
         store.init(keys, [np.zeros(n, F32) for n in (3, 5, 2)])
-        store._bucket(keys)
+        store.strategy.bucket(keys)
         mine = [[numbers(worker + i, n, F32) for i, n in enumerate((3, 5, 2))] for worker in range(W)]
         for op in (*OPS, *OPS):
             values = [array.copy() for array in mine[me]]

@@ -176,8 +176,8 @@ def test_keys_without_a_state_in_the_file_have_none_afterwards(mode, tmp_path):
 def test_optimizers_of_different_kinds_on_one_store(mode, tmp_path):
     def body(store):
         store.init(["a", "b", "c"], [np.zeros(2 * BOUND, np.float32)] * 3)
-        store._set_optimizer_for(["a"], optimizers.create("sgd", learning_rate=1.0, momentum=0.5))
-        store._set_optimizer_for(["b"], optimizers.create("adam"))
+        store.strategy.set_optimizer(optimizers.create("sgd", learning_rate=1.0, momentum=0.5), ["a"])
+        store.strategy.set_optimizer(optimizers.create("adam"), ["b"])
         one = np.ones(2 * BOUND, np.float32)
         store.push(["a", "b"], [one, one])
         store.barrier()
@@ -217,17 +217,16 @@ def damaged_file(directory, damage):
     if damage in ("length", "kind", "shape", "unknown"):
         entry = file.entries["w"]
         meta = dict(file.meta)
-        entries = {"w": entry}
         if damage == "length":
-            entries = {"w": states.Entry((4,), entry.dtype, {**entry.state, "momentum": np.zeros(3, np.float32)})}
+            entry = entry._replace(state={**entry.state, "momentum": np.zeros(3, np.float32)})
         elif damage == "kind":
             meta = {"optimizers": [["w", "adam"]]}
         elif damage == "shape":
-            entries = {"w": states.Entry((2, 2), entry.dtype, entry.state)}
+            entry = entry._replace(shape=(2, 2))
         else:
-            entries = {"v": entry}
+            entry = entry._replace(key="v")
             meta = {"optimizers": [["v", "sgd"]]}
-        states.save_states(bad, entries, meta=meta)
+        states.save_states(bad, [entry], meta=meta)
         return bad
     middle = len(good) // 2
     contents = {
@@ -242,6 +241,7 @@ def damaged_file(directory, damage):
     return bad
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("damage", DAMAGE)
 @EVERY_KIND
 def test_a_file_that_does_not_fit_changes_nothing(mode, damage, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 from dataclasses import replace
 
@@ -12,10 +13,12 @@ from jobs import ROOT
 from mpikv.errors import ConfigError
 from mpikv.launch import batch, sge, slurm
 from mpikv.launch.batch import Job, parse_time, time_text
+from mpikv.launch.run_batch import KINDS
 from mpikv.launch.scheduler import SchedulerError, State
 
 SCRIPTS = batch.repository_scripts()
 JOBS = {"slurm": Job("slurm", command=("true",)), "sge": Job("sge", command=("true",))}
+TEMPLATES = ROOT / "mpikv" / "launch" / "templates"
 RENDER = {"slurm": slurm.script, "sge": sge.script}
 
 
@@ -42,10 +45,32 @@ def test_nothing_is_left_of_the_template(path: str) -> None:
     assert not [line for line in SCRIPTS[path].splitlines() if line.startswith("@")]
 
 
-def test_every_part_is_used() -> None:
-    folder = ROOT / "mpikv" / "launch" / "templates"
-    used = {line.split()[1] for file in folder.glob("*.*") for line in file.read_text().splitlines() if "@part" in line}
-    assert used == {file.name for file in (folder / "parts").iterdir()}
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_a_script_is_read_at_a_glance(path: str) -> None:
+    """Every setting has its comment on its line."""
+    lines = SCRIPTS[path].splitlines()
+    assert len(lines) < 40
+    top = lines[: next(i for i, line in enumerate(lines) if line.startswith("# ---- The rest"))]
+    assert [line for line in top if not line.startswith("#") and "  # " not in line] in (
+        [],
+        ["VALUES=(0.01 0.02 0.05 0.1)"],
+    )
+
+
+def test_bash_accepts_what_they_call() -> None:
+    """And every part of it is used."""
+    parts = {file.name: file for file in (TEMPLATES / "parts").iterdir()}
+    for file in (TEMPLATES / "job.sh", *parts.values()):
+        done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    named = set(re.findall(r'\. "\$PARTS/(.*)"', (TEMPLATES / "job.sh").read_text()))
+    kinds = {f"{word}.sh" for kind in KINDS for word in (kind, kind.split("-")[0])}
+    assert (named - {"$KIND.sh", "${KIND%-*}.sh"}) | kinds == set(parts)
+
+
+def settings(script: str) -> list[str]:
+    """The lines at its top without their comments."""
+    return [line.split("  # ")[0] for line in script.split("# ---- The rest", maxsplit=1)[0].splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +136,7 @@ def test_sge_options() -> None:
         "-S /bin/bash -cwd -V -j y",
         "-P x",
     ]
-    assert "\nSTOP_AFTER=7110\n" in script
+    assert "STOP_AFTER=7110" in settings(script)
 
 
 @pytest.mark.parametrize("scheduler", JOBS)
@@ -127,11 +152,13 @@ WORDS = ("python", "a b", "it's", '"', "$HOME `id` \\", "new\nline", "*", "-c", 
 @pytest.mark.parametrize("scheduler", JOBS)
 def test_every_word_arrives(scheduler: str) -> None:
     """In the array PROGRAM, in LAUNCH_OPTIONS and in the environment, whatever the words hold."""
-    job = replace(JOBS[scheduler], command=WORDS, launch_options=WORDS, environ={"A": "x'y\n$z"}, python_env="/a b/env")
-    top = RENDER[scheduler](job).split("# ---- The rest")[0]
-    show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV"'
+    job = replace(
+        JOBS[scheduler], command=WORDS, launch_options=WORDS, environ=("A",), environment="/a 'b", python_env="/a b/env"
+    )
+    top = RENDER[scheduler](job).split("# ---- The rest")[0] + batch.environment_file({"A": "x'y\n$z"})
+    show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
     done = subprocess.run(["bash"], input=f"{top}\n{show}\n", capture_output=True, text=True, check=True)
-    assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", ""]
+    assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +168,7 @@ def test_every_word_arrives(scheduler: str) -> None:
         ({"servers": -1}, "-1 servers"),
         ({"name": "a b"}, "'a b' is no job name"),
         ({"name": "1st"}, "no job name"),
-        ({"environ": {"A-B": "1"}}, "'A-B' is no name"),
+        ({"environ": ("A-B",)}, "'A-B' is no name"),
         ({"time_s": 60}, "notice of 60 s"),
         ({"placement": "nowhere"}, "'nowhere'"),
         ({"distribution": "diagonal"}, "'diagonal'"),
@@ -255,7 +282,7 @@ def test_grid_engine_says_why_a_job_waits() -> None:
 def test_roles_are_in_the_script() -> None:
     for (name, render), servers, requeue in itertools.product(RENDER.items(), (0, 3), (False, True)):
         job = replace(JOBS[name], workers=2, servers=servers, requeue=requeue, placement="hosts", distribution="cyclic")
-        lines = render(job).splitlines()
+        lines = settings(render(job))
         assert f"SERVERS={servers}" in lines
         assert f"REQUEUE={'yes' if requeue else 'no'}" in lines
         assert "PLACEMENT=hosts" in lines

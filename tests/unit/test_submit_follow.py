@@ -266,6 +266,45 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "FAKE": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
 
+def settings(script: str) -> list[str]:
+    """Its lines without their comments."""
+    return [line.split("  # ")[0] for line in script.splitlines()]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) -> None:
+    """In a file that its user alone can read, not in the script nor in what the scheduler takes along."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    text = sbatch.read_text()
+    seen = 'env >"$FAKE/seen"; cp -p "$FAKE"/.mpikv-*.env "$FAKE/copy"\n'
+    sbatch.write_text(text.partition("\n")[0] + "\n" + seen + text.partition("\n")[2])
+    words = ["slurm", "-n", "2", *(["--wait"] if wait else []), "--env", "A=b'c", "--env", "TOKEN", "--", "true"]
+    done = subprocess.run(
+        command(*words), env={**slurm, "TOKEN": "s3cret"}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == (7 if wait else 0), done.stderr
+    script, copy = (tmp_path / "script").read_text(), tmp_path / "copy"
+    (line,) = (line for line in settings(script) if line.startswith("ENV_FILE="))
+    for text in (script, (tmp_path / "seen").read_text(), done.stdout, done.stderr):
+        assert "s3cret" not in text
+        assert "b'c" not in text
+    assert copy.stat().st_mode & 0o777 == 0o600
+    show = f'. {copy}; printf "%s\\0" "$A" "$TOKEN"'
+    assert subprocess.run(["sh", "-c", show], capture_output=True, text=True, check=True).stdout == "b'c\0s3cret\0"
+    left = list(tmp_path.glob(".mpikv-*.env"))
+    assert [str(file) for file in left] == ([] if wait else [line.removeprefix("ENV_FILE=")])
+
+
+def test_values_of_variables_are_not_printed(tmp_path: Path) -> None:
+    words = command("slurm", "-n", "2", "--dry-run", "--env", "A=s3cret", "--", "true")
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert "s3cret" not in done.stdout + done.stderr
+    assert f"ENV_FILE={tmp_path}/train.env" in settings(done.stdout)
+    assert f"{tmp_path}/train.env is to have a line export NAME=VALUE for each of A" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "mpikv", "submit", *words]
 
@@ -281,8 +320,8 @@ def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path) -> None:
         "mpikv submit: job 17: failed, status 7",
     ]
     script = (tmp_path / "script").read_text()
-    for line in ("#SBATCH --ntasks=4", "SERVERS=1", "PROGRAM=(python train.py --wait)", "export A='b c'"):
-        assert line in script.splitlines()
+    for line in ("#SBATCH --ntasks=4", "SERVERS=1", "PROGRAM=(python train.py --wait)"):
+        assert line in settings(script)
 
 
 def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -347,13 +386,12 @@ def test_launch_through_slurm(slurm: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(words, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr
     assert "mpikv launch: Slurm job 17: 2 workers, 2 servers; output in train-17.out\n" in done.stderr
-    lines = (tmp_path / "script").read_text().splitlines()
+    lines = settings((tmp_path / "script").read_text())
     wanted = (
         "#SBATCH --ntasks=4",
         "#SBATCH --time=0:10:00",
         "SERVERS=2",
         "PROGRAM=(python train.py -n 9)",
-        "export A=1",
     )
     for line in wanted:
         assert line in lines

@@ -179,8 +179,8 @@ def test_freezing_and_unfreezing(mode: Mode) -> None:
                 if wanted.grad is not None:
                     torch.testing.assert_close(parameter.grad, wanted.grad)
             if step == len(changes):
-                keys = len(store._strategy.infos())
-        assert keys == len(store._strategy.infos())  # no new ones for what was seen before
+                keys = len(store.session.infos)
+        assert keys == len(store.session.infos)  # no new ones for what was seen before
 
     mode.run(body)
 
@@ -369,7 +369,7 @@ def test_a_gradient_that_comes_twice_in_one_pass(mode: Mode) -> None:
         x = torch.ones(1, 2, requires_grad=True)
         twin(x).sum().backward()
         for step in range(3):
-            if store._shares_memory or not step:
+            if store.strategy.shares_memory or not step:
                 model(x).sum().backward()
                 torch.testing.assert_close(model.layer.weight.grad, twin.layer.weight.grad)
                 model.zero_grad(set_to_none=step == 0)

@@ -13,17 +13,17 @@ import frameworks
 import numpy as np
 import pytest
 
-from mpikv import kv, optimizers
+from mpikv import kv, optimizers, spec
+from mpikv.assembly import local_store
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.parameter import Parameter
-from mpikv.strategies.local import LocalStrategy
 from mpikv.trainer import Trainer
 
 
 def renamed(kind: str) -> KVStore:
     """A store that says it is of another type: for the decisions that hang on the type alone."""
-    return KVStore(kind, LocalStrategy(), on_device=False)
+    return local_store(kind, spec.parse("local"))
 
 
 def parameters(devices: int = 1) -> dict[str, Parameter]:

@@ -30,6 +30,7 @@ def uneven(workers: int, last: int = 3) -> list[dict[int, int]]:
     return [{worker: n for worker, n in parts.items() if n} for parts in counts]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("call", ["examples", "sums", "means"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
 @pytest.mark.parametrize("mode", CONDITIONS, ids=MODES.keys())

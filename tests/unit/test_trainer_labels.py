@@ -59,6 +59,7 @@ def expected(name: str, workers: int, steps: int) -> Any:
     return sum(gradient(name, w, i).astype(np.float64) / BATCHES[i][w] for i in range(steps) for w in range(workers))
 
 
+@pytest.mark.grid
 @ON_STORE
 @pytest.mark.parametrize("how", ["step", "push_grad", "some handed over", "later"])
 @EVERY_WAY

@@ -83,6 +83,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer[0])
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 0), (3, 0), (2, 1), (3, 2)])

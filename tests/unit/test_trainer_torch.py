@@ -36,6 +36,7 @@ from torch_training import (  # noqa: E402
 # ---- equal to torch.optim
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())

@@ -1,19 +1,10 @@
 #!/bin/bash
 # Train with parameter servers as one Grid Engine job. The slots of the job are workers and servers together: of 6 slots
 # and SERVERS=2, 4 work and 2 serve. Which ranks serve is chosen from the hosts that Grid Engine gave (PLACEMENT).
-#
 #     qsub train-servers.sh                           the program named below
 #     qsub train-servers.sh python train.py --lr 0.1  another one
 #     qsub -pe mpi 16 train-servers.sh                options of qsub replace the lines below
-#
-# ---- Lines to change -------------------------------------------------------------------------------------------------
 @directives
 @settings
-# ---- The rest works as it is -----------------------------------------------------------------------------------------
-@part common.sh
-@part sge.sh
-@part environment.sh
-@part mpi.sh
-@part sge-mpirun.sh
-@part marks.sh
-@part run.sh
+@part call.sh
+exec "$PYTHON_ENV/bin/python" -m mpikv batch "${LAUNCH_OPTIONS[@]/#/--launch-option=}" sge-mpirun -- "${PROGRAM[@]}"

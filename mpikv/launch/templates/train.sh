@@ -1,18 +1,9 @@
 #!/bin/bash
 # Train as one Grid Engine job in a parallel environment: mpirun starts the ranks on the hosts that the job was given.
-#
 #     qsub train.sh                           the program named below
 #     qsub train.sh python train.py --lr 0.1  another one
 #     qsub -pe mpi 16 train.sh                options of qsub replace the lines below
-#
-# ---- Lines to change -------------------------------------------------------------------------------------------------
 @directives
 @settings
-# ---- The rest works as it is -----------------------------------------------------------------------------------------
-@part common.sh
-@part sge.sh
-@part environment.sh
-@part mpi.sh
-@part sge-mpirun.sh
-@part marks.sh
-@part run.sh
+@part call.sh
+exec "$PYTHON_ENV/bin/python" -m mpikv batch "${LAUNCH_OPTIONS[@]/#/--launch-option=}" sge-mpirun -- "${PROGRAM[@]}"

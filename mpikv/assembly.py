@@ -1,0 +1,86 @@
+"""Where a store is put together, over ranks that are processes and over ranks that are threads.
+
+What differs between the two is brought along: the transport, the memory that a host's ranks share, and how they connect
+what wakes them. All else follows from the members: who is a server, which strategy a worker has, whether it runs a
+server too, and whether workers and servers of one host talk through memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from mpikv.errors import MpikvError
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.kvstore import KVStore
+from mpikv.placement import Members
+from mpikv.server.core import ServerCore
+from mpikv.server.loop import run_server, serve
+from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.session.base import Session
+from mpikv.spec import StoreSpec
+from mpikv.strategies.allreduce import AllreduceStrategy
+from mpikv.strategies.base import Strategy
+from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.workers import Workers
+from mpikv.transports.base import Transport
+from mpikv.transports.memory import LocalTransport, local_transport
+
+
+def local_store(name: str, spec: StoreSpec, stop_file: str = "") -> KVStore:
+    """A store of this process alone."""
+    session = Session(name, stop_file)
+    return KVStore(session, LocalStrategy(session), on_device=spec.on_device)
+
+
+def assemble(
+    name: str,
+    spec: StoreSpec,
+    transport: Transport,
+    members: Members,
+    *,
+    threaded: bool,
+    on_fatal: Callable[[BaseException], None],
+    memory: HostMemory | None = None,
+    connect: Callable[[LocalTransport | None], None] = lambda _links: None,
+    asked_to_stop: Callable[[], str | None] = lambda: None,
+) -> KVStore | None:
+    """The store of a worker; None at a server, which has served until all workers had closed their stores.
+
+    memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
+    the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
+    server asks all workers to stop, once it does. Raises MpikvError where an optimizer ended a server.
+    """
+    links = None
+    if members.path == "servers" and members.shares_memory:
+        if memory is not None:
+            links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)
+        connect(links)
+    reached = transport if links is None else links
+    if transport.rank in members.servers:
+        try:
+            run_server(reached, members.workers, server_core(members, links), members.config.timeout_s, asked_to_stop)
+        except SystemExit as error:
+            raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
+        if links is not None:
+            links.close()
+        transport.close()
+        return None
+    if members.path != "servers":
+        members = replace(members, memory=memory is not None)
+    session = Workers(transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links)
+    strategy: Strategy
+    if members.path != "servers":
+        strategy = AllreduceStrategy(session, memory)
+    else:
+        service = None if members.servers else serve(reached, members.workers, server_core(members, links))
+        strategy = PsStrategy(session, service)
+    return KVStore(session, strategy, on_device=spec.on_device)
+
+
+def server_core(members: Members, links: LocalTransport | None) -> ServerCore:
+    """The state machine of one server."""
+    labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+    policy = Synchronous if members.synchronous else Asynchronous
+    return ServerCore(labels, policy, None if links is None else links.segment)

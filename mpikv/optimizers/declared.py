@@ -1,0 +1,139 @@
+"""A class whose attributes are declared (fields.py): constructor, checks, JSON and help come from the declarations.
+
+It does for optimizers what `dataclasses` does for records, and type checkers treat it so (PEP 681). Different from
+there: every value is checked whenever it is set, an argument that is unknown or given by its place is answered with the
+names that there are, and a subclass may give a new default alone, `learning_rate = 0.1`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mpikv.checks import meant, options, shown
+from mpikv.optimizers.fields import Field, factors, field, flag, number, texts
+from mpikv.optimizers.schedules import schedule
+from mpikv.runtime.abort import tells
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Any:  # `typing` has it since Python 3.11
+        return lambda cls: cls
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(factors, field, flag, number, schedule, texts))
+class Declared:
+    """Base of classes with declared attributes. `fields` has those of the class and its bases, by name."""
+
+    name: ClassVar[str] = ""
+    fields: ClassVar[Mapping[str, Field]] = {}
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.name = cls.__dict__.get("name") or cls.__name__.lower()
+        if "fields" in cls.__dict__:
+            raise TypeError(f"{cls.__name__}: a field is declared like `factor: float = number(default=0.5, doc=...)`")
+        bases = [base for base in reversed(cls.__mro__) if base is not Declared and issubclass(base, Declared)]
+        fields = {key: one for base in bases for key, one in base.fields.items()}
+        for key, value in list(cls.__dict__.items()):
+            if isinstance(value, Field):
+                fields[key] = value
+            elif key in fields:
+                fields[key] = replace(fields[key], default=fields[key].check(cls.name, key, value))
+            if key in fields:
+                type.__delattr__(cls, key)  # what an instance has not is missing, not the declaration
+        cls.fields = fields
+        cls._sign()
+        common = {} if bases[0] is cls else bases[0].fields
+        own = {key: one for key, one in fields.items() if one is not common.get(key)}
+        if cls.__doc__ and own:
+            lines = (f"    {key} = {one.default!r}: {one.doc} ({one.wanted})" for key, one in own.items())
+            cls.__doc__ = "\n".join([cls.__doc__.rstrip(), "", "    Attributes, their defaults and values:", *lines])
+
+    @classmethod
+    def _sign(cls) -> None:
+        """Say what the constructor takes, for `inspect`, `help` and the errors about arguments."""
+        if cls.__init__ is not Declared.__init__:
+            signature = inspect.signature(cls.__init__)
+            cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+            return
+        arguments = [(key, one) for key, one in cls.fields.items() if one.init]
+        cls.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter(
+                    key,
+                    inspect.Parameter.KEYWORD_ONLY if one.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=one.default,
+                    annotation=one.type,
+                )
+                for key, one in sorted(arguments, key=lambda pair: pair[1].kw_only)
+            ],
+            return_annotation=None,
+        )
+
+    def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
+        """Refuse what is given by its place and taken by name: MXNet, PyTorch and this class have other orders."""
+        if args:
+            places = [one for one in cls.__signature__.parameters.values() if one.kind <= one.VAR_POSITIONAL]
+            if len(args) > len(places) and not any(one.kind is one.VAR_POSITIONAL for one in places):
+                what = f"{', '.join(one.name for one in places)} by its place and others" if places else "all"
+                raise TypeError(f"{cls.__name__} takes {what} by name: {', '.join(cls._arguments())}")
+        return super().__new__(cls)
+
+    @tells
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        valid = self._arguments()
+        unknown = sorted(kwargs.keys() - set(valid))
+        if unknown:
+            near = meant(unknown[0], valid)
+            raise TypeError(
+                f"{self.name} has no parameter {', '.join(unknown)[:200]}; it has {', '.join(valid)}.{near}"
+            )
+        for key, value in zip((key for key, one in self.fields.items() if not one.kw_only), args, strict=False):
+            if key in kwargs:
+                raise TypeError(f"{self.name}: {key} is given twice, by its place and by its name")
+            kwargs[key] = value
+        given = self.completed(kwargs)
+        for key, one in self.fields.items():
+            setattr(self, key, given.get(key, one.default))
+
+    def completed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a constructor, where one decides on another. Those that are missing get their defaults."""
+        return given
+
+    @classmethod
+    def _arguments(cls) -> list[str]:
+        return [key for key, one in cls.fields.items() if one.init]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = self.fields.get(name)
+        object.__setattr__(self, name, value if field is None else field.check(self.name, name, value))
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.fields)
+        return f"{type(self).__name__}({values})"
+
+    def attributes(self) -> dict[str, Any]:
+        """Every hyperparameter now in force, as JSON. A function of the user's stands there as a description."""
+        return {name: field.to_json(getattr(self, name)) for name, field in self.fields.items()}
+
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Set hyperparameters from what `attributes` gave, all of them or some; nothing changes on an error.
+
+        Raises ValueError for an unknown name, UnsupportedError for a description of a function that this optimizer
+        does not have, and what a wrong value raises.
+        """
+        checked: dict[str, Any] = {}
+        for name, sent in options("attributes", values).items():
+            field = self.fields.get(name)
+            if field is None:
+                near = meant(name, self.fields)
+                raise ValueError(f"{self.name} has no attribute {shown(name)}; it has {', '.join(self.fields)}.{near}")
+            checked[name] = field.check(self.name, name, field.from_json(self.name, name, sent, getattr(self, name)))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)

@@ -1,0 +1,152 @@
+"""What a session is: the workers of one store as seen by one of them.
+
+A store holds a session and a strategy. The session is the same for every mode over several processes: the keys that
+the workers agreed on, waiting with a limit, stopping together, what a worker says of itself, and the end. The strategy
+moves values. `Session` itself is that of one process, which agrees with itself at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mpikv.engine.request import Request
+from mpikv.errors import MpikvError
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.activity import Activity
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
+
+
+class Pending(NamedTuple):
+    """A transfer under way, and what to say of a wait for it. others: of the further keys that end with it."""
+
+    request: Request
+    waiting: Waiting
+    others: Sequence[Waiting] = ()
+
+
+class OwnUpdates(Protocol):
+    """The steps of a trainer that updates by itself; see own_updates.py."""
+
+    def may_leave(self) -> bool:
+        """Whether gradients may be contributed before the next step begins."""
+        ...
+
+    def begin(self, *, separate: bool = False, contributed: bool = False) -> float:
+        """The next step begins: what to multiply one's gradients by."""
+        ...
+
+    def end(self) -> float | None:
+        """The factor to update with."""
+        ...
+
+    def settle(self) -> None:
+        """Raise what is wrong with the last step."""
+        ...
+
+
+class Session:
+    """The only worker of a store of one process; `Workers` is that of several.
+
+    name: the store's type. infos: what was agreed on each key. synchronous: whether all workers make the same steps.
+    pid: the process whose session it is; 0: a child that is forked has a copy that is as good. stop_file: where a
+    trainer saves when the workers stop. stopped: whether they have. before_close, after_close: called by `close` of
+    the store, before anything else and at its end, whatever happened.
+    """
+
+    rank = 0
+    num_workers = 1
+    synchronous = True
+    pid = 0
+    activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
+
+    def __init__(self, name: str, stop_file: str = "") -> None:
+        self.name, self.stop_file = name, stop_file
+        self.infos: dict[Key, KeyInfo] = {}
+        self.stopped = self.closed = False
+        self.unsaved_told = False  # whether one of several trainers has said that none of them saves
+        self.namespaces = 0
+        self.before_close: list[Callable[[], None]] = []
+        self.after_close: list[Callable[[], None]] = []
+        self._wished = False
+        self._asked: Callable[[], str | None] = lambda: None
+
+    # --- what it is
+
+    def new_namespace(self) -> int:
+        """A number for a new trainer; the same on all workers that make their trainers in the same order. Local."""
+        self.namespaces += 1
+        return self.namespaces - 1
+
+    def check_open(self, call: str) -> None:
+        """MpikvError on a closed store, and in a process that was forked from its worker. Local."""
+        self.check_process(call)
+        if self.closed:
+            raise MpikvError(f"{call} on a closed store ({self.name}, worker {self.rank} of {self.num_workers})")
+
+    def check_process(self, call: str) -> None:
+        """MPI, threads and shared memory do not survive a fork: what a child did there would be the parent's."""
+        if self.pid and self.pid != os.getpid():
+            raise MpikvError(
+                f"{call} in a process that was forked from worker {self.rank} of {self.num_workers}: a store serves "
+                "the process that made it. Let the parent make the call, or make a 'local' store here"
+            )
+
+    def lookup(self, key: Key) -> KeyInfo | None:
+        """What was agreed on `key`; None before its `init`. Local."""
+        return self.infos.get(key)
+
+    def in_order(self) -> list[KeyInfo]:
+        """All keys, by their numbers. Local."""
+        return sorted(self.infos.values(), key=lambda info: info.id)
+
+    # --- waiting and agreeing
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+        """Block until a transfer is done. Raises its error, PeerError or StallError."""
+
+    def progress(self) -> None:
+        """Move transfers on without waiting, for a caller who asks whether one is done."""
+
+    def barrier(self) -> None:
+        """Wait for all workers. Collective, blocks."""
+
+    def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
+        """Worker 0 tries something; its result (JSON), or MpikvError or OSError, on every worker. Collective, blocks.
+
+        call: the name of what is tried, the same on all workers.
+        """
+        self.check_open(call)
+        return attempt()
+
+    def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
+        """Let workers compare what they update these keys with by themselves; None: there is one worker.
+
+        Collective, blocks. Raises ConfigError on every worker for different optimizers.
+        """
+        return None
+
+    # --- stopping together
+
+    def stop_requested(self) -> bool:
+        """Whether all workers stop at this read of it (stop.py). Blocks only while they agree."""
+        self.stopped = self.stopped or self._wished or self._asked() is not None
+        return self.stopped
+
+    def request_stop(self, why: str) -> None:
+        """Ask all workers to stop. Local."""
+        self._wished = True
+
+    def listen_for(self, asked: Callable[[], str | None]) -> None:
+        """Ask all workers to stop as soon as `asked()` says why, which may be asked at any time. Local."""
+        self._asked = asked
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Let workers whose last epoch had another number of batches be told. Local."""
+
+    # --- the end
+
+    def abandon(self) -> None:
+        """Stop threads without talking to anybody, when the process is going down."""

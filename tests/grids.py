@@ -1,0 +1,56 @@
+"""Of a grid of parameters, so many cases that each two values meet in one of them.
+
+A test with the mark `grid` has more combinations of its parameters than every run needs: what goes wrong does so with
+one value, or with two that meet. `scripts/test` makes so many that each two values meet, or, with `grid(1)`, that each
+value is in one of them. The other cases get the mark `full`, and `scripts/test --full` makes them, too. The fields of a
+parameter that is a named tuple count as parameters of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+GRID = "grid"
+
+
+def thin(items: Sequence[pytest.Item]) -> None:
+    """Give the mark `full` to the cases that not every run needs."""
+    grids: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker(GRID):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        (strength,) = cases[0].get_closest_marker(GRID).args or (2,)
+        kept = covering([case.callspec.params for case in cases], strength)
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker("full")
+
+
+def covering(cases: Sequence[Mapping[str, Any]], strength: int) -> set[int]:
+    """Which cases to make: each value (strength 1) or each two (2) that are together in a case are so in one of these.
+
+    Always the same ones: again and again the first of those that bring the most that is new.
+    """
+    brings = [set(itertools.combinations_with_replacement(sorted(values(case)), strength)) for case in cases]
+    missing, kept = set().union(*brings), set()
+    while missing:
+        best = max(range(len(brings)), key=lambda i: len(brings[i] & missing))
+        kept.add(best)
+        missing -= brings[best]
+    return kept
+
+
+def values(parameters: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """The name and the value of each parameter."""
+    found: set[tuple[str, str]] = set()
+    for name, value in parameters.items():
+        if hasattr(value, "_asdict"):
+            found |= {(f"{name}.{field}", text) for field, text in values(value._asdict())}
+        else:
+            found.add((name, repr(value)))
+    return found
