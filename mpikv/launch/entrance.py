@@ -1,7 +1,7 @@
 """Where ranks connect to the launcher: it listens on the job's addresses, and lets in who proves that it is a rank.
 
-Whoever connects is a stranger until then: nothing that it sends is parsed, no more than a proof's length is read, it has
-a limited time, and there are only so many of them at once. The newest is heard rather than the oldest, since a rank
+Whoever connects is a stranger until then: nothing that it sends is parsed, no more than a proof's length is read, it
+has a limited time, and there are only so many of them at once. The newest is heard rather than the oldest, since a rank
 proves itself at once. See `channel` for the proof. Nothing here blocks.
 """
 
