@@ -1,4 +1,4 @@
-"""`mpikv plan` against measurements: steps of a Trainer across shaped links, beside what the simulation predicts.
+"""`mpikv plan` against measurements: steps of a Trainer across shaped links, beside what is predicted.
 
     python scripts/check_plan.py --mtu 9000          # as root: makes the hosts, prints the table, removes the hosts
 
@@ -6,7 +6,7 @@ Each host is a network namespace of this machine (`tests/cluster/namespaces.py`)
 hosts one job runs. In it each workload is trained with all ranks as workers (`dist_sync` without servers) and, where
 there are workers left, with 1 and 2 of them as servers (`dist_sync` and `dist_async`): one step to make connections,
 then `--turns` steps or, of short ones, more, of which the median counts, each begun by all workers together. What is
-predicted comes from the same simulation as `mpikv plan`'s, told nothing but the links' rate, packets and latency.
+predicted comes from what `mpikv plan` runs, told nothing but the links' rate, packets and latency.
 Messages and bytes are counted by the store and must be those of the plan. The status is 1 where a prediction is off by
 more than `--limit` percent, or a count by one.
 
@@ -143,7 +143,7 @@ def compare(options: argparse.Namespace, case: tuple[str, str, int], size: int, 
             plan_of(workload), workers, servers, link, Costs(), synchronous=name == "dist_sync"
         )
     else:
-        plan = allreduce.simulate(plan_of(workload), workers, link, Costs())
+        plan = allreduce.predict(plan_of(workload), workers, link, Costs())
     measured_s = statistics.median(found["seconds"])
     off = plan.exchange_s / measured_s - 1
     same = (plan.messages, plan.sent_bytes) == (found["messages"], found["sent_bytes"])

@@ -1,1 +1,1 @@
-"""`mpikv plan`: predicts step times by running the real collectives and servers over simulated links."""
+"""`mpikv plan`: predicts step times, of an allreduce from counted messages, with servers by simulated links."""

@@ -1,51 +1,77 @@
-"""A step of `dist_sync` without servers, simulated: the real buckets, choice of algorithms and collectives.
+"""A step of `dist_sync` without servers: its time from counted messages and the algorithms' published costs.
 
-As a `Trainer` does it: keys that share a bucket travel together, each bucket goes through reduce-scatter and allgather
-in a lane of its own. With one way of the ring taking as long for every rank, all ranks do the same at the same time:
-above `EVERY_RANK` ranks only the first host is simulated (`simulation.py`), each lane rounded up to an equal number of
-elements for every rank. Where halving and doubling would fold ranks that is not so, and all ranks are simulated.
+As a `Trainer` does it: keys that share a bucket travel together, and all buckets are under way at the same time. So a
+step takes as long as what has most to do: the busiest host's link, out or in, or the busiest core, of which the sums
+over all buckets are counted (`counting.py`). But it takes no less than one bucket does by itself, whose steps follow
+each other. With the cost model of Hockney, a message of m bytes takes a + m b and m bytes are added in m c; p ranks, h
+hosts, n bytes:
 
-Not in it: the optimizer's own arithmetic beyond one addition for each owned byte.
+    algorithm           steps, one after another          each of them
+    naive               2                                 a + (p-1) n/p b
+    ring                2 (p-1)                           a + s b + s/2 c      s: n/p, or a segment of it
+    halving_doubling    2 floor(log2 p), 2 more with      a + m b + m/2 c      m: n/2, n/4, ... n/p; n with folded ranks
+                        folded ranks
+    hierarchical        2 (h-1), and 2 within the host    as ring
+
+Here a is the latency (three times that of a message which is announced first) and the work of two cores for a message,
+b the link's and two cores' time for a byte. To that comes what cannot go on beside anything: copying into the first
+bucket, and out of the last one.
+
+Sources: ring: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3; the other terms: Thakur,
+Rabenseifner and Gropp, Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4 (MPICH's choice rests on it, and
+Gloo's halving and doubling has the same); level by level: Cho, Finkler, Kung and Hunter, BlueConnect, SysML (2019);
+what is under way together: the longest of the sums, as in Bailey's and Williams' roofline, CACM 52 (2009).
+
+Not in it: naps of waiting ranks, up to half a millisecond for each step of a short exchange; the optimizer's own
+arithmetic beyond one addition for each owned byte.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpikv import buckets, wire
+from mpikv import buckets
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES
 from mpikv.config import Config
-from mpikv.engine.request import Steps
 from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.placement import Members, Placement, place
-from mpikv.plan.costs import Costs, Link
+from mpikv.plan.costs import EAGER_BYTES, Costs, Link
+from mpikv.plan.counting import Counting
 from mpikv.plan.outcome import Outcome
-from mpikv.plan.ranks import Rank
-from mpikv.plan.simulation import Simulation
 from mpikv.plan.workload import DTYPE, ITEM_BYTES, Workload
 from mpikv.transports.base import Group
 
-EVERY_RANK = 8  # up to so many are all simulated
-MOST_MESSAGES = 3_000_000  # some minutes
+EVERY_RANK = 16  # up to so many are all counted; of more, those of the first host
 
 
-class Lane(NamedTuple):
-    """Keys that travel together: their number and elements, which keys they are, and their placement."""
+class Bucket(NamedTuple):
+    """Keys that travel together: which, their elements, and where these live."""
 
-    key_id: int
-    n_elems: int
     keys: tuple[int, ...]
+    n_elems: int
     placement: Placement
 
     @property
-    def algorithm(self) -> str:
-        """How its values are added."""
-        return self.placement.algorithm
+    def n_bytes(self) -> int:
+        """Of its values."""
+        return ITEM_BYTES * self.n_elems
+
+
+class Busy(NamedTuple):
+    """Seconds at work, of the host or rank with most."""
+
+    out_s: float = 0.0
+    in_s: float = 0.0
+    core_s: float = 0.0
+
+    def with_more(self, other: Busy) -> Busy:
+        """Of both together."""
+        return Busy(*(one + another for one, another in zip(self, other, strict=True)))
 
 
 def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
@@ -53,25 +79,20 @@ def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
     return tuple(f"h{rank // per_host}" for rank in range(workers))
 
 
-def lanes_of(workload: Workload, hosts: Sequence[str], algorithm: str = "auto") -> list[Lane]:
-    """The lanes of a trainer's keys, in the order in which a backward pass completes them."""
+def buckets_of(workload: Workload, hosts: Sequence[str], algorithm: str = "auto") -> list[Bucket]:
+    """The buckets of a trainer's keys, in the order in which a backward pass completes them."""
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
     sizes = [workload.sizes[key] for key in order]
-    groups = buckets.plan([ITEM_BYTES * n for n in sizes], [DTYPE] * len(sizes))
-    lanes = []
-    for group in groups:
-        keys, n_elems = tuple(order[i] for i in group), sum(sizes[i] for i in group)
-        lanes.append(_lane(keys, n_elems, hosts, algorithm))
-    return lanes
-
-
-def _lane(keys: tuple[int, ...], n_elems: int, hosts: Sequence[str], algorithm: str) -> Lane:
-    info = KeyInfo(keys[0], keys[0], (n_elems,), np.dtype(DTYPE))
     members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
-    return Lane(keys[0], n_elems, keys, place(members, info))
+    found = []
+    for group in buckets.plan([ITEM_BYTES * n for n in sizes], [DTYPE] * len(sizes)):
+        keys, n_elems = tuple(order[i] for i in group), sum(sizes[i] for i in group)
+        info = KeyInfo(keys[0], keys[0], (n_elems,), np.dtype(DTYPE))
+        found.append(Bucket(keys, n_elems, place(members, info)))
+    return found
 
 
-def simulate(
+def predict(
     workload: Workload,
     workers: int,
     link: Link,
@@ -80,137 +101,103 @@ def simulate(
     per_host: int = 1,
     algorithm: str = "auto",
     compute_s: float = 0.0,
-    every_rank: bool | None = None,
-    alive: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """One step. every_rank: simulate all of them, or the first host's alone (default: by their number).
-
-    Raises ConfigError where this cannot be simulated.
-    """
+    """One step. Raises ConfigError where it crosses no link."""
     hosts = hosts_of(workers, per_host)
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
-    lanes = lanes_of(workload, hosts, algorithm)
-    alike = _alike(lanes, workers, per_host)
-    if every_rank is False and not alike:
-        raise ConfigError("ranks that do not do the same: all must be simulated")
-    symmetric = alike and (workers > EVERY_RANK if every_rank is None else not every_rank)
-    if symmetric:
-        lanes = [_lane(lane.keys, -(-lane.n_elems // workers) * workers, hosts, lane.algorithm) for lane in lanes]
-    elif _messages(lanes, workers) > MOST_MESSAGES:
-        raise ConfigError(
-            f"{workers} workers: too many messages to simulate every rank; with a power of two workers, as many on "
-            "every host, and no algorithm forced, one host stands for all"
-        )
-
-    def run(ready_s: Sequence[float] | None) -> Simulation:
-        simulation = Simulation(hosts, link, costs, symmetric=symmetric, alive=alive)
-        simulation.xor_keys.update(lane.key_id for lane in lanes if _by_xor(lane, hosts, per_host))
-        for rank in simulation.ranks:
-            _start(simulation, rank, lanes, ready_s, compute_s)
-        simulation.run()
-        return simulation
-
-    simulation = run(None)
-    exchange_s = max(rank.finished_s for rank in simulation.ranks)
-    overlapped_s = None
-    if compute_s:
-        ready_s = workload.ready_s(compute_s)
-        overlapped_s = max(compute_s, *(rank.finished_s for rank in run(ready_s).ranks))
-    uses = [simulation.use(rank.rank) for rank in simulation.ranks]
-    busy_s = {
-        "link out": max(use.out_s for use in uses),
-        "link in": max(use.in_s for use in uses),
-        "core": max(use.core_s for use in uses),
-    }
+    found = buckets_of(workload, hosts, algorithm)
+    ranks = range(workers if workers <= EVERY_RANK else per_host)
+    counts = [[counted(bucket, rank, hosts) for rank in ranks] for bucket in found]
+    busy = [_busy(bucket, one, link, costs) for bucket, one in zip(found, counts, strict=True)]
+    total = Busy()
+    for one in busy:
+        total = total.with_more(one)
+    alone_s = [alone(bucket, hosts, link, costs) for bucket in found]
+    # In one call the buckets are filled in the order of the forward pass: the last one of the backward pass first.
+    ends_s = costs.copy_byte_s * (found[-1].n_bytes + found[0].n_bytes) if found else 0.0
+    exchange_s = max(max(total[:2]) + ends_s, total.core_s, *(time_s + ends_s for time_s in alone_s), 0.0)
     return Outcome(
-        _mode(lanes),
+        _mode(found),
         exchange_s,
-        overlapped_s,
-        max(rank.sent_messages for rank in simulation.ranks),
-        max(rank.sent_bytes for rank in simulation.ranks),
-        busy_s,
-        f"{per_host} of {workers} ranks, all alike" if symmetric else "",
+        _overlapped_s(workload.ready_s(compute_s), found, busy, alone_s, costs) if compute_s else None,
+        max((sum(one[i].sent_messages for one in counts) for i in ranks), default=0),
+        max((sum(one[i].sent_bytes for one in counts) for i in ranks), default=0),
+        {"link out": total.out_s, "link in": total.in_s, "core": total.core_s},
     )
 
 
-def _start(
-    simulation: Simulation, rank: Rank, lanes: Sequence[Lane], ready_s: Sequence[float] | None, compute_s: float
-) -> None:
-    """Let a rank push all lanes at once, or each when its last gradient is there."""
-    group = Group(rank, range(rank.size))
-
-    def push(lane: Lane) -> None:
-        # Into the lane's buffer.
-        simulation.copied(ITEM_BYTES * lane.n_elems)
-        rank.start(_round(simulation, group, lane))
-
-    if ready_s is None:
-        # `pushpull` has the keys in the order of the forward pass, so the last bucket is complete first.
-        def push_all() -> None:
-            for lane in reversed(lanes):
-                push(lane)
-
-        simulation.at(0.0, lambda time_s: rank.work(time_s, push_all))
-        return
-    rank.computing_until_s = compute_s
-    for lane in lanes:
-        begin_s = max(ready_s[key] for key in lane.keys)
-        simulation.at(begin_s, lambda time_s, lane=lane: rank.work(time_s, lambda: push(lane)))  # type: ignore[misc]
+def counted(bucket: Bucket, rank: int, hosts: Sequence[str]) -> Counting:
+    """What one rank sends, receives and adds of a bucket in one step."""
+    transport = Counting(rank, hosts)
+    group, module = Group(transport, range(len(hosts))), ALGORITHMS[bucket.placement.algorithm]
+    bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
+    transport.run(module.reduce_scatter(group, buf, bounds, 1, transport.combine))
+    transport.added_bytes += ITEM_BYTES * (bounds[rank + 1] - bounds[rank])  # the optimizer's
+    transport.run(module.allgather(group, buf, bounds, 2))
+    return transport
 
 
-def _round(simulation: Simulation, group: Group, lane: Lane) -> Steps[None]:
-    """What `AllreduceStrategy` does with a lane."""
-    bounds = lane.placement.bounds
-    module = ALGORITHMS[lane.algorithm]
-    buf = simulation.blank(lane.n_elems, DTYPE)
-    yield from module.reduce_scatter(group, buf, bounds, wire.key_tag(lane.key_id, 1))
-    simulation.added(ITEM_BYTES * (bounds[group.rank + 1] - bounds[group.rank]))
-    yield from module.allgather(group, buf, bounds, wire.key_tag(lane.key_id, 2))
-    simulation.copied(ITEM_BYTES * lane.n_elems)  # to where it was asked for
+def _busy(bucket: Bucket, counts: Sequence[Counting], link: Link, costs: Costs) -> Busy:
+    """Of one bucket. All ranks of a host use one link; a value is copied into its bucket and out of it."""
+    out_s: dict[str, float] = {}
+    in_s: dict[str, float] = {}
+    for one in counts:
+        host, (out, into) = one.hosts[one.rank], one.link_s(link)
+        out_s[host], in_s[host] = out_s.get(host, 0.0) + out, in_s.get(host, 0.0) + into
+    core_s = max(one.core_s(costs) for one in counts) + 2 * bucket.n_bytes * costs.copy_byte_s
+    return Busy(max(out_s.values()), max(in_s.values()), core_s)
 
 
-def _power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+def alone(bucket: Bucket, hosts: Sequence[str], link: Link, costs: Costs) -> float:
+    """The time of one bucket when nothing else is under way and no link is full: the table at the top."""
+    p, n_hosts, n_bytes = len(hosts), len(set(hosts)), bucket.n_bytes
+
+    def step_s(message_bytes: float, messages: int = 1) -> float:
+        latency_s = link.latency_s * (3 if message_bytes > EAGER_BYTES else 1)
+        one_s = (
+            link.time_s(int(message_bytes)) + 2 * message_bytes * costs.byte_s + message_bytes / 2 * costs.add_byte_s
+        )
+        return latency_s + messages * one_s + (1 + messages) * costs.message_s
+
+    algorithm, segment = bucket.placement.algorithm, min(n_bytes / p, LINK_SEGMENT_BYTES)
+    if algorithm == "naive":
+        return 2 * step_s(n_bytes / p, p - 1)
+    if algorithm == "ring":
+        return 2 * (p - 1) * step_s(segment)
+    if algorithm == "hierarchical":
+        return 2 * (n_hosts - 1) * step_s(segment) + 2 * costs.message_s * (p // n_hosts)
+    halvings = p.bit_length() - 1
+    folds_s = 2 * step_s(n_bytes) if p != 1 << halvings else 0.0
+    return 2 * sum(step_s(n_bytes / 2**i) for i in range(1, halvings + 1)) + folds_s
 
 
-def _by_xor(lane: Lane, hosts: Sequence[str], per_host: int) -> bool:
-    """Whether partners across hosts are told by xor."""
-    if lane.algorithm == "hierarchical":
-        # Its short buffers go through halving and doubling where no host is folded.
-        from mpikv.collectives.hierarchical import DIRECT_HOSTS, SHORT_BYTES  # noqa: PLC0415
-
-        n_hosts = len(hosts) // per_host
-        short = ITEM_BYTES * lane.n_elems <= SHORT_BYTES * per_host
-        return short and n_hosts > DIRECT_HOSTS and _power_of_two(n_hosts)
-    return lane.algorithm == "halving_doubling"
-
-
-def _alike(lanes: Sequence[Lane], workers: int, per_host: int) -> bool:
-    """Whether all hosts do the same at the same time.
-
-    Not where some ranks are folded, and not in long exchanges of all with all at once, where the order counts in which
-    a rank looks after the others.
-    """
-    used = {lane.algorithm for lane in lanes}
-    folds = not _power_of_two(workers) and "halving_doubling" in used
-    return workers % per_host == 0 and not folds and "naive" not in used
-
-
-def _messages(lanes: Sequence[Lane], workers: int) -> float:
-    steps = {"halving_doubling": math.ceil(math.log2(workers)) + 1}
-    return sum(2 * workers * steps.get(lane.algorithm, workers - 1) for lane in lanes)
+def _overlapped_s(
+    ready_s: Sequence[float],
+    found: Sequence[Bucket],
+    busy: Sequence[Busy],
+    alone_s: Sequence[float],
+    costs: Costs,
+) -> float:
+    """A step in which each bucket leaves when its last gradient is there, behind those before it."""
+    free_s, end_s = 0.0, max(ready_s)
+    for bucket, one, least_s in zip(found, busy, alone_s, strict=True):
+        begin_s = max(ready_s[key] for key in bucket.keys) + bucket.n_bytes * costs.copy_byte_s
+        free_s = max(begin_s, free_s) + max(one)
+        end_s = max(end_s, free_s, begin_s + least_s) + bucket.n_bytes * costs.copy_byte_s
+    return end_s
 
 
 def mode_of(workload: Workload, workers: int, *, per_host: int = 1, algorithm: str = "auto") -> str:
-    """What `simulate` will call it: `allreduce` and its algorithms."""
-    return _mode(lanes_of(workload, hosts_of(workers, per_host), algorithm))
+    """What `predict` will call it: `allreduce` and its algorithms."""
+    return _mode(buckets_of(workload, hosts_of(workers, per_host), algorithm))
 
 
-def _mode(lanes: Sequence[Lane]) -> str:
+def _mode(found: Sequence[Bucket]) -> str:
     """The algorithms by the bytes that they move."""
     moved: dict[str, int] = {}
-    for lane in lanes:
-        moved[lane.algorithm] = moved.get(lane.algorithm, 0) + lane.n_elems
+    for bucket in found:
+        name = bucket.placement.algorithm
+        moved[name] = moved.get(name, 0) + bucket.n_elems
     names = sorted(moved, key=lambda name: -moved[name])
     return "allreduce " + "+".join(names)

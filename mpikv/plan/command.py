@@ -1,4 +1,4 @@
-"""`mpikv plan`: simulates row after row, says how far it is, prints each number of workers as soon as it is known."""
+"""`mpikv plan`: predicts row after row, says how far it is, prints each number of workers as soon as it is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD_INPUT = 2
 
 
 class Case(NamedTuple):
-    """A row to be simulated."""
+    """A row to be predicted."""
 
     workers: int
     servers: int
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--json {options.json}: there is no such folder")
         costs = _costs(options)
         settings = settings_of(options, costs)
-        rows = _simulated(options, costs, None if options.json == "-" else _table(options, settings))
+        rows = _predicted(options, costs, None if options.json == "-" else _table(options, settings))
     except (MpikvError, ValueError) as error:
         print(f"mpikv plan: error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace, settings: Mapping[str, Any]) -> Table:
-    """The table of these cases. Raises ConfigError where they cannot be simulated."""
+    """The table of these cases. Raises ConfigError where they cannot be predicted."""
     workload = workload_of(options)
     width = max(len(mode_of(options, case, workload)) for case in cases(options))
     return Table(settings, width, steps=bool(options.compute_ms))
@@ -88,7 +88,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return of_model(options.model) if options.bytes is None else of_bytes(options.bytes)
 
 
-def _simulated(options: argparse.Namespace, costs: Costs, table: Table | None) -> list[Row]:
+def _predicted(options: argparse.Namespace, costs: Costs, table: Table | None) -> list[Row]:
     """All rows, and the table printed as far as it is known: the marks compare the rows of one number of workers."""
     workload, link = workload_of(options), Link(options.link, options.latency, options.mtu)
     todo, rows = list(cases(options)), []
@@ -99,7 +99,7 @@ def _simulated(options: argparse.Namespace, costs: Costs, table: Table | None) -
             some: list[Row] = []
             for case in group:
                 progress.update(what=f"{case.workers} workers, {case.servers} servers, {case.mode}")
-                outcome = simulate(options, case, Machine(workload, link, costs), progress.update)
+                outcome = predict(options, case, Machine(workload, link, costs), progress.update)
                 some.append(Row(case.workers, case.servers, outcome))
                 progress.update(1)
             marked(some)
@@ -112,19 +112,19 @@ def _simulated(options: argparse.Namespace, costs: Costs, table: Table | None) -
 
 
 def mode_of(options: argparse.Namespace, case: Case, workload: Workload) -> str:
-    """The mode of its row, before it is simulated."""
+    """The mode of its row, before it is predicted."""
     if case.mode == "sync" and not case.servers:
         return allreduce.mode_of(workload, case.workers, per_host=options.per_host, algorithm=options.algorithm)
     return servers.mode_of(case.servers, synchronous=case.mode == "sync")
 
 
-def simulate(
+def predict(
     options: argparse.Namespace, case: Case, machine: Machine, alive: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """One row. Raises ConfigError for what cannot be simulated."""
+    """One row: an allreduce from its counts, servers by simulation. Raises ConfigError for what crosses no link."""
     compute_s = options.compute_ms / 1e3
     if case.mode == "sync" and not case.servers:
-        return allreduce.simulate(
+        return allreduce.predict(
             machine.workload,
             case.workers,
             machine.link,
@@ -132,7 +132,6 @@ def simulate(
             per_host=options.per_host,
             algorithm=options.algorithm,
             compute_s=compute_s,
-            alive=alive,
         )
     return servers.simulate(
         machine.workload,

@@ -1,4 +1,4 @@
-"""What a simulated machine costs: its links, and the work of a core.
+"""What a machine costs: its links, and the work of a core.
 
     link      a message of n bytes takes n + headers bytes of its sender's link out and of its receiver's link in
     latency   from the start of a message's way out to the start of its way in

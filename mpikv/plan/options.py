@@ -22,8 +22,8 @@ EXAMPLES = """examples:
   mpikv plan --model resnet18 --workers 64 --per-host 8 --link 10gbit --json plan.json
 
 W is the number of workers; 8..1024 doubles from 8 to 1024. * marks the fastest synchronous mode of a number of workers,
-a an asynchronous one that is faster still. Needs neither MPI nor hosts: the real collectives, clients and servers run
-over simulated links. See docs/scaling.md."""
+a an asynchronous one that is faster still. Needs neither MPI nor hosts: the messages of an allreduce are counted, those
+to servers and back go over simulated links. See docs/scaling.md."""
 
 
 def add_parser(commands: Any) -> None:
@@ -31,8 +31,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="predict the step time on more hosts than are at hand",
-        description="Predict the time of a training step for numbers of workers and servers, by simulation of the "
-        "messages that the store would send.",
+        description="Predict the time of a training step for numbers of workers and servers, from the messages that "
+        "the store would send.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""What a simulated step gives: time, counts, and what was at work for how much of the time."""
+"""What a predicted step gives: time, counts, and what was at work for how much of the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Outcome:
     exchange_s: from the end of the computing, in all workers at the same time, to the last worker's last value.
     overlapped_s: a step whose gradients leave as soon as they are there. messages, sent_bytes: of the worker with most,
     in one step. busy_s: seconds at work in the exchange by resource.
-    simulated: how, where not every rank was simulated.
+    simulated: how, where not every rank of a simulation was there.
     """
 
     mode: str

@@ -1,7 +1,7 @@
 """One simulated rank: its core, its transport, and the generators that it runs.
 
 The transport is the one that collectives, clients and servers see. A request wakes only the generator that waits for
-it, as over MPI. What a message holds is not kept, but for the headers of requests to servers, which they read.
+it, as over MPI. What a message holds is not kept, but for requests to servers, which read their headers.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.clock import MACHINE_CLOCK
 from mpikv.engine.request import Completion, Request, Steps
 from mpikv.engine.running import Running
-from mpikv.plan.blank import Blank
 from mpikv.plan.costs import EAGER_BYTES
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 EAGER, ANNOUNCED, AGREED, DATA = range(4)  # a short message; the three parts of a long one
 CONTROL_SHARE = 0.2  # of a message's work, for an announcement or an agreement, of which Python knows nothing
-Headers = list[tuple[int, HostArray]]
 
 
 class Transfer(Completion):
@@ -42,13 +39,13 @@ class Transfer(Completion):
 class Message:
     """On its way from one rank to another."""
 
-    __slots__ = ("headers", "incoming", "kind", "local", "n_bytes", "receiver", "request", "source", "tag")
+    __slots__ = ("content", "incoming", "kind", "local", "n_bytes", "receiver", "request", "source", "tag")
 
     def __init__(self, receiver: Rank, source: int, tag: int, n_bytes: int, request: Transfer, *, local: bool) -> None:
         self.receiver, self.source, self.tag = receiver, source, tag
         self.n_bytes, self.request, self.local = n_bytes, request, local
         self.kind = EAGER
-        self.headers: Headers = []
+        self.content: HostArray | None = None  # of a request to a server
         self.incoming: Transfer | None = None  # the receive that it belongs to
 
     def arrive(self, time_s: float) -> None:
@@ -84,8 +81,8 @@ class Rank:
         self.hosts = simulation.hosts
         self.size = len(self.hosts)
         self.max_tag = 2**31 - 1
-        self.sent_messages = 0
-        self.sent_bytes = 0
+        self.clock = MACHINE_CLOCK
+        self.sent_messages = self.sent_bytes = 0
         self.now_s = 0.0  # where its core is
         self.busy_s = 0.0
         self.finished_s = 0.0  # when the last of its generators ended
@@ -115,11 +112,9 @@ class Rank:
         self.sent_bytes += n_bytes
         request = Transfer(self, None)
         local = self._simulation.is_local(self.rank, dest)
-        key_id = None if tag < wire.TAG_KEYS else (tag - wire.TAG_KEYS) // wire.TAGS_PER_KEY
-        receiver, source = self._simulation.route(self, dest, key_id)
-        message = Message(receiver, source, tag, n_bytes, request, local=local)
+        message = Message(self._simulation.ranks[dest], self.rank, tag, n_bytes, request, local=local)
         if tag == wire.TAG_REQUEST:
-            message.headers = _headers(buf)
+            message.content = buf.copy()
             self.pay(n_bytes * self._costs.copy_byte_s)  # behind its header
         if local or n_bytes <= EAGER_BYTES:
             self._hand_over(message, n_bytes)
@@ -133,7 +128,7 @@ class Rank:
     def _weights(self, tag: int) -> tuple[float, float]:
         """How many messages one stands for at its sender, and at its receiver."""
         weight = self._simulation.weight
-        if weight == 1 or tag >= wire.TAG_KEYS:
+        if weight == 1:
             return 1.0, 1.0
         return (weight, 1.0) if wire.TAG_REPLY <= tag < wire.TAG_PAYLOAD else (1.0, weight)
 
@@ -188,9 +183,8 @@ class Rank:
         self._simulation.hand_over(self, back, local=False, n_bytes=0, out=out, into=into)  # type: ignore[arg-type]
 
     def _complete(self, message: Message, request: Transfer) -> None:
-        for end, header in message.headers:
-            assert request.buf is not None
-            request.buf[end - header.size : end] = header
+        if message.content is not None and request.buf is not None:
+            request.buf[...] = message.content
         request.buf = None
         request.finish()
 
@@ -304,15 +298,3 @@ class _Back:
     def arrive(self, time_s: float) -> None:
         """The sender may send now."""
         self._message.arrive(time_s)
-
-
-def _headers(message: HostArray) -> Headers:
-    """The headers of a request to a server, and where each of them ends."""
-    if isinstance(message, Blank):
-        raise TypeError("a request to a server has a header, which a blank array cannot hold")
-    end, found = 0, []
-    for _, payload in wire.parse_requests(message):
-        begin, end = end, end + wire.HEADER_BYTES
-        found.append((end, np.array(message[begin:end])))
-        end += -(-payload.size // wire.ALIGN_BYTES) * wire.ALIGN_BYTES
-    return found

@@ -13,7 +13,6 @@ Not in it: the optimizer's own arithmetic.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +21,11 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.config import Config
-from mpikv.engine.request import Done, Predicate, Request, Steps
+from mpikv.engine.request import Predicate, Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Members, add_load, place
-from mpikv.plan.blank import Blank, blank
 from mpikv.plan.costs import Costs, Link
+from mpikv.plan.counting import Counting
 from mpikv.plan.outcome import Outcome
 from mpikv.plan.ranks import Rank
 from mpikv.plan.simulation import Simulation
@@ -60,24 +59,49 @@ def members_of(
     return Members((*of_workers, *of_servers), tuple(ranks[:simulated]), tuple(ranks[simulated:]))
 
 
-class _BlankPool(Pool):
-    """Memory of a server that holds nothing."""
+class _Memory(Pool):
+    """Memory of servers whose values nobody looks at: all their arrays lie in `array`, and adding only costs."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, array: HostArray) -> None:
         super().__init__()
         self._simulation = simulation
+        self._array = array
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        return self._simulation.blank(n_elems, dtype)
+        return self._array[:n_elems]
 
     def give(self, array: HostArray) -> None:
         """Nothing to give back."""
 
+    def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
+        self._simulation.added(total.nbytes)
+        return total
 
-class _BlankSink(Sink):
+
+class _Arrays:
+    """What workers push, and what they pull into: two arrays for all keys, since nobody looks at the values."""
+
+    def __init__(self, keys: Sequence[ClientKey]) -> None:
+        longest = max((key.info.n_elems for key in keys), default=0)
+        self._totals: HostArray = np.empty(longest, DTYPE)
+        self._values: HostArray = np.empty(longest, DTYPE)
+
+    def items(self, keys: Sequence[ClientKey], *, push: bool, pull: bool) -> list[Item]:
+        """Of one call."""
+        return [
+            Item(
+                key,
+                self._totals[: key.info.n_elems] if push else None,
+                _IgnoringSink(key.info, self._values[: key.info.n_elems]) if pull else None,
+            )
+            for key in keys
+        ]
+
+
+class _IgnoringSink(Sink):
     """Where a pulled value goes: nowhere."""
 
-    def __init__(self, info: KeyInfo, value: Blank) -> None:
+    def __init__(self, info: KeyInfo, value: HostArray) -> None:
         super().__init__(info, [])
         self._value = value
 
@@ -93,53 +117,15 @@ def keys_of(workload: Workload, servers: int, config: Config) -> list[ClientKey]
         info = KeyInfo(number, number, (n_elems,), np.dtype(DTYPE))
         placement = place(members, info, load_bytes=loads)
         add_load(loads, placement, ITEM_BYTES)
-        key = ClientKey(info, placement)
-        key.pushed = 1
-        keys.append(key)
+        keys.append(ClientKey(info, placement))
     return keys
 
 
-def _items(keys: Sequence[ClientKey], make: Callable[[int, Any], Blank], *, push: bool, pull: bool) -> list[Item]:
-    items = []
-    for key in keys:
-        total = make(key.info.n_elems, DTYPE) if push else None
-        sink = _BlankSink(key.info, make(key.info.n_elems, DTYPE)) if pull else None
-        items.append(Item(key, total, sink))
-    return items
-
-
-class _Counting:
-    """A transport on which all is done at once."""
-
-    def __init__(self) -> None:
-        self.rank, self.size, self.max_tag = 0, 0, 2**31 - 1
-        self.hosts: tuple[str, ...] = ()
-        self.sent_messages = self.sent_bytes = 0
-
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        self.sent_messages += 1
-        self.sent_bytes += buf.nbytes
-        return Done()
-
-    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
-        return Done()
-
-    def probe(self, tag: int) -> None:
-        return None
-
-    def poll(self) -> None:
-        """Nothing is ever under way."""
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
 def counted(keys: Sequence[ClientKey], servers: int) -> tuple[int, int]:
-    """Messages and bytes that one worker sends in one step, by sending them nowhere."""
-    transport = _Counting()
-    steps = Client(transport, range(servers)).exchange(wire.PUSHPULL, _items(keys, blank, push=True, pull=True), 0)
-    for _ in steps:
-        pass
+    """Messages and bytes that one worker sends in one step."""
+    transport = Counting()
+    items = _Arrays(keys).items(keys, push=True, pull=True)
+    transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
     return transport.sent_messages, transport.sent_bytes
 
 
@@ -172,8 +158,7 @@ def simulate(
         # Whole hosts, so that a host's link has as many workers as in truth.
         standing = workers if workers <= max(EVERY_WORKER, per_host) else -(-STANDING // per_host) * per_host
     weight = workers / standing
-    keys = keys_of(workload, servers or workers, config)
-    messages, sent_bytes = counted(keys, servers or workers)
+    messages, sent_bytes = counted(keys_of(workload, servers or workers, config), servers or workers)
     members = members_of(workers, servers, per_host, shared=shared, simulated=standing)
 
     def run(ready_s: Sequence[float] | None) -> Simulation:
@@ -185,8 +170,8 @@ def simulate(
             weight=weight,
             alive=alive,
         )
-        for index, server in enumerate(members.servers):
-            _serve(simulation, simulation.ranks[server], members, index, keys, synchronous=synchronous)
+        keys = keys_of(workload, servers or workers, config)
+        _serve(simulation, members, keys, synchronous=synchronous)
         for worker in members.workers:
             rank = simulation.ranks[worker]
             _start(
@@ -217,29 +202,20 @@ def simulate(
     return Outcome(mode, end_s(simulation), overlapped_s, messages, sent_bytes, busy_s, how)
 
 
-def _serve(
-    simulation: Simulation,
-    rank: Rank,
-    members: Members,
-    index: int,
-    keys: Sequence[ClientKey],
-    *,
-    synchronous: bool,
-) -> None:
-    """A server with its keys."""
+def _serve(simulation: Simulation, members: Members, keys: Sequence[ClientKey], *, synchronous: bool) -> None:
+    """Start all servers, with their keys."""
     labels = [f"worker {i}" for i in range(len(members.workers))]
-    core = ServerCore(labels, Synchronous if synchronous else Asynchronous)
-    core.pool = _BlankPool(simulation)
+    longest = max((key.info.n_elems for key in keys), default=0)
+    values: HostArray = np.zeros(longest, DTYPE)
+    cores = [ServerCore(labels, Synchronous if synchronous else Asynchronous) for _ in members.servers]
+    for core in cores:
+        core.pool = _Memory(simulation, values)
     for key in keys:
-        for shard in key.placement.shards:
-            if shard.owner == index:
-                info = key.info
-                text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-                text |= {"part": key.placement.part_elems, "version": 0}
-                value = bytes((shard.end - shard.begin) * ITEM_BYTES)
-                payload = np.frombuffer(wire.with_text(json.dumps(text).encode(), value), np.uint8)
-                core.handle(0, [(wire.Header(wire.INIT, info.id), payload)])
-    rank.serve(serve(rank, members.workers, core))
+        for owner, header, payload in key.first_values(values):
+            cores[owner].handle(0, [(header, np.frombuffer(payload, np.uint8))])
+        key.pushed = 1
+    for rank, core in zip(members.servers, cores, strict=True):
+        simulation.ranks[rank].serve(serve(simulation.ranks[rank], members.workers, core))
 
 
 def _start(
@@ -254,9 +230,11 @@ def _start(
     computing: when the gradients are there, and when the computing ends.
     """
 
+    arrays = _Arrays(keys)
+
     def begin(kind: int, some: Sequence[ClientKey], *, push: bool, pull: bool) -> Callable[[float], None]:
         def start() -> Steps[None]:
-            return client.exchange(kind, _items(some, simulation.blank, push=push, pull=pull), 0)
+            return client.exchange(kind, arrays.items(some, push=push, pull=pull), 0)
 
         return lambda time_s: rank.work(time_s, lambda: _ignore(rank.start(start())))
 
@@ -267,14 +245,14 @@ def _start(
     rank.computing_until_s = compute_s
     for key in reversed(keys):
         simulation.at(ready_s[key.info.id], begin(wire.PUSH, [key], push=True, pull=False))
-    pulls = _pulls(simulation, rank, client, keys)
+    pulls = _pulls(rank, client, keys, arrays)
     simulation.at(compute_s, lambda time_s: rank.work(time_s, lambda: rank.serve(pulls)))
 
 
-def _pulls(simulation: Simulation, rank: Rank, client: Client, keys: Sequence[ClientKey]) -> Steps[None]:
+def _pulls(rank: Rank, client: Client, keys: Sequence[ClientKey], arrays: _Arrays) -> Steps[None]:
     """Pull key after key, each as soon as there are tags for its answers, as in `PsStrategy`."""
     for key in keys:
-        items = _items([key], simulation.blank, push=False, pull=True)
+        items = arrays.items([key], push=False, pull=True)
         replies = client.tags_needed(items)[0]
 
         def enough(replies: int = replies) -> bool:

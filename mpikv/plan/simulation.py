@@ -1,4 +1,7 @@
-"""Ranks in a simulated network: the real generators move on in a virtual time, without threads.
+"""Workers and servers in a simulated network: the real generators move on in a virtual time, without threads.
+
+For servers alone: how long a step with them takes depends on whose turn it is on their links, and on what waits behind
+what, which no sum tells. What an allreduce takes is told from its counts (`allreduce.py`).
 
 Events happen in the order of their times. A message waits for its host's link out, takes its time there, reaches the
 link in of the other host a latency later, waits there for its sender's turn, and is there when its last byte has come
@@ -6,10 +9,6 @@ through. Where a link in is behind by `NETWORK_BYTES` of one sender, that sender
 over connections of their own. A long message is announced first and leaves when its receiver, which must have asked for
 it, has looked and agreed, as in MPI. A rank sees what has arrived at its next look (`waiting.py`), pays for it, and
 runs as far as it can; what it sends meanwhile leaves at the time that its core has come to.
-
-Symmetric ranks are simulated once: with `symmetric` only the first host's ranks are there. Since all hosts do the same
-at the same time, what they send to the host d places further on comes to them, too, from the host d places before (from
-host 0 xor d in a collective whose partners are told by xor).
 
 Cost: some 50 us for each message. Restrictions: nothing is lost, the network's inside is never congested, every rank
 has a core of its own.
@@ -24,7 +23,6 @@ from functools import partial
 from typing import NamedTuple
 
 from mpikv.errors import MpikvError
-from mpikv.plan.blank import Blank, blank
 from mpikv.plan.costs import LOCAL_LATENCY_S, SOCKET_BYTES, Costs, Link
 from mpikv.plan.ranks import Message, Rank
 from mpikv.plan.waiting import Rhythm
@@ -159,8 +157,7 @@ class _Port:
 class Simulation:
     """The network and its ranks.
 
-    hosts: of each rank. servers: ranks that wait as servers do. symmetric: simulate the ranks of the first host alone;
-    every host must have the same number of neighbouring ranks. weight: how many workers each worker stands for, at
+    hosts: of each rank. servers: ranks that wait as servers do. weight: how many workers each worker stands for, at
     servers. alive: called now and then.
     """
 
@@ -171,7 +168,6 @@ class Simulation:
         costs: Costs,
         *,
         servers: Collection[int] = (),
-        symmetric: bool = False,
         weight: float = 1.0,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
@@ -180,39 +176,21 @@ class Simulation:
         self.link, self.costs = link, costs
         self.time_s = 0.0
         self.current: Rank | None = None  # the one whose core works
-        self.xor_keys: set[int] = set()  # numbers of keys whose collective's partners are told by xor
         self.weight = weight
         self._alive = alive
         self._host_of = found.host_of
-        self._n_hosts = len(found.hosts)
-        self._per_host = len(found.hosts[0])
-        self._symmetric = symmetric and self._n_hosts > 1
-        if self._symmetric and any(len(ranks) != self._per_host for ranks in found.hosts):
-            raise ValueError("symmetric hosts have the same number of ranks")
-        self._ports = [_Port(self) for _ in range(1 if self._symmetric else self._n_hosts)]
+        self._ports = [_Port(self) for _ in found.hosts]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = 0
         worker_rhythm, server_rhythm = Rhythm(costs), Rhythm(costs, server=True)
         self.ranks = [
-            Rank(self, rank, server_rhythm if rank in servers else worker_rhythm)
-            for rank in (found.hosts[0] if self._symmetric else range(len(self.hosts)))
+            Rank(self, rank, server_rhythm if rank in servers else worker_rhythm) for rank in range(len(self.hosts))
         ]
-
-    # --- meters of blank arrays
-
-    def blank(self, n_elems: int, dtype: object) -> Blank:
-        """An array whose use costs the rank that works on it."""
-        return blank(n_elems, dtype, self)
 
     def added(self, n_bytes: int) -> None:
         """The current rank's core has added so much."""
         if self.current is not None:
             self.current.pay_work(n_bytes * self.costs.add_byte_s)
-
-    def copied(self, n_bytes: int) -> None:
-        """The current rank's core has copied so much."""
-        if self.current is not None:
-            self.current.pay_work(n_bytes * self.costs.copy_byte_s)
 
     # --- events
 
@@ -236,20 +214,12 @@ class Simulation:
 
     # --- messages
 
-    def route(self, sender: Rank, dest: int, key_id: int | None) -> tuple[Rank, int]:
-        """Who gets a message in the simulation, and from which rank it then seems to come."""
-        if not self._symmetric:
-            return self.ranks[dest], sender.rank
-        host, place = divmod(dest, self._per_host)
-        came_from = host if key_id in self.xor_keys else -host % self._n_hosts
-        return self.ranks[place], came_from * self._per_host + sender.rank
-
     def is_local(self, one: int, other: int) -> bool:
         """Whether two ranks share a host."""
         return self._host_of[one] == self._host_of[other]
 
     def _port(self, rank: Rank) -> _Port:
-        return self._ports[0] if self._symmetric else self._ports[self._host_of[rank.rank]]
+        return self._ports[self._host_of[rank.rank]]
 
     def hand_over(self, sender: Rank, message: Message, *, local: bool, n_bytes: int, out: float, into: float) -> float:
         """A rank's core gives a message to the kernel now. When its memory is free again.
@@ -273,6 +243,5 @@ class Simulation:
 
     def use(self, rank: int) -> Use:
         """How much a simulated rank's host and core were at work."""
-        found = next(one for one in self.ranks if one.rank == rank)
-        port = self._port(found)
-        return Use(port.out_s, port.in_s, found.busy_s)
+        port = self._ports[self._host_of[rank]]
+        return Use(port.out_s, port.in_s, self.ranks[rank].busy_s)

@@ -44,7 +44,7 @@ def counts(text: str) -> list[int]:
         if end < number:
             raise ValueError(f"{word!r} goes downwards")
         if end > MOST:
-            raise ValueError(f"{word!r} is more than {MOST}, which is the most that can be simulated in minutes")
+            raise ValueError(f"{word!r} is more than {MOST}, which is the most that can be predicted in minutes")
         while number <= end:
             found.append(number)
             number *= 2

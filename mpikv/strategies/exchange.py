@@ -12,10 +12,11 @@ Cost: one copy of a small shard, none of a large one. A tag for each large shard
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,6 +84,15 @@ class ClientKey:
             n_bytes = (shard.end - shard.begin) * self.info.dtype.itemsize
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES))
         self.small = len(self.routes) == 1 and self.routes[0].inline
+
+    def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
+        """What tells each server that it owns a part of the key, and the values there: server, header, payload."""
+        info = self.info
+        for shard in self.placement.shards:
+            text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
+            text |= {"part": self.placement.part_elems, "version": self.pushed}
+            payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
+            yield shard.owner, wire.Header(wire.INIT, info.id), payload
 
 
 class Item(NamedTuple):

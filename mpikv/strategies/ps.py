@@ -164,12 +164,8 @@ class PsStrategy(DistributedStrategy):
             raise error
 
     def _send_value(self, key: ClientKey, value: HostArray) -> None:
-        info = key.info
-        for shard in key.placement.shards:
-            text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text |= {"part": key.placement.part_elems, "version": key.pushed}
-            payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
-            self._send(shard.owner, wire.Header(wire.INIT, info.id), payload)
+        for server, header, payload in key.first_values(value):
+            self._send(server, header, payload)
 
     # --- data
 

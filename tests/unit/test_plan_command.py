@@ -94,15 +94,15 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_come_as_they_are_ready(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was printed before each row was simulated: the header at once, then each number of workers."""
-    before, simulate = [], command.simulate
+    """What was printed before each row was predicted: the header at once, then each number of workers."""
+    before, predict = [], command.predict
 
-    def simulated(*arguments: object) -> object:
+    def predicted(*arguments: object) -> object:
         told = capsys.readouterr()
         before.append((len(told.out.splitlines()), told.err))
-        return simulate(*arguments)  # type: ignore[arg-type]
+        return predict(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(command, "simulate", simulated)
+    monkeypatch.setattr(command, "predict", predicted)
     monkeypatch.setattr(progress, "MOST_S", -1.0)  # a line for each row
     assert plan("--bytes", "64K", "--workers", "2,4", "--servers", "0,1") == 0
     assert [lines for lines, _ in before] == [3, 0, 0, 0, 4, 0, 0, 0]
@@ -117,7 +117,7 @@ def test_modes_are_known_before(workers: int, algorithm: str) -> None:
     for n_servers, synchronous in ((0, False), (1, True)):
         found = servers.simulate(workload, workers, n_servers, LINK, Costs(), synchronous=synchronous)
         assert found.mode == servers.mode_of(n_servers, synchronous=synchronous)
-    found = allreduce.simulate(workload, workers, LINK, Costs(), algorithm=algorithm)
+    found = allreduce.predict(workload, workers, LINK, Costs(), algorithm=algorithm)
     assert found.mode == allreduce.mode_of(workload, workers, algorithm=algorithm)
 
 
@@ -147,7 +147,7 @@ def test_json_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("words", "said"),
     [
         (["--workers", "8..4"], "downwards"),
-        (["--workers", "99999999999"], "the most that can be simulated"),
+        (["--workers", "99999999999"], "the most that can be predicted"),
         (["--link", "10"], "10gbit"),
         (["--latency", "soon"], "20us"),
         (["--servers", "W/x"], "W/2"),
@@ -210,7 +210,7 @@ def counted(name: str, workers: int, n_servers: int, sizes: Sequence[int]) -> tu
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
 def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
-    found = allreduce.simulate(Workload("mixed", SIZES), workers, LINK, Costs())
+    found = allreduce.predict(Workload("mixed", SIZES), workers, LINK, Costs())
     assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SIZES)
 
 

@@ -1,22 +1,18 @@
-"""The simulated network: times that can be told on paper, and one host that stands for all."""
+"""The simulated network of workers and servers: times that can be told on paper, and workers that stand for all."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.backoff import LAST_NAP_S
 from mpikv.engine.engine import BUSY_NAP_S
 from mpikv.engine.request import Request
-from mpikv.errors import ConfigError, MpikvError
-from mpikv.plan import allreduce, servers
-from mpikv.plan.allreduce import hosts_of, lanes_of
-from mpikv.plan.blank import blank
+from mpikv.errors import MpikvError
+from mpikv.plan import servers
 from mpikv.plan.costs import EAGER_BYTES, Costs, Link
 from mpikv.plan.ranks import Rank
 from mpikv.plan.simulation import LONGEST_TURN_BYTES, SHORTEST_TURN_BYTES, Simulation
@@ -31,50 +27,6 @@ LINK = Link(25e6, 100e-6, 1500)
 PACKET = 1500 - 52
 
 
-class Counted:
-    """A meter."""
-
-    def __init__(self) -> None:
-        self.n_added = self.n_copied = 0
-
-    def added(self, n_bytes: int) -> None:
-        self.n_added += n_bytes
-
-    def copied(self, n_bytes: int) -> None:
-        self.n_copied += n_bytes
-
-
-# --- blank arrays
-
-
-def test_a_blank_array_counts_what_a_real_one_would_have_moved() -> None:
-    meter = Counted()
-    one, other = blank(1000, "float32", meter), np.ones(100, np.float32)
-    assert (one.size, one.nbytes, one[10:20].nbytes) == (1000, 4000, 40)
-    np.add(one[:100], other, out=one[:100])
-    assert (meter.n_added, meter.n_copied) == (400, 0)
-    one[5:10] = 3
-    np.copyto(one[:20], other[:20])
-    assert (meter.n_added, meter.n_copied) == (400, 20 + 80)
-    assert np.concatenate([one, one[:10]]).size == 1010
-    assert np.empty_like(one[:7]).nbytes == 28
-    assert one.view(np.uint8).size == 4000
-    assert meter.n_copied == 100 + 4040
-
-
-def test_a_blank_array_refuses_what_it_would_not_count() -> None:
-    with pytest.raises(TypeError, match="multiply"):
-        np.multiply(blank(3, "float32"), 2)
-    with pytest.raises(TypeError, match=r"np\.sort"):
-        np.sort(blank(3, "float32"))
-
-
-def test_blank_arrays_share_memory_with_their_own_views_alone() -> None:
-    one, other = blank(10, "float32"), blank(10, "float32")
-    assert np.may_share_memory(one[2:], one[:4])
-    assert not np.may_share_memory(one, other)
-
-
 # --- one message
 
 
@@ -84,12 +36,12 @@ def arrival_s(n_bytes: int, link: Link, hosts: tuple[str, ...] = ("a", "b"), sen
     times = []
 
     def receive(rank: Rank) -> Iterator[Request]:
-        for request in [rank.irecv(blank(n_bytes, np.uint8), source, 9000) for source in range(senders)]:
+        for request in [rank.irecv(np.empty(n_bytes, np.uint8), source, 9000) for source in range(senders)]:
             yield request
             times.append(rank.now_s)
 
     def send(rank: Rank) -> Iterator[Request]:
-        yield rank.isend(blank(n_bytes, np.uint8), senders, 9000)
+        yield rank.isend(np.empty(n_bytes, np.uint8), senders, 9000)
 
     receiver = simulation.ranks[senders]
     simulation.at(0.0, lambda time_s: receiver.work(time_s, lambda: receiver.start(receive(receiver))))
@@ -134,7 +86,7 @@ def test_a_message_that_never_comes_is_an_error() -> None:
     rank = simulation.ranks[0]
 
     def wait() -> Iterator[Request]:
-        yield rank.irecv(blank(1, np.uint8), 1, 9000)
+        yield rank.irecv(np.empty(1, np.uint8), 1, 9000)
 
     simulation.at(0.0, lambda time_s: rank.work(time_s, lambda: rank.start(wait())))
     with pytest.raises(MpikvError, match="rank 0 waits"):
@@ -164,86 +116,6 @@ def test_beside_a_computing_program_looks_are_rare() -> None:
     rhythm = Rhythm(Costs(poll_s=0, nap_s=0))
     assert rhythm.look_beside(0.0, 0.1 * BUSY_NAP_S) == BUSY_NAP_S
     assert rhythm.look_beside(0.0, 2.5 * BUSY_NAP_S) == pytest.approx(3 * BUSY_NAP_S)
-
-
-# --- allreduce
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4, 8])
-def test_a_long_ring_takes_the_time_of_its_bytes(workers: int) -> None:
-    n_bytes = 16 << 20
-    found = allreduce.simulate(of_bytes(n_bytes), workers, LINK, FREE)
-    assert found.mode == "allreduce ring"
-    assert found.sent_bytes == pytest.approx(2 * (workers - 1) * n_bytes / workers, abs=4 * workers)
-    # Segments of 60 KiB are 42.5 packets; the rest is the time of one segment in each of the last steps, about.
-    bound_s = found.sent_bytes / 60 / 1024 * wire_s(60 << 10, LINK)
-    assert bound_s < found.exchange_s < 1.03 * bound_s + workers * wire_s(60 << 10, LINK)
-    assert found.binds[0] == "link out"
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("workers", "per_host"), [(4, 1), (8, 1), (16, 1), (3, 1), (5, 1), (7, 1), (8, 2), (16, 4), (12, 4), (16, 2)]
-)
-@pytest.mark.parametrize("compute_s", [0.0, 0.02])
-def test_one_host_stands_for_all(workers: int, per_host: int, compute_s: float) -> None:
-    """Long lanes and short ones together: the first host alone gives the times of all, simulated rank by rank.
-
-    Not to the last digit where ranks wait for each other in the order of their numbers.
-    """
-    workload = Workload("mixed", (300_000, 1000 if workers % 2 == 0 else 40_000, 70_000, 100, 2_000_000))
-    link = Link(1.25e9, 20e-6)
-    both = [
-        allreduce.simulate(
-            workload, workers, link, COSTS, per_host=per_host, compute_s=compute_s, every_rank=every_rank
-        )
-        for every_rank in (True, False)
-    ]
-    assert both[1].exchange_s == pytest.approx(both[0].exchange_s, rel=0.01)
-    if compute_s:
-        assert both[1].overlapped_s == pytest.approx(both[0].overlapped_s, rel=0.01)
-    assert both[1].messages == both[0].messages
-    lanes = len(lanes_of(workload, hosts_of(workers, per_host)))
-    assert 0 <= both[1].sent_bytes - both[0].sent_bytes <= 2 * 4 * workers * lanes  # rounded up
-    assert both[1].simulated.startswith(f"{per_host} of {workers}")
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
-def test_symmetry_is_exact_where_lengths_divide(algorithm: str) -> None:
-    for n_elems, workers in itertools.product((1024, 100 * 1024, 1 << 20), (4, 8)):
-        both = [
-            allreduce.simulate(
-                Workload("even", (n_elems,)), workers, LINK, COSTS, algorithm=algorithm, every_rank=every_rank
-            )
-            for every_rank in (True, False)
-        ]
-        assert (both[0].messages, both[0].sent_bytes) == (both[1].messages, both[1].sent_bytes)
-        assert both[1].exchange_s == pytest.approx(both[0].exchange_s, rel=1e-9)
-
-
-def test_folded_ranks_are_not_alike() -> None:
-    with pytest.raises(ConfigError, match="all must be simulated"):
-        allreduce.simulate(Workload("short", (100,)), 12, LINK, COSTS, every_rank=False)
-    assert allreduce.simulate(Workload("short", (100,)), 12, LINK, COSTS).simulated == ""
-
-
-def test_workers_of_one_host_are_refused() -> None:
-    with pytest.raises(ConfigError, match="one host"):
-        allreduce.simulate(of_bytes(1000), 4, LINK, COSTS, per_host=4)
-
-
-def test_overlap_hides_the_exchange_behind_computing() -> None:
-    found = allreduce.simulate(of_model("resnet18"), 4, Link(1.25e9, 20e-6), COSTS, compute_s=0.5)
-    assert found.overlapped_s is not None
-    assert 0.5 <= found.overlapped_s < 0.5 + found.exchange_s / 2
-
-
-def test_lanes_are_those_of_a_trainer() -> None:
-    lanes = lanes_of(of_model("resnet18"), hosts_of(4, 1))
-    assert sorted(key for lane in lanes for key in lane.keys) == list(range(62))
-    assert sum(lane.n_elems for lane in lanes) == 11_689_512
-    assert lanes[0].keys == (60,)  # the last layer's weight fills a bucket before its bias does
-    assert {lane.algorithm for lane in lanes} <= set(ALGORITHMS)
 
 
 # --- servers
