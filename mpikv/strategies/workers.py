@@ -148,7 +148,7 @@ class Workers(Session):
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id = 0
         self._threaded = threaded
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll)
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         if links is not None:
             self.engine.bell = links.bell
         agreement = None

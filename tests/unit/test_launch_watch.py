@@ -496,6 +496,15 @@ def test_without_a_launcher(status: int) -> None:
     assert (process.returncode, out, err) == (ended, f"[server 3 @ {socket.gethostname()}] a\n", "")
 
 
+@pytest.mark.parametrize("cleared", ["", "env -i"])
+def test_a_daemon_of_a_rank_is_ended_with_it(cleared: str) -> None:
+    """By the process above the rank: after a success the launcher looks at no other host."""
+    with above_rank(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0
+    assert not is_alive(int(out.split()[-1]))
+
+
 def test_each_of_several_signals_reaches_the_command() -> None:
     waiting = "i=0; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
     with above_rank(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as process:
