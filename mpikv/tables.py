@@ -13,7 +13,7 @@ ENDLESS = 10_000  # characters: a line is never broken, whoever reads it
 
 
 class Column(NamedTuple):
-    """title: without spaces at its ends. width: the least. left: whether texts begin, rather than end, in line."""
+    """width: the least. left: whether texts begin, rather than end, in line."""
 
     title: str
     width: int
@@ -40,10 +40,13 @@ def _laid_out(columns: Sequence[Column], cells: Sequence[object]) -> str:
     from rich.table import Table as RichTable  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    grid = RichTable.grid(padding=(0, 1, 0, 0))
-    for column in columns:
+    grid = RichTable.grid(padding=0)  # versions of rich do not agree whether padding is part of a least width
+    for i, column in enumerate(columns):
+        if i:
+            grid.add_column(width=1)
         grid.add_column(min_width=column.width, justify="left" if column.left else "right", no_wrap=True)
-    grid.add_row(*(Text(str(cell)) for cell in cells))
+    texts = [Text(str(cell)) for cell in cells]
+    grid.add_row(*[text for cell in texts for text in (Text(), cell)][1:])
     console = Console(width=ENDLESS, color_system=None)
     with console.capture() as captured:
         console.print(grid)

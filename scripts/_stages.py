@@ -27,14 +27,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 import frameworks  # noqa: E402 - lies beside the tests
+import grids  # noqa: E402
 import jobs  # noqa: E402
 import report  # noqa: E402
 
 RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
 # What needs no MPI is two stages, which run beside each other: one process of Python uses one core.
 HALVES = ("tests/unit/test_[a-r]*", "tests/unit/test_[s-z]*")
-OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 3, 4), (3,), (3,)
-FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
+OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
+FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
 FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop", "unmet"))
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
@@ -92,7 +93,7 @@ def stages(
     oldest: jobs.Mpi | None = None,
     full: bool = False,
 ) -> list[Stage]:
-    """All stages in their order: quick ones first. cluster: all tests on clusters and no others.
+    """All stages in their order. cluster: all tests on clusters and no others.
 
     oldest: an environment with the oldest versions, in which a selection is run. full: those that take minutes, too.
     """
@@ -111,31 +112,35 @@ def stages(
         """The tests that all ranks run together, with each number of ranks."""
         return [Stage(group, f"{name}, {n} ranks", mpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
 
-    found = [
+    unit = [
         Stage("unit", "without MPI", openmpi, units, LIMIT_S, options=[*without_runner, f"--ignore-glob={HALVES[1]}"]),
         Stage("unit", "without MPI, s to z", openmpi, units[:1], LIMIT_S, options=[f"--ignore-glob={HALVES[0]}"]),
     ]
     if quick:
-        return [without_full(stage) for stage in found + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
-    found += [
+        return [without_full(stage) for stage in unit + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
+    # The longest first, and no two beside each other whose ranks use more cores than there are.
+    found = [
         Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=without_faulty),
         Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
-        *under(openmpi, "Open MPI", OPENMPI_SIZES, "mpi"),
-        *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
-        Stage("runner", "the test runner", mpich, list(RUNNER), 400),
+        *unit,
+        *under(openmpi, "Open MPI", OPENMPI_SIZES[:1], "mpi"),
+        Stage("examples", "examples and documents", openmpi, examples, LIMIT_S),
+        *under(openmpi, "Open MPI", OPENMPI_SIZES[1:], "mpi"),
         Stage(
             "cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True
         ),
-        Stage("examples", "examples and documents", openmpi, examples, LIMIT_S),
+        *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
+        Stage("runner", "the test runner", mpich, list(RUNNER), 400),
     ]
     found = [without_full(stage) for stage in found]
     if full:
         found += [
-            Stage("full", "without MPI, the rest", openmpi, units, LIMIT_S, options=[*ONLY_FULL, *without_runner]),
+            Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=ONLY_FULL),
             Stage("full", "whole jobs, the rest", openmpi, others, LIMIT_S, options=ONLY_FULL),
             *under(openmpi, "Open MPI", FULL_OPENMPI_SIZES, "full"),
+            Stage("full", "without MPI, the rest", openmpi, units[:1], LIMIT_S, options=[*ONLY_FULL, *without_runner]),
             *under(mpich, "MPICH", FULL_MPICH_SIZES, "full"),
-            Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=ONLY_FULL),
+            Stage("full", "properties, all examples", openmpi, units[1:], LIMIT_S),
         ]
     if oldest is not None:
         paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
@@ -211,6 +216,7 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
             report.STAGE_VARIABLE: stage.title,
             jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
             frameworks.VARIABLE: ",".join(stage.frameworks),
+            grids.FULL_VARIABLE: "yes" if stage.group == "full" else "",
         },
         folder / "tmp",
     )

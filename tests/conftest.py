@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]  # for the tests of the runner
 WHOLE_JOBS = tuple(Path(__file__).with_name(name) for name in ("mpirun", "jobs", "cluster"))
 
 # No deadline: cores are shared with other work, so a single example may take any time.
-settings.register_profile("mpikv", deadline=None)
+settings.register_profile("mpikv", deadline=None, max_examples=grids.examples(100))
 settings.load_profile("mpikv")
 
 

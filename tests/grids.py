@@ -1,20 +1,29 @@
-"""Of a grid of parameters, so many cases that each two values meet in one of them.
+"""What every run makes of a grid of parameters, and of Hypothesis's examples; `scripts/test --full` makes all.
 
 A test with the mark `grid` has more combinations of its parameters than every run needs: what goes wrong does so with
 one value, or with two that meet. `scripts/test` makes so many that each two values meet, or, with `grid(1)`, that each
 value is in one of them. The other cases get the mark `full`, and `scripts/test --full` makes them, too. The fields of a
 parameter that is a named tuple count as parameters of their own.
+
+Of the examples of a property every run makes a third.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 GRID = "grid"
+FULL_VARIABLE = "MPIKV_TEST_FULL"  # set where all examples are to be made
+
+
+def examples(n: int) -> int:
+    """How many examples of `n` this run makes."""
+    return n if os.environ.get(FULL_VARIABLE) else -(-n // 3)
 
 
 def thin(items: Sequence[pytest.Item]) -> None:

@@ -6,8 +6,9 @@ There are often more ranks than cores, so nobody spins; and a step that ends soo
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
+
+from mpikv.clock import MACHINE_CLOCK, Clock
 
 POLLS = 20  # an 8-byte message between two idle ranks is there within about ten polls
 YIELDS = 40  # with more ranks than cores the peer needs our core: hand it over before sleeping
@@ -20,11 +21,20 @@ LONGEST_TURN = 0.05
 
 
 class Backoff:
-    """Poll, then yield, then sleep in steps that grow up to `last_nap_s`."""
+    """Poll, then yield, then sleep in steps that grow up to `last_nap_s`.
 
-    def __init__(self, last_nap_s: float = LAST_NAP_S, sleep: Callable[[float], None] | None = None) -> None:
+    sleep: ends sooner when something comes; None: the clock's, which does not.
+    """
+
+    def __init__(
+        self,
+        last_nap_s: float = LAST_NAP_S,
+        sleep: Callable[[float], None] | None = None,
+        clock: Clock = MACHINE_CLOCK,
+    ) -> None:
         self._last_nap_s = last_nap_s
-        self._sleep = sleep  # ends sooner when something comes
+        self._sleep = sleep
+        self._clock = clock
         self._turn = 0
 
     def reset(self) -> None:
@@ -46,7 +56,9 @@ class Backoff:
         longest_s = self._last_nap_s if self._turn < LONG_WAIT else 4 * self._last_nap_s
         if self._sleep is not None:
             longest_s *= 2  # only what rings no bell comes so late
-        (self._sleep or time.sleep)(min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s))
+        (self._sleep or self._clock.sleep)(
+            min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s)
+        )
 
 
 def wait_until(
@@ -54,17 +66,19 @@ def wait_until(
     step: Callable[[], bool],
     timeout_s: float,
     on_timeout: Callable[[], BaseException],
+    *,
     sleep: Callable[[float], None] | None = None,
+    clock: Clock = MACHINE_CLOCK,
 ) -> None:
     """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns.
 
     One turn counts for LONGEST_TURN of the limit at most: who was stopped, alone or with the machine, has not waited.
     """
-    backoff = Backoff(sleep=sleep)
-    waited_s, before_s = 0.0, time.monotonic()
+    backoff = Backoff(sleep=sleep, clock=clock)
+    waited_s, before_s = 0.0, clock.now_s()
     while not test():
         moved = step()
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         waited_s += min(now_s - before_s, LONGEST_TURN * timeout_s)
         before_s = now_s
         if waited_s >= timeout_s and not test():

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from mpikv.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.backoff import Backoff, wait_until
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
@@ -41,13 +41,19 @@ class Engine:
 
     threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
     on_fatal: called with the exception that ended a service (a generator that must never end by one). poll: called in
-    each step, to find out what is done and wake who waits for it: a transport's.
+    each step, to find out what is done and wake who waits for it: a transport's. clock: what waits are measured by.
     """
 
     def __init__(
-        self, *, threaded: bool, on_fatal: Callable[[BaseException], None], poll: Callable[[], None] = lambda: None
+        self,
+        *,
+        threaded: bool,
+        on_fatal: Callable[[BaseException], None],
+        poll: Callable[[], None] = lambda: None,
+        clock: Clock = MACHINE_CLOCK,
     ) -> None:
         self._poll = poll
+        self.clock = clock
         self._lock = threading.RLock()
         self._running: dict[Running[Any], None] = {}  # in the order of their start
         self._woken: deque[Running[Any]] = deque()
@@ -168,7 +174,7 @@ class Engine:
             self._callers += 1
         try:
             sleep = None if self.bell is None else self.bell.sleep
-            wait_until(test, self.step, timeout_s, on_timeout, sleep)
+            wait_until(test, self.step, timeout_s, on_timeout, sleep=sleep, clock=self.clock)
         finally:
             with self._lock:
                 self._callers -= 1
@@ -176,7 +182,7 @@ class Engine:
                     self._wake.set()
 
     def _loop(self) -> None:
-        backoff = Backoff(IDLE_NAP_S)
+        backoff = Backoff(IDLE_NAP_S, clock=self.clock)
         usual_s = None  # the user's switch interval, while ours is in force
         while not self._stopped:
             with self._lock:
@@ -193,7 +199,7 @@ class Engine:
             with self._lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
-                (time.sleep if self.bell is None else self.bell.sleep)(BUSY_NAP_S)
+                (self.clock.sleep if self.bell is None else self.bell.sleep)(BUSY_NAP_S)
             elif self.serves and self._callers == 0 and self.bell is not None and not self._wake.is_set():
                 self.bell.sleep(IDLE_NAP_S)
             else:

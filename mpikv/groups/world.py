@@ -50,7 +50,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.labels = [f"rank {rank} of {self.size} on {host}" for rank, host in enumerate(transport.hosts)]
         self.groups: dict[int, RankGroup] = {}
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll)
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
         self.service = Service(transport, self._status)
         self._watch = Watch(self.engine, self.service, self.groups, self.rank, self.labels)

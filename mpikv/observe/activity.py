@@ -6,9 +6,10 @@ ranks that close two stores in different orders wait for each other for ever.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from mpikv.clock import MACHINE_CLOCK, Clock
 
 
 class Activity:
@@ -18,29 +19,30 @@ class Activity:
     and those that these wait for in turn, as far as is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = MACHINE_CLOCK) -> None:
+        self._clock = clock
         self._call: object = None  # whose text says what it is, which is not asked for in every call
         self._last: object = "kv.create"
         self._failed = False  # the last call; the process is about to end then, and others still ask
-        self._since_s = time.monotonic()
+        self._since_s = self._clock.now_s()
         self.others: Callable[[], Iterable[Activity]] = tuple
         self.waits_for: frozenset[str] = frozenset()
 
     @contextmanager
     def during(self, call: object) -> Iterator[None]:
         """Note a call for as long as it lasts."""
-        self._call, self._since_s, self._failed = call, time.monotonic(), False
+        self._call, self._since_s, self._failed = call, self._clock.now_s(), False
         try:
             yield
         except BaseException:
             self._failed = True
             raise
         finally:
-            self._last, self._call, self._since_s = call, None, time.monotonic()
+            self._last, self._call, self._since_s = call, None, self._clock.now_s()
 
     def note(self, call: object) -> None:
         """Note a call that does not wait."""
-        self._last, self._since_s, self._failed = call, time.monotonic(), False
+        self._last, self._since_s, self._failed = call, self._clock.now_s(), False
 
     def waiting(self) -> str | None:
         """'in pull of key 'w' for 2.1 s' during a call, else None."""
@@ -52,14 +54,14 @@ class Activity:
         Where the rank waits in another store: 'in close of another store for 2.1 s'; where it has waited there in vain:
         'its close of another store failed 0.3 s ago'.
         """
-        elapsed_s = time.monotonic() - self._since_s
+        elapsed_s = self._clock.now_s() - self._since_s
         if self._call is not None:
             return f"in {self._call} for {elapsed_s:.1f} s"
         for other in self.others():
             if (call := other._call) is not None:  # noqa: SLF001 - of the same class
-                return f"in {call} of another store for {time.monotonic() - other._since_s:.1f} s"  # noqa: SLF001 - of the same class
+                return f"in {call} of another store for {self._clock.now_s() - other._since_s:.1f} s"  # noqa: SLF001 - of the same class
             if other._failed:  # noqa: SLF001 - of the same class
-                return f"its {other._last} of another store failed {time.monotonic() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
+                return f"its {other._last} of another store failed {self._clock.now_s() - other._since_s:.1f} s ago"  # noqa: SLF001 - of the same class
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
     def held_by(self) -> frozenset[str]:

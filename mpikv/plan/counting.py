@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpikv.arrays import HostArray
+from mpikv.clock import MACHINE_CLOCK
 from mpikv.engine.request import Done, Request, Steps
 from mpikv.plan.costs import Costs, Link
 
@@ -25,6 +26,7 @@ class Counting:
     def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",)) -> None:
         self.rank, self.size, self.hosts = rank, len(hosts), tuple(hosts)
         self.max_tag = 2**31 - 1
+        self.clock = MACHINE_CLOCK
         self.out: list[int] = []
         self.into: list[int] = []
         self.out_here: list[int] = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.clock import MACHINE_CLOCK
 from mpikv.engine.request import Completion, Request, Steps
 from mpikv.engine.running import Running
 from mpikv.plan.costs import EAGER_BYTES
@@ -80,6 +81,7 @@ class Rank:
         self.hosts = simulation.hosts
         self.size = len(self.hosts)
         self.max_tag = 2**31 - 1
+        self.clock = MACHINE_CLOCK
         self.sent_messages = self.sent_bytes = 0
         self.now_s = 0.0  # where its core is
         self.busy_s = 0.0

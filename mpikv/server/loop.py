@@ -12,7 +12,6 @@ for longer than that, and answer from their progress thread.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
@@ -241,14 +240,15 @@ def run_server(
     asked_to_stop: who or what asked this rank to end the program after its step, or None; worker 0 is told once.
     """
     running = Running(serve(transport, workers, core), "server")
-    backoff = Backoff(sleep=transport.bell.sleep) if isinstance(transport, LocalTransport) else Backoff()
+    clock = transport.clock
+    backoff = Backoff(sleep=transport.bell.sleep if isinstance(transport, LocalTransport) else None, clock=clock)
     idle_since_s: float | None = None
     told = False
     crowded = isinstance(transport, LocalTransport) and transport.crowded
     alone = 0
     control = transport.inner if isinstance(transport, LocalTransport) else transport  # what workers listen to
     pings: list[Request] = []  # MPI reads their arrays until they are sent
-    heard_s = asked_s = time.monotonic()
+    heard_s = asked_s = clock.now_s()
     while not running.test():
         moved = running.advance()
         # What comes here besides requests are answers to our own pings, for which there is time when all is quiet.
@@ -256,7 +256,7 @@ def run_server(
         if incoming is not None:
             incoming.receive(np.empty(incoming.n_bytes, np.uint8))
         if moved or incoming is not None:
-            heard_s = asked_s = time.monotonic()
+            heard_s = asked_s = clock.now_s()
             backoff.reset()
             idle_since_s = None
             continue
@@ -264,12 +264,12 @@ def run_server(
             told = True
             text = f"{why} at the server of rank {transport.rank} on {transport.hosts[transport.rank]}"
             pings.append(control.isend(wire.control({"kind": "wish", "text": text}), workers[0], wire.TAG_CONTROL))
-        now_s = time.monotonic()
+        now_s = clock.now_s()
         if idle_since_s is None:
             idle_since_s = now_s
         if now_s - idle_since_s < YIELD_S and alone < ALONE:
             os.sched_yield()
-            alone = alone + 1 if crowded and time.monotonic() - now_s < ALONE_S else 0
+            alone = alone + 1 if crowded and clock.now_s() - now_s < ALONE_S else 0
             continue
         alone = 0
         if now_s - asked_s > timeout_s:

@@ -10,7 +10,7 @@ from mpikv.groups.group import RankGroup
 from mpikv.groups.world import World
 from mpikv.testing.ranks import memories_of, spawn
 from mpikv.testing.stores import TEST_TIMEOUT_S
-from mpikv.transports.threads import ThreadTransport
+from mpikv.transports.base import Transport
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def spawn_groups(
     places = hosts or ["localhost"] * size
     memories = memories_of(places) if config.shared_memory == "auto" else [None] * size
 
-    def rank_body(transport: ThreadTransport) -> T:
+    def rank_body(transport: Transport) -> T:
         fatal: list[BaseException] = []
         memory = memories[transport.rank]
         world = World(transport, config, threaded=True, memory=memory, on_fatal=fatal.append)

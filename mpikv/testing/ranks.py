@@ -11,8 +11,8 @@ from mpikv.engine.request import Steps
 from mpikv.engine.running import run
 from mpikv.errors import StallError
 from mpikv.hostmemory.segment import HostMemory, private_memory
-from mpikv.transports.base import Group
-from mpikv.transports.threads import Fabric, ThreadTransport
+from mpikv.transports.base import Group, Transport
+from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class RankError(AssertionError):
 
 def spawn(
     size: int,
-    body: Callable[[ThreadTransport], T],
+    body: Callable[[Transport], T],
     *,
     hosts: Sequence[str] | None = None,
     timeout_s: float = 30.0,
@@ -84,7 +84,7 @@ def run_collective(
     hosts: of each rank, default all on one. fabric: to look at its counts afterwards, default a new one.
     """
 
-    def body(transport: ThreadTransport) -> T:
+    def body(transport: Transport) -> T:
         group = Group(transport, range(size))
         stalled = StallError(f"rank {transport.rank} of {size}: the collective has not ended within {timeout_s:g} s")
         return run(steps(group), timeout_s, lambda: stalled)

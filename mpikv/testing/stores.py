@@ -12,7 +12,8 @@ from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.roles import assign
 from mpikv.testing.ranks import memories_of, spawn
-from mpikv.transports.threads import ThreadTransport
+from mpikv.transports.base import Transport
+from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
@@ -27,9 +28,11 @@ def spawn_stores(
     num_servers: int = 0,
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
+    fabric: Fabric | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
 
+    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts.
     The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
     """
     spec = store_spec.parse(name)
@@ -40,7 +43,7 @@ def spawn_stores(
     members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
     memories = memories_of(places) if members.shares_memory else [None] * size
 
-    def rank_body(transport: ThreadTransport) -> T | None:
+    def rank_body(transport: Transport) -> T | None:
         fatal: list[BaseException] = []
         threaded, memory = config.progress == "thread", memories[transport.rank]
         store = assemble(
@@ -57,5 +60,5 @@ def spawn_stores(
             raise fatal[0]
         return result
 
-    results = spawn(size, rank_body, hosts=hosts, timeout_s=3 * config.timeout_s + 10)
+    results = spawn(size, rank_body, hosts=hosts, fabric=fabric, timeout_s=3 * config.timeout_s + 10)
     return [results[rank] for rank in roles.workers]  # type: ignore[misc]

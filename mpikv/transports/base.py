@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.clock import Clock
 from mpikv.engine.request import Request
 
 
@@ -38,6 +39,7 @@ class Transport(Protocol):
     hosts: tuple[str, ...]  # the host of each rank
     sent_messages: int  # counted since the start
     sent_bytes: int
+    clock: Clock  # what limits to waiting are measured by
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """Start sending a contiguous array; not to be changed until the request is done."""

@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpikv.arrays import HostArray
+from mpikv.clock import MACHINE_CLOCK
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Completion, Request
 
@@ -108,6 +109,7 @@ class MpiTransport:
         self.size = comm.Get_size()
         self.max_tag = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self.hosts = hosts
+        self.clock = MACHINE_CLOCK
         self.sent_messages = 0
         self.sent_bytes = 0
         self._status = MPI.Status()

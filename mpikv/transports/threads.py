@@ -15,8 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.request import Completion, Request
 from mpikv.errors import MpikvError
+from mpikv.transports.base import Transport
 
 EAGER_BYTES = 4096
 
@@ -100,10 +102,11 @@ def _first(queues: dict[Route, deque[T]], route: Route) -> T:
 
 
 class Fabric:
-    """The mailboxes of `size` thread ranks; `hosts` pretends where each of them runs."""
+    """The mailboxes of `size` thread ranks; `hosts` pretends where each of them runs, `clock` what time it is."""
 
-    def __init__(self, size: int, hosts: Sequence[str] | None = None) -> None:
+    def __init__(self, size: int, hosts: Sequence[str] | None = None, clock: Clock | None = None) -> None:
         self.size = size
+        self.clock: Clock = MACHINE_CLOCK if clock is None else clock
         self.hosts = tuple(hosts) if hosts is not None else ("localhost",) * size
         self.lock = threading.Lock()
         self.boxes = [_Box() for _ in range(size)]
@@ -111,7 +114,7 @@ class Fabric:
         self.sent_bytes = 0
         self.bytes_between: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
 
-    def rank(self, rank: int) -> ThreadTransport:
+    def rank(self, rank: int) -> Transport:
         """The transport of one rank."""
         return ThreadTransport(self, rank)
 
@@ -138,6 +141,7 @@ class ThreadTransport:
         self.size = fabric.size
         self.max_tag = 2**31 - 1
         self.hosts = fabric.hosts
+        self.clock = fabric.clock
         self.sent_messages = 0
         self.sent_bytes = 0
 

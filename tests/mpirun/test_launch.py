@@ -132,6 +132,31 @@ def test_a_rank_that_fails(mpi: Mpi, case: str, status: int, phrase: str) -> Non
     assert "survived" not in job.output
 
 
+SAVES = """
+import os, signal, sys, time
+from mpi4py import MPI
+def save(*_):
+    time.sleep(2)
+    os.write(1, b"saved\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1:
+    MPI.COMM_WORLD.Abort(6) if sys.argv[1] == "abort" else os._exit(3)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("case", "status"), [("abort", 6), ("exit", 3)])
+def test_the_others_have_time_to_save_when_a_rank_fails(mpi: Mpi, case: str, status: int) -> None:
+    """Though mpirun kills what it has started."""
+    job = launch(mpi, "-n", "2", "-s", "0", "--grace", "30", "python", "-c", SAVES, case)
+    check_end(job)
+    assert job.status == status, job.output
+    assert tagged(job, "worker 0")[-1] == "saved"
+
+
 def test_a_rank_that_is_killed_from_outside(mpi: Mpi) -> None:
     with launched(mpi, "-n", "3", "-s", "0", "python", PROGRAM, "run") as running:
         pids = worker_pids(running, 3)

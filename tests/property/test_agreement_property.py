@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.control.agreement import Agreement, Disagreement, first
 from mpikv.errors import ShapeMismatch
+from mpikv.session.agreement import Agreement, Disagreement, first
 
 KEYS = ["a", "b", "c", "d"]
 BARRIER, CLOSE = [("barrier", 1, None)], [("close", 1, None)]
@@ -77,7 +78,7 @@ def orders(workers, extra=()):
     return build()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.integers(1, 4), st.sampled_from([[BARRIER, CLOSE], [ROUND, CLOSE], [CLOSE], []]), st.data())
 def test_inits_in_any_order_never_hang(workers, extra, data):
     job = Job(data.draw(orders(workers, extra)))
@@ -98,7 +99,7 @@ def test_inits_in_any_order_never_hang(workers, extra, data):
         assert results == {str(["reserved", key, "same"])}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(2, 4).flatmap(lambda w: orders(w, [BARRIER])), st.data())
 def test_a_key_that_differs_is_an_error_for_all_and_stops_nothing(calls, data):
     odd = data.draw(st.integers(0, len(calls) - 1))
@@ -115,7 +116,7 @@ def test_a_key_that_differs_is_an_error_for_all_and_stops_nothing(calls, data):
         assert job.replies[worker]["barrier", 1][-1].error is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(2, 4).flatmap(lambda w: orders(w, [CLOSE])), st.data())
 def test_a_worker_that_closes_early_hangs_nobody(calls, data):
     early = data.draw(st.integers(0, len(calls) - 1))
@@ -131,7 +132,7 @@ def test_a_worker_that_closes_early_hangs_nobody(calls, data):
         assert job.replies[worker]["close", 1][-1].error is None
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.lists(st.sampled_from(["init a", "init b", "barrier"]), max_size=4), min_size=2, max_size=3), st.data()
 )

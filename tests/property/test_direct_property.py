@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,7 +110,7 @@ def value_of(worker, round_, key, dtype):
     return (random.standard_normal(KEYS[key]) * 30).astype(dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(programs())
 def test_any_series_of_calls(program):
     workers, dtype, rounds = program

@@ -6,6 +6,7 @@ import itertools
 import tempfile
 from pathlib import Path
 
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ chunks = st.sampled_from([MAGIC, MAGIC[:2], MAGIC[2:], MAGIC * 2, b"", b"x", b"f
 records = st.lists(st.one_of(st.lists(chunks, max_size=6).map(b"".join), st.binary(max_size=40)), max_size=12)
 
 
-@settings(max_examples=40)  # each is a file that is written to the disk
+@settings(max_examples=examples(40))  # each is a file that is written to the disk
 @given(records)
 def test_what_is_written_is_read(written: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +35,7 @@ def test_what_is_written_is_read(written: list[bytes]) -> None:
             assert read.keys().tolist() == [-3 * i for i in range(len(written))]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(records, st.integers(1, 20), st.sampled_from(["error", "skip"]))
 def test_parts_are_disjoint_and_cover_all(written: list[bytes], num_parts: int, damaged: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@ import random
 import cloudpickle
 import numpy as np
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,7 +154,7 @@ def post(session, worker, header, value):
 KINDS = {"push": wire.PUSH, "pull": wire.PULL, "pushpull": wire.PUSHPULL}
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(1, 4).flatmap(programs), st.sampled_from(DTYPES), st.data())
 def test_synchronous(programs, dtype, data):
     """Bits of sums in the order of the workers; a pull sees the version after its worker's last push, no other."""
@@ -185,7 +186,7 @@ def test_synchronous(programs, dtype, data):
         assert session.replies[place] == reference._versions[key][version].tobytes()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 3), st.integers(1, 4), st.data())
 def test_calls_with_lists_against_calls_with_keys(workers, rounds, data):
     """Some workers send the small keys of a round in one message, others each for itself, in orders of their own.
@@ -221,7 +222,7 @@ def test_calls_with_lists_against_calls_with_keys(workers, rounds, data):
         assert session.replies[place] == b"".join(reference._versions[key][round_].tobytes() for key in keys)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 4).flatmap(programs), st.data())
 def test_a_pull_is_not_answered_before_its_version_exists(programs, data):
     workers = len(programs)
@@ -243,7 +244,7 @@ def test_a_pull_is_not_answered_before_its_version_exists(programs, data):
         assert set(session.replies) == {place for place, (k, version) in waiting.items() if version <= complete[k]}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 4).flatmap(programs), st.data())
 def test_asynchronous(programs, data):
     """With updates that commute: every pull sees all pushes handled before it, and the end is their sum."""
@@ -266,7 +267,7 @@ def test_asynchronous(programs, data):
         assert session.replies[0, 5000 + key] == total[key].tobytes()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 3).flatmap(programs), st.data())
 def test_asynchronous_while_messages_take_their_time(programs, data):
     """A pull sees all earlier pushes of its worker; what comes at the end is the sum; replies do not change."""
@@ -299,7 +300,7 @@ def test_asynchronous_while_messages_take_their_time(programs, data):
         assert (found == sum(own[worker][key] for worker in range(workers))).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(1, 3), st.lists(st.sampled_from(["sgd", "lamb", "adam"]), min_size=1, max_size=4), st.integers(0, 999)
 )
@@ -331,7 +332,7 @@ def test_an_optimizer_waits_for_what_was_pushed_before(workers, names, seed):
     assert run(random.Random(seed).randrange) == run(None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(2, 4), st.integers(1, 5), st.data())
 def test_each_round_is_made_with_its_attributes(workers, rounds, data):
     """Each worker sends new attributes ahead of its push; whatever the order, round i is made at rate i, and each
@@ -354,7 +355,7 @@ def test_each_round_is_made_with_its_attributes(workers, rounds, data):
     assert value.tolist() == [-sum(factors) * (2.0 ** (rounds + 1) - 2)] * 3
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(2, 4), st.integers(1, 4), st.booleans(), st.data())
 def test_a_round_of_different_attributes_is_refused(workers, last, whole, data):
     """Up to round `last` all is well; there one worker brings another rate. Nothing after it is answered."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.control.stop import Answer, Leader, Reader
+from mpikv.session.stop import Answer, Leader, Reader
 
 
 class Worker:
@@ -136,7 +137,7 @@ def play(world: World, data: st.DataObject, wishes: list[tuple[int, int]]) -> No
 WISHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 4)), max_size=5)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), st.integers(1, 5), st.integers(1, 6), WISHES)
 def test_synchronous(data, workers, steps, wishes):
     world = World([steps] * workers, 0, common=True)
@@ -150,7 +151,7 @@ def test_synchronous(data, workers, steps, wishes):
     assert world.messages <= 3 * workers
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=5), WISHES)
 def test_asynchronous_without_meetings(data, steps, wishes):
     world = World(steps, 0, common=False)
@@ -160,7 +161,7 @@ def test_asynchronous_without_meetings(data, steps, wishes):
         assert world.messages == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), WISHES)
 def test_asynchronous_with_meetings(data, workers, steps, meets, wishes):
     world = World([steps] * workers, meets, common=False)

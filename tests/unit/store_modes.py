@@ -14,6 +14,7 @@ from mpikv.config import Config
 from mpikv.hostmemory import rings
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
+from mpikv.transports.faulty import Faults, FaultyFabric
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
@@ -58,15 +59,22 @@ class Mode(NamedTuple):
         }
         return Config(**fields)
 
-    def run(self, body: Callable[[Any], Any], **changes: Any) -> list[Any]:
-        """`body(store)` on every worker; the results in worker order."""
+    def run(self, body: Callable[[Any], Any], *, late: bool = False, **changes: Any) -> list[Any]:
+        """`body(store)` on every worker; the results in worker order.
+
+        late: what comes to one worker is later than what comes to another, and messages overtake each other.
+        """
         if not self.name.startswith("dist"):
             from mpikv import kv
 
             with kv.create(self.name) as store:
                 return [body(store)]
+        size = self.workers + self.servers
+        fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
         with long_messages() if self.memory == "long" else contextlib.nullcontext():
-            return spawn_stores(self.name, self.workers, body, num_servers=self.servers, config=self.config(**changes))
+            return spawn_stores(
+                self.name, self.workers, body, num_servers=self.servers, config=self.config(**changes), fabric=fabric
+            )
 
 
 def mode_id(mode: Mode) -> str:

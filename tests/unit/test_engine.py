@@ -294,9 +294,14 @@ def test_a_busy_service_does_not_lift_the_limit(engine):
 
 
 def test_the_limit_holds_while_things_move():
-    stop_s = time.monotonic() + 3
+    clock = Told()
+
+    def step():
+        clock.time_s += 0.001
+        return True
+
     with pytest.raises(TimeoutError):
-        wait_until(lambda: time.monotonic() > stop_s, lambda: True, 0.02, TOO_LATE)
+        wait_until(lambda: clock.time_s > 3, step, 0.02, TOO_LATE, clock=clock)
 
 
 def test_no_time_at_all():
@@ -305,20 +310,31 @@ def test_no_time_at_all():
     wait_until(lambda: True, lambda: True, 0, TOO_LATE)
 
 
-def test_time_in_which_the_process_was_stopped_is_not_time_waited(monkeypatch):
+class Told:
+    """A clock that says what it is told, and notes naps."""
+
+    def __init__(self):
+        self.time_s = 0.0
+        self.naps = []
+        self.sleep = self.naps.append
+
+    def now_s(self):
+        return self.time_s
+
+
+def test_time_in_which_the_process_was_stopped_is_not_time_waited():
     """The others were perhaps stopped, too, or have answered long ago: there are turns left to see it."""
-    clock, turns = [0.0], []
-    monkeypatch.setattr("mpikv.engine.backoff.time.monotonic", lambda: clock[0])
+    clock, turns = Told(), []
 
     def step():
-        turns.append(clock[0])
-        clock[0] += 1000.0 if len(turns) == 3 else 0.125
+        turns.append(clock.time_s)
+        clock.time_s += 1000.0 if len(turns) == 3 else 0.125
         return True
 
-    wait_until(lambda: len(turns) == 6, step, 10, TOO_LATE)
+    wait_until(lambda: len(turns) == 6, step, 10, TOO_LATE, clock=clock)
     turns.clear()
     with pytest.raises(TimeoutError):
-        wait_until(lambda: False, step, 10, TOO_LATE)
+        wait_until(lambda: False, step, 10, TOO_LATE, clock=clock)
     assert len(turns) == 77  # one turn counts for half a second, 76 for an eighth
 
 
@@ -338,6 +354,7 @@ def test_the_thread_moves_things_while_nobody_waits():
 
 
 def test_without_a_thread_nothing_moves_by_itself():
+    threads = set(threading.enumerate())
     engine = Engine(threaded=False, on_fatal=lambda error: None)
     flag = Flag()
 
@@ -346,7 +363,7 @@ def test_without_a_thread_nothing_moves_by_itself():
 
     running = engine.start(steps(), "x")
     flag.done = True
-    time.sleep(0.02)
+    assert set(threading.enumerate()) <= threads
     assert not running.done
     assert engine.step()
     assert running.done
@@ -393,10 +410,10 @@ def test_several_threads_may_wait(engine):
 
 
 def test_backoff_polls_then_yields_then_sleeps(monkeypatch):
-    naps, yields = [], []
-    monkeypatch.setattr("time.sleep", naps.append)
+    clock, yields = Told(), []
+    naps = clock.naps
     monkeypatch.setattr("os.sched_yield", lambda: yields.append(1))
-    backoff = Backoff(last_nap_s=0.001)
+    backoff = Backoff(last_nap_s=0.001, clock=clock)
     for _ in range(200):
         backoff.pause()
     assert len(yields) + len(naps) < 200  # the first ones poll

@@ -21,6 +21,7 @@ import pytest
 
 from mpikv.errors import ConfigError
 from mpikv.launch import channel
+from mpikv.launch.entrance import MORE_STRANGERS
 from mpikv.launch.line import QUICK
 from mpikv.launch.output import Output
 from mpikv.launch.placement import Block, place
@@ -28,7 +29,7 @@ from mpikv.launch.processes import JOB, descendants, end_job, is_alive, of_job
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import Verdict
 from mpikv.launch.sink import Place, Sink
-from mpikv.launch.watch import MORE_STRANGERS, Limits, Watch
+from mpikv.launch.watch import Limits, Watch
 
 LIMITS = Limits(job=None, start=20.0, grace=0.5)
 SECRET = "of this test"
@@ -428,7 +429,7 @@ def test_it_listens_on_the_addresses_of_the_job_alone() -> None:
             socket.create_connection((host, port)).close()
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((other, port))
-        for listener in watch._listeners:
+        for listener in watch._entrance:
             listener.close()
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
             Watch(place([], 1, 0), SECRET, output, LIMITS, ["192.0.2.1"])
@@ -494,6 +495,15 @@ def test_without_a_launcher(status: int) -> None:
         out, err = process.communicate()
     ended = 128 - status if status in (129, 137, 143) else status
     assert (process.returncode, out, err) == (ended, f"[server 3 @ {socket.gethostname()}] a\n", "")
+
+
+@pytest.mark.parametrize("cleared", ["", "env -i"])
+def test_a_daemon_of_a_rank_is_ended_with_it(cleared: str) -> None:
+    """By the process above the rank: after a success the launcher looks at no other host."""
+    with above_rank(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as process:
+        out, _ = process.communicate()
+    assert process.returncode == 0
+    assert not is_alive(int(out.split()[-1]))
 
 
 def test_each_of_several_signals_reaches_the_command() -> None:

@@ -52,3 +52,10 @@ def test_the_others_are_full(pytester: pytest.Pytester) -> None:
     )
     pytester.runpytest("-m", "not full").assert_outcomes(passed=5 + 2 + 8, deselected=3 + 6)
     pytester.runpytest("-m", "full").assert_outcomes(passed=3 + 6, deselected=5 + 2 + 8)
+
+
+def test_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(grids.FULL_VARIABLE, raising=False)
+    assert [grids.examples(n) for n in (1, 100, 150)] == [1, 34, 50]
+    monkeypatch.setenv(grids.FULL_VARIABLE, "yes")
+    assert grids.examples(100) == 100

@@ -157,17 +157,20 @@ def test_a_worker_that_computes_is_waited_for():
 
 
 def test_a_worker_that_never_reads_is_named():
-    asleep = threading.Event()
+    asleep, told = threading.Event(), threading.Event()
 
     def body(store):
         prepared(store)
         if store.rank == 0:
             asleep.wait(10)
             store.request_stop()
-            assert store.stop_requested
+            try:
+                assert store.stop_requested
+            finally:
+                told.set()
         else:
             asleep.set()
-            time.sleep(3)  # moves no message on, and no thread does it either
+            assert told.wait(30)  # moves no message on meanwhile, and no thread does it either
 
     with pytest.raises(RankError) as caught:
         spawn_stores("dist_sync", 2, body, config=Config(timeout_s=0.3, progress="calls"))

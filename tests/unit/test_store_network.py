@@ -6,14 +6,13 @@ take its time. The thread transport alone is kinder than that.
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from store_modes import BOUND, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import optimizers
-from mpikv.transports import threads
+from mpikv.testing import ranks
+from mpikv.transports import faulty
 
 MODES = (*FEW_DIST_SYNC, *FEW_ASYNC, Mode("dist_sync", 4, 0, "halving_doubling"), Mode("dist_async", 3, 1))
 N = 3 * BOUND
@@ -21,23 +20,9 @@ N = 3 * BOUND
 
 @pytest.fixture(params=range(3))
 def unruly(request, monkeypatch):
-    """A probe takes the first message of any sender, or sees none yet; a receive may be matched a little later."""
-    dice = random.Random(request.param)
-    poll = threads.ThreadTransport.poll
-
-    def probe(transport, tag):
-        with transport._fabric.lock:
-            routes = [route for route in transport._box.messages if route[1] == tag]
-            if not routes or dice.random() < 0.3:
-                return None
-            return threads._Incoming(transport._box.next(dice.choice(routes)))
-
-    def late_poll(transport):
-        if dice.random() < 0.7:
-            poll(transport)
-
-    monkeypatch.setattr(threads.ThreadTransport, "probe", probe)
-    monkeypatch.setattr(threads.ThreadTransport, "poll", late_poll)
+    """Messages come some looks later, those of different senders and tags in any order."""
+    faults = faulty.Faults(seed=request.param, most_looks=3)
+    monkeypatch.setattr(ranks, "Fabric", lambda size, hosts: faulty.FaultyFabric(size, lambda rank: faults, hosts))
 
 
 def full(value, n=N):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -104,7 +103,6 @@ def test_values_stay_and_states_start_anew_with_another_optimizer(mode):
             optimizers.create("lamb", learning_rate=0.1),
             optimizers.create("sgd", learning_rate=1.0),
         ):
-            time.sleep(0.01 * store.rank)
             store.set_optimizer(optimizer)
             before = store.pull("w")
             for _ in range(2):
@@ -113,7 +111,7 @@ def test_values_stay_and_states_start_anew_with_another_optimizer(mode):
         return found
 
     W = mode.workers
-    results = mode.run(body)
+    results = mode.run(body, late=True)
     for found in results:
         assert [steps.tolist() for steps in found[:3]] == [[2 * W], [-2.5 * W], [-2.5 * W]]
         assert len(found[3]) == 1

@@ -52,14 +52,13 @@ def test_requests(mode):
 def test_test_makes_progress_without_a_thread(mode):
     def body(store):
         store.init("a", full(0))
-        time.sleep(0.02 * store.rank)
         request = store.pushpull_async("a", value := full(1))
         deadline = time.monotonic() + 10
         while not request.test():
             assert time.monotonic() < deadline, "test() alone must bring a request to its end"
         return value.tolist()
 
-    assert mode.run(body, progress="calls") == [[float(mode.workers)] * 4] * mode.workers
+    assert mode.run(body, late=True, progress="calls") == [[float(mode.workers)] * 4] * mode.workers
 
 
 @EVERY_KIND
@@ -105,7 +104,6 @@ def test_pull_is_of_the_round_of_the_last_push_before_it(mode, n):
     def body(store):
         store.set_optimizer(optimizers.create("test"))
         store.init("a", full(0, n))
-        time.sleep(0.03 * store.rank)
         outs, requests = [], []
         for _ in range(ahead):
             store.push("a", full(1, n))
@@ -116,7 +114,7 @@ def test_pull_is_of_the_round_of_the_last_push_before_it(mode, n):
         return [np.unique(out).tolist() for out in outs]
 
     expected = [[float(mode.workers * (i + 1))] for i in range(ahead)]
-    assert mode.run(body) == [expected] * mode.workers
+    assert mode.run(body, late=True) == [expected] * mode.workers
 
 
 @SYNC_KINDS
@@ -124,7 +122,6 @@ def test_pushpulls_under_way_in_one_key(mode):
     def body(store):
         store.set_optimizer(optimizers.create("test"))
         store.init("a", full(0))
-        time.sleep(0.03 * ((store.rank + 1) % store.num_workers))
         outs = [full(-1) for _ in range(6)]
         requests = [store.pushpull_async("a", full(1), out) for out in outs]
         for request in reversed(requests):
@@ -132,7 +129,7 @@ def test_pushpulls_under_way_in_one_key(mode):
         return [out.tolist() for out in outs]
 
     expected = [[float(mode.workers * (i + 1))] * 4 for i in range(6)]
-    assert mode.run(body) == [expected] * mode.workers
+    assert mode.run(body, late=True) == [expected] * mode.workers
 
 
 @SYNC_KINDS
@@ -156,7 +153,6 @@ def test_close_finishes_what_is_under_way(mode):
     def body(store):
         store.set_optimizer(optimizers.create("test"))
         store.init("a", full(0, LARGE))
-        time.sleep(0.02 * store.rank)
         out = full(-1, LARGE)
         request = store.pushpull_async("a", full(1, LARGE), out)
         store.close()
@@ -166,7 +162,7 @@ def test_close_finishes_what_is_under_way(mode):
             return "error"
         return np.unique(out).tolist()
 
-    for found in mode.run(body):
+    for found in mode.run(body, late=True):
         # An asynchronous pushpull may see any number of the pushes, its own among them.
         assert found == [float(mode.workers)] if mode.synchronous else 1 <= found[0] <= mode.workers
 

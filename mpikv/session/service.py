@@ -17,20 +17,12 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv import wire
-from mpikv.control import cross_waits
-from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
-from mpikv.control.contests import Brought, Dispute, Judge, Labels, Series
-from mpikv.control.contests import Verdict as Units
-from mpikv.control.epochs import Epochs
-from mpikv.control.leaving import Departures, Fewest
-from mpikv.control.stop import Answer, Leader, Order, Reader
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
@@ -38,6 +30,13 @@ from mpikv.keys import Key
 from mpikv.labels import Label
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
+from mpikv.session import cross_waits
+from mpikv.session.agreement import ERRORS, Agreement, Item, Name, Verdict
+from mpikv.session.contests import Brought, Dispute, Judge, Labels, Series
+from mpikv.session.contests import Verdict as Units
+from mpikv.session.epochs import Epochs
+from mpikv.session.leaving import Departures, Fewest
+from mpikv.session.stop import Answer, Leader, Order, Reader
 from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
@@ -133,7 +132,7 @@ class Control:
         on_verdict: Callable[[Item, Reply], None],
         check_key: Callable[[Key], None],
     ) -> None:
-        self.activity = Activity()
+        self.activity = Activity(engine.clock)
         # Ranks may be threads.
         self._process = f"{socket.gethostname()} {os.getpid()} {threading.get_ident()}"
         self.engine = engine
@@ -320,14 +319,14 @@ class Control:
             brought = self._brought[:]
             self._brought.clear()
             if self._judge is not None:
-                self._decide(self._judge.bring(self._workers.rank, brought, time.monotonic()))
+                self._decide(self._judge.bring(self._workers.rank, brought, self.engine.clock.now_s()))
             else:
                 texts = list(dict.fromkeys(one for entry in brought for one in entry.labels))
                 items = [[*entry[:3], [texts.index(one) for one in entry.labels]] for entry in brought]
                 message = {"kind": "labels", "worker": self._workers.rank, "labels": texts, "items": items}
                 self._send(self._workers.ranks[0], message)
         if self._judge is not None:
-            for worker, rounds in self._judge.due(time.monotonic()).items():
+            for worker, rounds in self._judge.due(self.engine.clock.now_s()).items():
                 if worker == self._workers.rank:
                     self._ask(rounds)
                 else:
@@ -377,7 +376,7 @@ class Control:
         """Tell worker 0, and so the others, that this one pushes nothing any more."""
         with self.engine.lock:
             if self._departures is not None:
-                self._departures.add(self._workers.rank, pushes, time.monotonic())
+                self._departures.add(self._workers.rank, pushes, self.engine.clock.now_s())
             else:
                 message = {"kind": "left", "worker": self._workers.rank, "pushes": sorted(pushes.items())}
                 self._send(self._workers.ranks[0], message)
@@ -386,7 +385,7 @@ class Control:
         """Send labels; at worker 0 tell who has left."""
         self._bring()
         if self._departures is not None:
-            for worker, fewest in self._departures.due(time.monotonic()):
+            for worker, fewest in self._departures.due(self.engine.clock.now_s()):
                 self._send(self._workers.ranks[worker], {"kind": "gone", "fewest": fewest})
 
     def _know(self, fewest: Sequence[Fewest]) -> None:
@@ -419,7 +418,7 @@ class Control:
                 self._decided((verdict.topic, verdict.name), Reply(verdict.result, error, verdict.final))
         elif kind == "left":
             if self._departures is not None:
-                self._departures.add(message["worker"], dict(message["pushes"]), time.monotonic())
+                self._departures.add(message["worker"], dict(message["pushes"]), self.engine.clock.now_s())
                 self._know(tuple(self._departures.fewest.values()))
         elif kind == "gone":
             self._know([Fewest(*one) for one in message["fewest"]])
@@ -445,7 +444,7 @@ class Control:
             if self._judge is not None:
                 labels = [None if one is None else Label(*one) for one in message["labels"]]
                 brought = [Brought(i, n, held, tuple(labels[k] for k in of)) for i, n, held, of in message["items"]]
-                self._decide(self._judge.bring(message["worker"], brought, time.monotonic()))
+                self._decide(self._judge.bring(message["worker"], brought, self.engine.clock.now_s()))
         elif kind == "whose":
             self._ask(message["rounds"])
         elif kind == "units":
@@ -470,13 +469,13 @@ class Control:
                 self.activity.note(waiting)
                 return
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        begun_s = asked_s = time.monotonic()
+        begun_s = asked_s = self.engine.clock.now_s()
         asked = False
 
         def look() -> None:
             nonlocal asked_s, asked
             self.check(waiting)
-            now_s = time.monotonic()
+            now_s = self.engine.clock.now_s()
             if waiting.round is None:
                 return
             if asked and any(cross_waits.for_ever(waiting, self._pushes(), one) for one in self._answers.values()):
@@ -524,10 +523,10 @@ class Control:
     def report(self, waiting: Waiting, waited_s: float) -> StallError:
         """Ask every other worker where it is, and say it."""
         others = self._ask_where(waiting)
-        deadline = time.monotonic() + ANSWER_S
-        while len(self._answers) < len(others) and time.monotonic() < deadline:
+        deadline = self.engine.clock.now_s() + ANSWER_S
+        while len(self._answers) < len(others) and self.engine.clock.now_s() < deadline:
             if not self.engine.step():
-                time.sleep(1e-3)
+                self.engine.clock.sleep(1e-3)
         arrived: dict[str, str] = {}
         missing: dict[str, str] = {}
         silent: list[str] = []

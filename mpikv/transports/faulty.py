@@ -1,0 +1,216 @@
+"""A transport around another one, on which messages are late, overtake each other and ranks die, as a script says.
+
+For tests: what a real network does once in a thousand runs, it does in every run, and nobody has to sleep for it. A
+receive is handed on, or a message that has arrived is found, only some *looks* later: a look is a call of `poll` or
+`probe` of this rank. So messages of different senders or tags overtake each other; those of one sender with one tag
+stay in their order, as MPI promises. A `Gate` holds some of them until a test opens it.
+
+All that is random follows from a seed and from the order of this rank's own calls.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpikv.arrays import HostArray
+from mpikv.clock import Clock
+from mpikv.engine.request import Completion, Request, Waiter, Waking, wakes
+from mpikv.errors import MpikvError
+from mpikv.transports.base import Incoming, Transport
+from mpikv.transports.threads import Fabric
+
+Route = tuple[int, int]  # source and tag
+
+
+class KilledError(MpikvError):
+    """This rank has died, as its script says."""
+
+
+class Gate:
+    """Holds what comes from `source` (None: anybody) under `tag` (None: any) until it is opened.
+
+    asked: set once a rank has asked for something that it holds. To be used by several ranks, and by a test, at once.
+    """
+
+    def __init__(self, *, source: int | None = None, tag: int | None = None) -> None:
+        self._source, self._tag = source, tag
+        self._opened = threading.Event()
+        self.asked = threading.Event()
+
+    def open(self) -> None:
+        """Let everything through from now on."""
+        self._opened.set()
+
+    def holds(self, route: Route) -> bool:
+        """Whether this is to wait."""
+        source, tag = route
+        if self._opened.is_set() or self._source not in (None, source) or self._tag not in (None, tag):
+            return False
+        self.asked.set()
+        return True
+
+
+class Death(NamedTuple):
+    """A rank dies when it has sent `sends` messages: every call of its transport raises `KilledError`.
+
+    silent: it sends and receives nothing any more instead, and no request of its own is ever done.
+    """
+
+    sends: int
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The script of one rank.
+
+    seed: None: nothing is late by chance. most_looks: how many looks later something comes at most.
+    """
+
+    seed: int | None = None
+    most_looks: int = 4
+    gates: Sequence[Gate] = ()
+    death: Death | None = None
+
+
+class _Receive(Waking):
+    """A receive that the transport below may not know of yet."""
+
+    def __init__(self, transport: FaultyTransport, start: Callable[[], Request], due: int) -> None:
+        self._transport = transport
+        self._start = start
+        self._started: Request | None = None
+        self._waiter: Waiter | None = None
+        self.due = due  # the look from which on it may be started
+
+    def begin(self) -> None:
+        """Let the transport below know of it."""
+        self._started = self._start()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.wake()
+
+    def test(self) -> bool:
+        """Whether it is done."""
+        if not self._transport.lives():
+            return False
+        if self._started is None:
+            self._transport.poll()
+        return self._started is not None and self._started.test()
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When it is started, and then as the transport below does."""
+        if self._started is not None:
+            return wakes(self._started, waiter)
+        self._waiter = waiter
+        return True
+
+
+class FaultyTransport:
+    """One rank of `inner`, with the faults of its script."""
+
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+        self._dice = None if faults.seed is None else random.Random(f"{faults.seed} {inner.rank}")
+        self._looks = self._found = 0
+        self._receives: dict[Route, deque[_Receive]] = {}
+        self._arrived: dict[Route, deque[tuple[int, int, Incoming]]] = {}  # due, order
+        self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
+        self.clock = inner.clock
+        self.sent_messages = self.sent_bytes = 0
+
+    def lives(self) -> bool:
+        """False: it is silent. Raises KilledError."""
+        death = self._faults.death
+        if death is None or self.sent_messages < death.sends:
+            return True
+        if not death.silent:
+            raise KilledError(
+                f"rank {self.rank} of {self.size} was killed after {death.sends} messages, as its script says"
+            )
+        return False
+
+    def _due(self) -> int:
+        return self._looks + (0 if self._dice is None else self._dice.randint(0, self._faults.most_looks))
+
+    def _free(self, route: Route, due: int) -> bool:
+        return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
+
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+        """As `Transport.isend`."""
+        if not self.lives():
+            return Completion()
+        self.sent_messages += 1
+        self.sent_bytes += buf.nbytes
+        return self._inner.isend(buf, dest, tag)
+
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+        """As `Transport.irecv`, later."""
+        if not self.lives():
+            return Completion()
+        receive = _Receive(self, lambda: self._inner.irecv(buf, source, tag, room_bytes), self._due())
+        self._receives.setdefault((source, tag), deque()).append(receive)
+        self._begin_receives()
+        return receive
+
+    def _begin_receives(self) -> None:
+        for route, queue in tuple(self._receives.items()):
+            while queue and self._free(route, queue[0].due):
+                queue.popleft().begin()
+            if not queue:
+                self._receives.pop(route, None)
+
+    def probe(self, tag: int) -> Incoming | None:
+        """As `Transport.probe`, later, and of whichever sender."""
+        if not self.lives():
+            return None
+        self._looks += 1
+        while (incoming := self._inner.probe(tag)) is not None:
+            self._arrived.setdefault((incoming.source, tag), deque()).append((self._due(), self._found, incoming))
+            self._found += 1
+        routes = [route for route, queue in self._arrived.items() if route[1] == tag and self._free(route, queue[0][0])]
+        if not routes:
+            return None
+        in_order = min(routes, key=lambda route: self._arrived[route][0][1])
+        route = in_order if self._dice is None else self._dice.choice(routes)
+        queue = self._arrived[route]
+        found = queue.popleft()[2]
+        if not queue:
+            del self._arrived[route]
+        return found
+
+    def poll(self) -> None:
+        """As `Transport.poll`. Does nothing once the rank has died: whoever moves transfers on hears of it by them."""
+        self._looks += 1
+        death = self._faults.death
+        if death is None or self.sent_messages < death.sends:
+            self._begin_receives()
+            self._inner.poll()
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        self._inner.close()
+
+
+class FaultyFabric(Fabric):
+    """Thread ranks with faults. faults: the script of each rank; hosts, clock: as of `Fabric`."""
+
+    def __init__(
+        self,
+        size: int,
+        faults: Callable[[int], Faults],
+        hosts: Sequence[str] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(size, hosts, clock)
+        self._faults = faults
+
+    def rank(self, rank: int) -> Transport:
+        """The transport of one rank."""
+        return FaultyTransport(super().rank(rank), self._faults(rank))

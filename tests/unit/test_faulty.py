@@ -1,0 +1,212 @@
+"""The transport on which messages are late, overtake each other and ranks die, as a script says."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+
+from mpikv.config import Config
+from mpikv.engine.backoff import wait_until
+from mpikv.engine.engine import Engine
+from mpikv.errors import StallError
+from mpikv.testing.ranks import RankError, spawn
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.transports.base import Arrival
+from mpikv.transports.faulty import Death, Faults, FaultyFabric, Gate, KilledError
+from mpikv.transports.threads import Fabric
+
+
+def pair(*faults: Faults):
+    """The transports of two ranks; the second one's script first."""
+    fabric = FaultyFabric(2, lambda rank: faults[0] if rank == 1 else (*faults, Faults())[1])
+    return fabric.rank(0), fabric.rank(1)
+
+
+def late():
+    return TimeoutError("a message did not come")
+
+
+def received(transport, request):
+    wait_until(request.test, lambda: False, 20, late)
+
+
+def one(value):
+    return np.array([value], np.int64)
+
+
+@pytest.mark.parametrize("seed", [None, *range(20)])
+def test_those_of_one_sender_with_one_tag_stay_in_order(seed):
+    me, other = pair(Faults(seed))
+    for i in range(10):
+        for tag in (1, 2):
+            me.isend(one(10 * tag + i), 1, tag)
+    values = np.zeros((2, 10), np.int64)
+    requests = [other.irecv(values[tag - 1, i : i + 1], 0, tag) for i in range(10) for tag in (1, 2)]
+    for request in requests:
+        received(other, request)
+    assert values.tolist() == [[10 + i for i in range(10)], [20 + i for i in range(10)]]
+
+
+def orders(seed: int | None) -> list[tuple[int, int]]:
+    """In which order a rank finds three messages of each of two senders."""
+    fabric = FaultyFabric(3, lambda rank: Faults(seed))
+    for i in range(3):
+        for sender in (0, 1):
+            fabric.rank(sender).isend(one(i), 2, 7)
+    transport, found = fabric.rank(2), []
+    while len(found) < 6:
+        incoming = transport.probe(7)
+        if incoming is not None:
+            value = one(0)
+            received(transport, incoming.receive(value))
+            found.append((incoming.source, int(value[0])))
+    return found
+
+
+def test_those_of_different_senders_overtake_each_other_as_the_seed_says():
+    assert orders(None) == [(sender, i) for i in range(3) for sender in (0, 1)]
+    found = [orders(seed) for seed in range(20)]
+    assert found == [orders(seed) for seed in range(20)]
+    assert len({tuple(order) for order in found}) > 5
+    for order in found:
+        for sender in (0, 1):
+            assert [i for source, i in order if source == sender] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["receive", "probe"])
+def test_a_gate_holds_what_it_is_for_until_it_is_opened(how):
+    gate = Gate(source=0, tag=1)
+    me, other = pair(Faults(gates=[gate]))
+    me.isend(one(1), 1, 1)
+    me.isend(one(2), 1, 2)
+    values = np.zeros(3, np.int64)
+    if how == "receive":
+        held, free = other.irecv(values[1:2], 0, 1), other.irecv(values[2:3], 0, 2)
+    else:
+        held, free = Arrival(other, 1), Arrival(other, 2)
+    for _ in range(100):
+        other.poll()
+        assert not held.test()
+    assert free.test()
+    assert gate.asked.is_set()
+    gate.open()
+    received(other, held)
+    assert how == "probe" or values.tolist() == [0, 1, 2]
+
+
+def test_who_waits_for_a_late_message_is_woken_and_not_asked():
+    gate = Gate(source=0)
+    me, other = pair(Faults(seed=1, gates=[gate]))
+    engine = Engine(threaded=False, on_fatal=lambda error: None, poll=other.poll)
+    value = one(0)
+
+    def steps():
+        yield other.irecv(value, 0, 1)
+
+    running = engine.start(steps(), "")
+    assert not running.asked
+    me.isend(one(5), 1, 1)
+    for _ in range(50):
+        engine.step()
+    assert not running.done
+    gate.open()
+    for _ in range(50):
+        engine.step()
+    assert running.done
+    assert value[0] == 5
+    engine.stop()
+
+
+def test_a_rank_is_killed_after_so_many_messages():
+    me, other = pair(Faults(), Faults(death=Death(2)))
+    me.isend(one(1), 1, 1)
+    me.isend(one(2), 1, 1)
+    me.poll()
+    for call in (lambda: me.isend(one(3), 1, 1), lambda: me.irecv(one(0), 1, 1), lambda: me.probe(1)):
+        with pytest.raises(KilledError, match="rank 0 of 2 was killed after 2 messages"):
+            call()
+    values = np.zeros(2, np.int64)
+    for i in range(2):
+        received(other, other.irecv(values[i : i + 1], 0, 1))
+    assert values.tolist() == [1, 2]
+
+
+def test_a_rank_that_has_gone_silent_neither_sends_nor_receives():
+    me, other = pair(Faults(), Faults(death=Death(1, silent=True)))
+    before = me.irecv(one(0), 1, 1)
+    me.isend(one(1), 1, 1)
+    requests = [before, me.isend(one(2), 1, 1), me.irecv(one(0), 1, 1)]
+    other.isend(one(3), 0, 1)
+    me.poll()
+    assert not any(request.test() for request in requests)
+    assert me.probe(1) is None
+    received(other, other.irecv(one(0), 0, 1))
+    assert not other.irecv(one(0), 0, 1).test()
+
+
+def test_thread_ranks_on_a_faulty_fabric():
+    counts: collections.Counter[int] = collections.Counter()
+
+    def body(transport):
+        peer = 1 - transport.rank
+        transport.isend(one(transport.rank), peer, 3)
+        value = one(-1)
+        received(transport, transport.irecv(value, peer, 3))
+        counts[transport.rank] = transport.sent_messages
+        return int(value[0])
+
+    fabric = FaultyFabric(2, lambda rank: Faults(seed=rank), ["a", "b"])
+    assert isinstance(fabric, Fabric)
+    assert spawn(2, body, fabric=fabric) == [1, 0]
+    assert counts == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_when_a_worker_dies_the_others_say_who_is_missing(name):
+    """Without servers, those of them that depend on it; the dead one's own error is told, too."""
+
+    def body(store):
+        store.init("w", np.zeros(4, np.float32))
+        store.set_optimizer("test")
+        for _ in range(1000):
+            store.pushpull("w", np.ones(4, np.float32))
+
+    config = Config(timeout_s=0.5, shared_memory="off")
+    faults = [Faults(), Faults(death=Death(20))]
+    with pytest.raises(RankError) as raised:
+        spawn_stores(name, 2, body, config=config, fabric=FaultyFabric(2, lambda rank: faults[rank]))
+    errors = raised.value.errors
+    assert isinstance(errors[1], KilledError)
+    assert name == "dist_async" or isinstance(errors[0], StallError)
+    if isinstance(errors.get(0), StallError):
+        assert "worker 1 on localhost" in str(errors[0])
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_worker_whose_messages_are_held_is_waited_for(servers):
+    """In the order of a script, and not of a sleep: worker 0 has its sum after the gate was opened, not before."""
+    gate = Gate(source=1)
+    order = []
+
+    def body(store):
+        store.init("w", np.zeros(3, np.float32))
+        store.barrier()
+        gates.append(gate)
+        if store.rank == 1:
+            store.push("w", np.ones(3, np.float32))
+            assert gate.asked.wait(TEST_TIMEOUT_S)
+            order.append("opened")
+            gate.open()
+        else:
+            store.pushpull("w", np.ones(3, np.float32), out=np.empty(3, np.float32))
+            order.append("summed")
+        return store.pull("w").tolist()
+
+    gates: list[Gate] = []  # closed once the store is there
+    size = 2 + servers
+    fabric = FaultyFabric(size, lambda rank: Faults(gates=gates if rank != 1 else ()))
+    config = Config(timeout_s=TEST_TIMEOUT_S, shared_memory="off")
+    assert spawn_stores("dist_sync", 2, body, num_servers=servers, config=config, fabric=fabric) == [[2.0] * 3] * 2
+    assert order == ["opened", "summed"]
