@@ -30,12 +30,12 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
+from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Sink
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import KeyEvents, Workers
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
