@@ -6,7 +6,7 @@ passes signals on, sends what the rank prints line by line, says how it ended, a
     options  what the user typed              hosts, allocation  which machines, how many ranks each may take
     placement  how many of which role where   environment  what ranks get to see       line  the `mpirun` line
     watch  the job while it runs              ranks  what is known of its ranks        output  merged, tagged, coloured
-    channel  frames between rank and launcher rank, quick, command, sink  the process above each rank
+    entrance, channel  between rank and launcher   rank, quick, command, sink  the process above each rank
     processes, sweep  what is left            remote, sync, folder  ssh and rsync      kubernetes  the manifest
     submit, slurm, sge, batch, run_batch, scheduler, follow  batch jobs, see submit
 """

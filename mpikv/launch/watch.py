@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
-from mpikv.errors import ConfigError
 from mpikv.launch import channel
+from mpikv.launch.entrance import GREETING_S, Entrance
 from mpikv.launch.output import ERR, OUT, Output
 from mpikv.launch.placement import Block
 from mpikv.launch.processes import die_with_parent, is_alive
@@ -32,8 +32,6 @@ LAST_WORDS_S = 1.0
 KILL_MPIRUN_S = 1.5  # from SIGKILL of the ranks to SIGTERM of mpirun, and from that to its SIGKILL
 IDLE_SERVERS_S = 3.0  # servers end with the last worker's store, so within this time of its process
 LINGERING_S = 5.0  # for an mpirun whose ranks have all reported their end
-GREETING_S = channel.CONNECT_S + 5.0  # a rank gives up before
-MORE_STRANGERS = 64  # connections without a proof, beyond one of each rank to each address
 TICK_S = 0.25
 READ_BYTES = 1 << 16
 # How MPICH and Intel MPI say it in the rank's own output, and how ours does under any MPI (runtime/abort.py)
@@ -43,7 +41,7 @@ ABORTED = re.compile(
     re.MULTILINE,
 )
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Open MPI 5, when its child was quicker (PRRTE, plm_ssh_module.c)
-# The link is dead, or this is no rank of ours
+# The link is dead, or what came is nonsense
 WRONG = (OSError, ValueError, KeyError, TypeError, RecursionError)
 TIMED_OUT = 124  # as timeout(1)
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -65,26 +63,11 @@ class Limits(NamedTuple):
 
 @dataclass
 class Peer:
-    """The connection of a rank."""
+    """A connection that has proved that it belongs to the job. rank: None before it has said which it is."""
 
     socket: socket.socket
-    rank: Rank
-    frames: channel.Frames
-
-
-@dataclass
-class Stranger:
-    """A connection that has not said which rank it is.
-
-    address: of the launcher's that was dialled; since_s: when, by the monotonic clock; frames: None before the proof.
-    """
-
-    socket: socket.socket
-    address: str
-    since_s: float
-    challenge: bytes = field(default_factory=lambda: os.urandom(channel.NONCE_BYTES))
-    answer: bytes = b""
-    frames: channel.Frames | None = None
+    rank: Rank | None = None
+    frames: channel.Frames = field(default_factory=channel.Frames)
 
 
 class Watch:
@@ -100,15 +83,12 @@ class Watch:
     ) -> None:
         """addresses: of this host, where ranks are to reach it. Raises ConfigError where it has none of them."""
         self.ranks = expected(blocks)
-        self._secret = secret
         self._output = output
         self._limits = limits
         self._peers: dict[socket.socket, Peer] = {}
-        self._strangers: dict[socket.socket, Stranger] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
-        self._listeners = listeners(addresses, backlog=min(4096, len(self.ranks) + 16))
-        self.addresses = [(host, listener.getsockname()[1]) for listener, host in self._listeners.items()]
-        self._most_strangers = MORE_STRANGERS + len(self.ranks) * len(self._listeners)
+        self._entrance = Entrance(addresses, secret, len(self.ranks), self._selector)
+        self.addresses = self._entrance.addresses
         self._plan: list[tuple[float, Callable[[], None]]] = []  # what comes next in the end, with its time
         self._asked: Verdict | None = None
         self._ending = False
@@ -133,10 +113,8 @@ class Watch:
                 os.set_blocking(stream.fileno(), False)
                 self._streams[stream] = (number, bytearray())
                 self._selector.register(stream, selectors.EVENT_READ)
-            for listener in self._listeners:
-                self._selector.register(listener, selectors.EVENT_READ)
             self._started = time.monotonic()
-            while self._mpirun.poll() is None or self._peers:
+            while self._mpirun.poll() is None or any(peer.rank for peer in self._peers.values()):
                 self._step()
             self._read_rest()
         verdict = judge(
@@ -166,7 +144,7 @@ class Watch:
             signal.set_wakeup_fd(old)
             for signum, handler in before.items():
                 signal.signal(signum, handler)
-            for end in (read_end, write_end, *self._listeners, *self._strangers, *self._peers):
+            for end in (read_end, write_end, *self._entrance, *self._peers):
                 end.close()
             self._selector.close()
 
@@ -176,10 +154,9 @@ class Watch:
             if key.fileobj is self._wakeup:
                 for signum in self._wakeup.recv(4096):
                     self._signalled(signum)
-            elif key.fileobj in self._listeners:
-                self._accept(key.fileobj)
-            elif key.fileobj in self._strangers:
-                self._greet(self._strangers[key.fileobj])
+            elif key.fileobj in self._entrance:
+                assert isinstance(key.fileobj, socket.socket)
+                self._let_in(self._entrance.event(key.fileobj))
             elif key.fileobj in self._peers:
                 self._hear(self._peers[key.fileobj])
             elif key.fileobj in self._streams:
@@ -199,78 +176,11 @@ class Watch:
                 else:
                     self._selector.register(connection, selectors.EVENT_READ)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # it went away before we came
-            return
-        if len(self._strangers) >= self._most_strangers:
-            self._turn_away(next(iter(self._strangers.values())))  # a rank would have proved itself meanwhile
-        channel.watch_link(connection)
-        connection.setblocking(False)
-        address = f"{self._listeners[listener]}:{listener.getsockname()[1]}"
-        stranger = Stranger(connection, address, time.monotonic())
-        with contextlib.suppress(OSError):
-            connection.send(stranger.challenge)
-        self._strangers[connection] = stranger
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _greet(self, stranger: Stranger) -> None:
-        """Somebody who may be a rank has sent something."""
-        try:
-            if stranger.frames is None:
-                self._read_answer(stranger)
-                return
-            data = stranger.socket.recv(READ_BYTES)
-            if not data:
-                raise ConnectionError
-            for kind, body in stranger.frames.add(data):
-                if stranger.socket in self._peers:
-                    self._frame(self._peers[stranger.socket], kind, body)
-                elif kind == channel.HELLO:
-                    self._welcome(stranger, json.loads(body))
-                else:
-                    raise ValueError("no greeting")
-        except BlockingIOError:
-            return
-        except WRONG:
-            if stranger.socket in self._peers:
-                self._drop(self._peers[stranger.socket])
-            else:
-                self._turn_away(stranger)
-
-    def _read_answer(self, stranger: Stranger) -> None:
-        """Its answer to the challenge, of which no more is read than it may be long. ValueError for a wrong one."""
-        data = stranger.socket.recv(channel.NONCE_BYTES + channel.PROOF_BYTES - len(stranger.answer))
-        if not data:
-            raise ConnectionError
-        stranger.answer += data
-        if len(stranger.answer) < channel.NONCE_BYTES + channel.PROOF_BYTES:
-            return
-        nonce, given = stranger.answer[: channel.NONCE_BYTES], stranger.answer[channel.NONCE_BYTES :]
-        facts = (stranger.address, stranger.challenge, nonce)
-        if not channel.is_proof(given, channel.proof(self._secret, "rank", *facts)):
-            raise ValueError("it does not know the secret")
-        stranger.socket.send(channel.proof(self._secret, "launcher", *facts))
-        stranger.frames = channel.Frames()
-
-    def _turn_away(self, stranger: Stranger) -> None:
-        self._selector.unregister(stranger.socket)
-        del self._strangers[stranger.socket]
-        stranger.socket.close()
-
-    def _welcome(self, stranger: Stranger, told: dict[str, object]) -> None:
-        rank = self.ranks[int(str(told["rank"]))]
-        if rank.host:
-            raise ValueError("the rank has reported before")
-        rank.host, rank.pid = str(told["host"]), int(str(told["pid"]))
-        del self._strangers[stranger.socket]
-        assert stranger.frames is not None
-        self._peers[stranger.socket] = peer = Peer(stranger.socket, rank, stranger.frames)
-        if self._paused:
-            self._selector.unregister(stranger.socket)
-        if self._ending:
-            self._send(peer, channel.SIGNAL, signal=int(signal.SIGTERM))
+    def _let_in(self, connection: socket.socket | None) -> None:
+        if connection is not None:
+            self._peers[connection] = Peer(connection)
+            if not self._paused:
+                self._selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, peer: Peer) -> None:
         try:
@@ -289,12 +199,16 @@ class Watch:
             self._selector.unregister(peer.socket)
         del self._peers[peer.socket]
         peer.socket.close()
-        if peer.rank.status is None:
+        if peer.rank is not None and peer.rank.status is None:
             peer.rank.lost = True
             self._end_after_failure()
 
     def _frame(self, peer: Peer, kind: int, body: bytes) -> None:
-        if kind in (channel.OUT, channel.ERR):
+        if peer.rank is None:
+            if kind != channel.HELLO:
+                raise ValueError("no greeting")
+            self._welcome(peer, json.loads(body))
+        elif kind in (channel.OUT, channel.ERR):
             rank = peer.rank
             said = None if rank.aborted else ABORTED.search(body)
             if said is not None:
@@ -305,6 +219,15 @@ class Watch:
             self._ended(peer.rank, json.loads(body))
         elif kind == channel.GONE:
             peer.rank.gone = True
+
+    def _welcome(self, peer: Peer, told: dict[str, object]) -> None:
+        rank = self.ranks[int(str(told["rank"]))]
+        if rank.host:
+            raise ValueError("the rank has reported before")
+        rank.host, rank.pid = str(told["host"]), int(str(told["pid"]))
+        peer.rank = rank
+        if self._ending:
+            self._send(peer, channel.SIGNAL, signal=int(signal.SIGTERM))
 
     def _ended(self, rank: Rank, told: dict[str, object]) -> None:
         self._reports += 1
@@ -317,8 +240,7 @@ class Watch:
     def _look(self) -> None:
         """What no event tells: time limits, and states that must not last."""
         now = time.monotonic()
-        for stranger in [one for one in self._strangers.values() if now - one.since_s > self._limits.greeting]:
-            self._turn_away(stranger)
+        self._entrance.turn_away_slow(self._limits.greeting)
         ranks = self.ranks.values()
         if self._ending:
             if not self._dismissed and not any(rank.running for rank in ranks):
@@ -401,7 +323,8 @@ class Watch:
 
     def _to_all(self, kind: int, **fields: object) -> None:
         for peer in self._peers.values():
-            self._send(peer, kind, **fields)
+            if peer.rank is not None:
+                self._send(peer, kind, **fields)
 
     def _send(self, peer: Peer, kind: int, **fields: object) -> None:
         with contextlib.suppress(OSError):  # a full pipe means that it does not listen; its end is noticed elsewhere
@@ -443,21 +366,3 @@ class Watch:
                     self._read_mpirun(key.fileobj)
             if not is_alive(self._mpirun.pid) and not self._selector.select(0):
                 break
-
-
-def listeners(addresses: Sequence[str], backlog: int) -> dict[socket.socket, str]:
-    """A socket that listens, for each of these addresses of this host, on a port that is free. ConfigError for none."""
-    found: dict[socket.socket, str] = {}
-    said = ""
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            listener = socket.create_server((address, 0), family=family, backlog=backlog)
-        except OSError as error:  # of an interface that went down, or is not ready
-            said = f"{address}: {error.strerror}"
-            continue
-        listener.setblocking(False)
-        found[listener] = address
-    if not found:
-        raise ConfigError(f"the launcher cannot be reached at any address of this machine: {said}")
-    return found

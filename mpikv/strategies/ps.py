@@ -146,7 +146,7 @@ class PsStrategy(DistributedStrategy):
         """A program that never waits for its requests does so here, after some thousands of them."""
 
         def enough() -> bool:
-            return self._client.reply_tags.allow(replies) and self._client.payload_tags.allow(payloads)
+            return self._client.allows(replies, payloads)
 
         if not enough():
             self._session.wait_for(Predicate(enough), "wait for earlier pushes and pulls")

@@ -21,6 +21,7 @@ import pytest
 
 from mpikv.errors import ConfigError
 from mpikv.launch import channel
+from mpikv.launch.entrance import MORE_STRANGERS
 from mpikv.launch.line import QUICK
 from mpikv.launch.output import Output
 from mpikv.launch.placement import Block, place
@@ -28,7 +29,7 @@ from mpikv.launch.processes import JOB, descendants, end_job, is_alive, of_job
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import Verdict
 from mpikv.launch.sink import Place, Sink
-from mpikv.launch.watch import MORE_STRANGERS, Limits, Watch
+from mpikv.launch.watch import Limits, Watch
 
 LIMITS = Limits(job=None, start=20.0, grace=0.5)
 SECRET = "of this test"
@@ -428,7 +429,7 @@ def test_it_listens_on_the_addresses_of_the_job_alone() -> None:
             socket.create_connection((host, port)).close()
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((other, port))
-        for listener in watch._listeners:
+        for listener in watch._entrance:
             listener.close()
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
             Watch(place([], 1, 0), SECRET, output, LIMITS, ["192.0.2.1"])

@@ -254,7 +254,7 @@ def test_variables_of_a_file(site: Site) -> None:
     assert (status, "\ncolour a b False\n" in output) == (0, True)
     status, output = site.run("slurm/train.sbatch", *ONE, lines={"ENV_FILE": "gone.env"})
     assert status == 2
-    assert "ENV_FILE=gone.env, with the variables for the ranks, cannot be read" in output
+    assert "ENV_FILE=./gone.env, with the variables for the ranks, cannot be read" in output
 
 
 @pytest.mark.parametrize(
