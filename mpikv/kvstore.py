@@ -35,8 +35,9 @@ class Request:
     def test(self) -> bool:
         """Whether it is done. Never blocks. Raises what went wrong."""
         self._session.check_process("test")
-        self._session.progress()
-        self._pending = [entry for entry in self._pending if not entry.request.test()]
+        if self._pending:
+            self._session.progress()
+            self._pending = [entry for entry in self._pending if not entry.request.test()]
         return not self._pending
 
     def wait(self, timeout_s: float | None = None) -> Any:
