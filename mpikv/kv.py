@@ -140,7 +140,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise
 
     def connect(links: LocalTransport | None) -> None:
-        (waker.stand_by if links is None else links.bell.connect)(processes.gather_here)
+        (waker.stand_by if links is None else links.waker.connect)(processes.gather_here)
 
     members = Members(transport.hosts, roles.workers, roles.servers, spec.synchronous, config)
     memory = None

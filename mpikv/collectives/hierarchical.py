@@ -58,7 +58,7 @@ class Lanes:
         if self.carries:
             self.across = group.part([ranks[self.place] for ranks in found.hosts])
         # of each rank of this host beyond the carriers: its place and the segments of its chunk
-        self.guests = {
+        self.further = {
             place: list(cut((chunks[rank], chunks[rank + 1]), buf.itemsize, LINK_SEGMENT_BYTES))
             for place, rank in enumerate(ranks_here)
             if place >= self.n_lanes
@@ -89,8 +89,8 @@ class Lanes:
         return Receiver(self.local, [(at, self.view(span)) for at, span in segments], self.tag, LINK_WINDOW)
 
     def results(self) -> Receiver:
-        """The sums of this guest's own chunk, from its carrier."""
-        views = [self.view(span) for span in self.guests[self.place]]
+        """The sums of this further rank's own chunk, from its carrier."""
+        views = [self.view(span) for span in self.further[self.place]]
         targets = scratch(self.local, views, LINK_WINDOW)
 
         def take(i: int) -> None:
@@ -114,12 +114,12 @@ class Lanes:
 
     def hosted(self) -> list[tuple[int, Span]]:
         """(place, segment) of the ranks of this host whose chunks pass through this carrier."""
-        return self.guests_of(self.place)
+        return self.further_of(self.place)
 
-    def guests_of(self, carrier: int) -> list[tuple[int, Span]]:
+    def further_of(self, carrier: int) -> list[tuple[int, Span]]:
         """The same of another carrier of this host."""
         return [
-            (place, span) for place, spans in self.guests.items() for span in spans if place % self.n_lanes == carrier
+            (place, span) for place, spans in self.further.items() for span in spans if place % self.n_lanes == carrier
         ]
 
     def packed(self) -> tuple[HostArray, tuple[int, ...]]:
@@ -180,7 +180,7 @@ def reduce_scatter(
     n_others = lane.n_here - 1
     ready = (lambda: collector.count // n_others) if n_others else None
     circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=True, ready=ready, combine=combine)
-    # The chunks of this host come last, and the guests' after the carrier's own.
+    # The chunks of this host come last, and the further ranks' after the carrier's own.
     unhosted = len(segments) - len(hosted)
     stages += [circle.receiver, circle.sender, lane.sender(hosted, lambda: circle.count() - unhosted)]
     yield from drive(*stages)
@@ -195,7 +195,7 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
         yield from naive.allgather(group, buf, chunks, tag)
         return
     lane = Lanes(group, buf, chunks, tag)
-    mine = lane.guests.get(lane.place, [])
+    mine = lane.further.get(lane.place, [])
     incoming = [(at, span) for at, span in lane.by_lane(reducing=False) if span not in mine]
     stages: list[Stage] = [lane.receiver(incoming)]
     if not lane.carries:
@@ -205,7 +205,7 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     steps = lane.steps(lane.place, reducing=False)
     segments = [span for step in steps for span in step]
     hosted = lane.hosted()
-    guests = lane.receiver(hosted)
+    further = lane.receiver(hosted)
     # Every finished segment goes to the other ranks of this host, but not back to where it came from.
     came_from = {span: place for place, span in hosted}
     receivers = [
@@ -215,7 +215,7 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     through = [0, *itertools.accumulate(len(places) for places in receivers)]
     outgoing = [entry for entries in receivers for entry in entries]
     if lane.short:
-        yield from drive(guests)
+        yield from drive(further)
         packed, ends = lane.packed()
         yield from lane.direct().allgather(lane.across, packed, ends, tag)
         lane.unpack(packed, range(lane.n_hosts))
@@ -224,8 +224,8 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     n_own = len(steps[0]) - len(hosted)
 
     def ready() -> int:
-        return len(segments) if guests.done else n_own + guests.count
+        return len(segments) if further.done else n_own + further.count
 
     circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
-    stages += [guests, circle.receiver, circle.sender, lane.sender(outgoing, lambda: through[circle.count()])]
+    stages += [further, circle.receiver, circle.sender, lane.sender(outgoing, lambda: through[circle.count()])]
     yield from drive(*stages)

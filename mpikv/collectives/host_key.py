@@ -23,9 +23,9 @@ from mpikv.collectives.labelled import Comparison, Said
 from mpikv.engine.request import Waiter
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
 
-# Words of each rank. Where its values are, and where it adds up; segments of the guests' chunks that are added up; that
-# a guest has updated its chunk; segments of its lane that are in the result; and from FILLED on, for each lane, those
-# that its carrier may read. DIGEST and FACTOR: what it says of its values (labelled.py).
+# Words of each rank. Where its values are, and where it adds up; segments of the further ranks' chunks that are added
+# up; that a further rank has updated its chunk; segments of its lane that are in the result; and from FILLED on, for
+# each lane, those that its carrier may read. DIGEST and FACTOR: what it says of its values (labelled.py).
 VALUES, TOTALS, DIGEST, FACTOR, REDUCED, UPDATED, GATHERED, FILLED = range(8)
 ROUND_BITS = 32  # a round's count stays below, with the flags of the one who counts above it
 FLAGS_BITS = 2

@@ -185,8 +185,8 @@ class _Follow(_OnCount):
         return moved
 
 
-class _Guests(_OnCount):
-    """A stage that counts which of the guests' segments, in the order of the lane, have been updated by them."""
+class _Further(_OnCount):
+    """A stage that counts which of the further ranks' segments, in the order of the lane, have been updated by them."""
 
     def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]]) -> None:
         self._key, self._places = key, [place for place, _ in segments]
@@ -195,7 +195,7 @@ class _Guests(_OnCount):
 
     def move(self) -> bool:
         moved = False
-        # A guest counts once, when it has updated its whole chunk.
+        # A further rank counts once, when it has updated its whole chunk.
         while self.count < len(self._places) and self._key.counted(self._places[self.count], UPDATED):
             self.count += 1
             moved = True
@@ -251,8 +251,8 @@ def reduce_scatter(
         stages.append(_Fill(key, values, outgoing))
     if not lanes.carries:
         carrier = lanes.place % lanes.n_lanes
-        owned = bool(lanes.guests[lanes.place])
-        through = [span for place, span in lanes.guests_of(carrier) if owned and place <= lanes.place]
+        owned = bool(lanes.further[lanes.place])
+        through = [span for place, span in lanes.further_of(carrier) if owned and place <= lanes.place]
         stages.append(_Follow(key, REDUCED, {carrier: through}))
         yield from drive(*stages)
         if owned and comparison is not None:
@@ -304,12 +304,12 @@ def allgather(
         key.count(UPDATED, 1)
         yield from drive(others)
         return
-    guests = _Guests(key, lanes.hosted())
+    further = _Further(key, lanes.hosted())
     if lanes.n_hosts == 1:
         yield from drive(_Tell(key, GATHERED, own, lambda: len(own), drain), others)
         return
     if lanes.short:
-        yield from drive(guests)
+        yield from drive(further)
         packed, ends = lanes.packed()
         yield from lanes.direct().allgather(lanes.across, packed, ends, tag)
         lanes.unpack(packed, range(lanes.n_hosts))
@@ -318,9 +318,9 @@ def allgather(
     n_unhosted = len(lanes.steps(lanes.place, reducing=False)[0]) - len(lanes.hosted())
 
     def ready() -> int:
-        return len(own) if guests.done else n_unhosted + guests.count
+        return len(own) if further.done else n_unhosted + further.count
 
     circle = Circle(
         lanes.across, key.value, lanes.steps(lanes.place, reducing=False), tag, LINK_WINDOW, reducing=False, ready=ready
     )
-    yield from drive(guests, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others)
+    yield from drive(further, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.hostmemory.counters import FILLED, SUMMED, Meeting
+from mpikv.hostmemory.counters import FILLED, SUMMED, CallCounters
 from mpikv.reductions import SUM, Reduction
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
@@ -154,8 +154,8 @@ def add_all(sums: Sequence[Sum]) -> None:
 class Executor:
     """Does plans, one after another; all ranks the same ones."""
 
-    def __init__(self, meeting: Meeting, wait: Wait) -> None:
-        self._meeting = meeting
+    def __init__(self, counters: CallCounters, wait: Wait) -> None:
+        self._counters = counters
         self._wait = wait
         self._step = 0  # chunks done so far
 
@@ -170,17 +170,17 @@ class Executor:
             add_all(chunks[0].sums)
             copy_all(chunks[0].drains)
             return
-        meeting, wait, n = self._meeting, self._wait, len(chunks)
+        counters, wait, n = self._counters, self._wait, len(chunks)
         for i in range(1, n + 2):
             if i < n:
                 copy_all(chunks[i].fills)
-                meeting.reach(FILLED, first + i + 1)
+                counters.reach(FILLED, first + i + 1)
             if i - 1 < n:
                 if i > 1:
-                    meeting.wait_all(FILLED, first + i, wait)
+                    counters.wait_all(FILLED, first + i, wait)
                 add_all(chunks[i - 1].sums)
-                meeting.reach(SUMMED, first + i)
+                counters.reach(SUMMED, first + i)
             if i > 1:
-                meeting.wait_all(SUMMED, first + i - 1, wait)
+                counters.wait_all(SUMMED, first + i - 1, wait)
                 copy_all(chunks[i - 2].drains)
         self._step = first + n

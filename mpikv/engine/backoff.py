@@ -55,7 +55,7 @@ class Backoff:
             return
         longest_s = self._last_nap_s if self._turn < LONG_WAIT else 4 * self._last_nap_s
         if self._sleep is not None:
-            longest_s *= 2  # only what rings no bell comes so late
+            longest_s *= 2  # only what rings no waker comes so late
         (self._sleep or self._clock.sleep)(
             min(FIRST_NAP_S * NAP_GROWTH ** min(self._turn - POLLS - YIELDS, 60), longest_s)
         )

@@ -63,7 +63,7 @@ class Engine:
         self._callers = 0  # threads inside `wait`, which step by themselves
         self._wake = threading.Event()
         self._stopped = False
-        self.bell: Any = None  # where others of this host can wake this rank (waker.py)
+        self.waker: Any = None  # where others of this host can wake this rank (waker.py)
         self.serves = False  # they expect answers while no caller waits
         self.failure: BaseException | None = None  # what ended a service, or was interrupted; later waits raise it
         self._thread: threading.Thread | None = None
@@ -93,8 +93,8 @@ class Engine:
             self._note(running)
             if not running.done:
                 self._wake.set()
-                if self.serves and self.bell is not None:
-                    self.bell.wake_self()
+                if self.serves and self.waker is not None:
+                    self.waker.wake_self()
         return running
 
     def serve(self, steps: Steps[Any], name: str) -> Running[Any]:
@@ -173,7 +173,7 @@ class Engine:
         with self._lock:
             self._callers += 1
         try:
-            sleep = None if self.bell is None else self.bell.sleep
+            sleep = None if self.waker is None else self.waker.sleep
             wait_until(test, self.step, timeout_s, on_timeout, sleep=sleep, clock=self.clock)
         finally:
             with self._lock:
@@ -199,9 +199,9 @@ class Engine:
             with self._lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
-                (self.clock.sleep if self.bell is None else self.bell.sleep)(BUSY_NAP_S)
-            elif self.serves and self._callers == 0 and self.bell is not None and not self._wake.is_set():
-                self.bell.sleep(IDLE_NAP_S)
+                (self.clock.sleep if self.waker is None else self.waker.sleep)(BUSY_NAP_S)
+            elif self.serves and self._callers == 0 and self.waker is not None and not self._wake.is_set():
+                self.waker.sleep(IDLE_NAP_S)
             else:
                 # Between transfers only services listen; `start` wakes us for anything new. A caller who waits listens
                 # too, and wakes us when it goes.

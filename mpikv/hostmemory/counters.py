@@ -1,4 +1,4 @@
-"""Meetings of a host's ranks in shared memory: who is in the same call, and how far each has come.
+"""Counters of a host's ranks in shared memory: whether all are in the same call, and how far each has come in it.
 
 Ranks that make the same blocking call can do it together, in memory that they all see. But a rank may well be in
 another call that pushes the same keys, with another grouping or without waiting, and then nobody may wait for it here.
@@ -26,7 +26,7 @@ from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemor
 
 MASK = (1 << 64) - 1
 
-# Words of each rank: two cache lines, of meetings and of steps inside a call.
+# Words of each rank: two cache lines, of counters and of steps inside a call.
 WANT, COUNT, INTENT, GO = 0, 1, 2, 3
 FILLED, SUMMED = 8, 9
 WORDS_PER_RANK = 2 * ALIGN_BYTES // WORD_BYTES
@@ -36,7 +36,7 @@ POLLS = 1500  # of 40 ns
 YIELDS = 60
 CROWDED_POLLS = 3  # more ranks than cores: whoever we wait for needs our core
 CROWDED_YIELDS = 1500  # a millisecond: whoever naps while others add 4 MiB comes late to the next step
-# How long a rank waits for the others before it pushes by messages, which need no meeting. Only ranks that are in
+# How long a rank waits for the others before it goes its own way, for which nobody waits. Only ranks that are in
 # different calls need this to end, so it may be long; but each such call costs it.
 PATIENCE_S = 0.25
 
@@ -46,7 +46,7 @@ def digest(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-class Meeting:
+class CallCounters:
     """One rank's side.
 
     step: what to do between polls once it takes long (the progress engine's step). yield_: gives up the core.
@@ -77,15 +77,15 @@ class Meeting:
     # --- what this rank has pushed
 
     def pushed(self, hash_: int, n_keys: int) -> None:
-        """Note pushes that were not made in a meeting. hash_: the sum of the keys' digests."""
+        """Note pushes that were not made in a counters. hash_: the sum of the keys' digests."""
         self._history = (self._history + hash_) & MASK
         self._count += n_keys
         self.words[self._me + COUNT] = self._count
 
     # --- the decision
 
-    def meet(self, call: int) -> bool:
-        """Whether all ranks make this call together now. If so, `part` ends it; if not, push otherwise.
+    def together(self, call: int) -> bool:
+        """Whether all ranks make this call together now. If so, `end` ends it; if not, push otherwise.
 
         call: a digest of the call: its keys in order and how it is made. Blocks until that is decided.
         """
@@ -101,7 +101,7 @@ class Meeting:
             words[self._me + WANT] = 0
         return together
 
-    def part(self, hash_: int, n_keys: int) -> None:
+    def end(self, hash_: int, n_keys: int) -> None:
         """The call is over: note its pushes."""
         self.words[self._me + WANT] = 0
         self.pushed(hash_, n_keys)

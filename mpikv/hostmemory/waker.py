@@ -1,9 +1,10 @@
 """Waking a rank of the same host that sleeps.
 
-Who waits for long sleeps between its looks, and what comes meanwhile waits as long. A rank that shares memory with the
-others sleeps on a pipe instead, and says so in a word that they see; whoever puts something there for it and finds the
-word set writes a byte. The others open the pipe through `/proc/PID/fd`, as they do the memory (segment.py), so it has
-no name either. Sleeps end after their time in any case: messages of MPI ring no bell.
+A rank that waits for long sleeps between its looks, and what comes meanwhile waits as long. A rank that shares memory
+with the others sleeps on a pipe instead, and sets a word that they see. A rank that puts something into the memory for
+it looks at this word, and writes a byte to the pipe where it is set. The others open the pipe through `/proc/PID/fd`,
+as they do the memory (segment.py), so it has no name either. Sleeps end after their time in any case: messages of MPI
+wake nobody.
 
 Cost: a look at a word for what is put, a system call only where somebody sleeps. Waking takes some tens of
 microseconds.
@@ -21,19 +22,19 @@ from collections.abc import Callable
 from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, fence
 
 SELECT_LIMIT = 1024  # select(2) takes no larger file descriptors, and poll(2) no times below a millisecond
-BELLS_WORDS = ALIGN_BYTES // WORD_BYTES  # per rank: a cache line, whose first word says that it sleeps
+WAKER_WORDS = ALIGN_BYTES // WORD_BYTES  # per rank: a cache line, whose first word says that it sleeps
 
 
-def bells_bytes(size: int) -> int:
+def waker_bytes(size: int) -> int:
     """What the words of `size` ranks take, at the beginning of the memory."""
     return size * ALIGN_BYTES
 
 
-class Bell:
-    """One rank's bell, and its hand on those of the others. waiting: whether there is something to be handled."""
+class Waker:
+    """One rank's pipe, and the pipes of the others. waiting: whether there is something to be handled."""
 
     def __init__(self, memory: HostMemory) -> None:
-        self._words = memory.words(0, memory.size * BELLS_WORDS)
+        self._words = memory.words(0, memory.size * WAKER_WORDS)
         self._rank = memory.rank
         self._own = -1
         self._others: dict[int, int] = {}  # rank -> the pipe to write to
@@ -62,10 +63,10 @@ class Bell:
             self._own = -1
         allgather(b"")  # nobody closes a pipe before all have opened it
 
-    def ring(self, rank: int) -> None:
+    def wake_sleeper(self, rank: int) -> None:
         """Wake a rank if it sleeps. To be called after what it is to find has been put there."""
         fence()  # it says that it sleeps, then looks; we put, then look whether it sleeps: one of us sees the other
-        if self._words[rank * BELLS_WORDS]:
+        if self._words[rank * WAKER_WORDS]:
             self.wake(rank)
 
     def wake(self, rank: int) -> None:
@@ -77,7 +78,7 @@ class Bell:
 
     def wake_self(self) -> None:
         """Wake another thread of this rank."""
-        if self._words[self._rank * BELLS_WORDS]:
+        if self._words[self._rank * WAKER_WORDS]:
             self.wake(self._rank)
 
     def sleep(self, timeout_s: float) -> None:
@@ -85,7 +86,7 @@ class Bell:
         if self._own < 0:
             time.sleep(timeout_s)
             return
-        index = self._rank * BELLS_WORDS
+        index = self._rank * WAKER_WORDS
         self._words[index] = 1
         fence()
         try:
@@ -105,7 +106,7 @@ class Bell:
 
 
 def stand_by(allgather: Callable[[bytes], list[bytes]]) -> None:
-    """`Bell.connect` for a rank without one, where other hosts' ranks take part in the same calls."""
+    """`Waker.connect` for a rank without one, where other hosts' ranks take part in the same calls."""
     allgather(json.dumps([0, -1, []]).encode())
     allgather(b"")
 

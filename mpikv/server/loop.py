@@ -241,7 +241,7 @@ def run_server(
     """
     running = Running(serve(transport, workers, core), "server")
     clock = transport.clock
-    backoff = Backoff(sleep=transport.bell.sleep if isinstance(transport, LocalTransport) else None, clock=clock)
+    backoff = Backoff(sleep=transport.waker.sleep if isinstance(transport, LocalTransport) else None, clock=clock)
     idle_since_s: float | None = None
     told = False
     crowded = isinstance(transport, LocalTransport) and transport.crowded

@@ -150,7 +150,7 @@ class Workers(Session):
         self._threaded = threaded
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         if links is not None:
-            self.engine.bell = links.bell
+            self.engine.waker = links.waker
         agreement = None
         if self.group.rank == 0:
             rules: dict[str, Rule] = {

@@ -1,9 +1,9 @@
 """Synchronous without servers: every worker owns a part of each key.
 
-A push puts the gradient into the key's lane. A lane does one round after another: reduce-scatter, so that each worker
+A push puts the gradient into the key's queue. A queue does one round after another: reduce-scatter, so that each worker
 holds the sum of the part it owns; the optimizer on that part; allgather of the new values. This is allreduce with the
 optimizer in its middle, and the optimizer's state exists once over all workers, not once per worker. A pull waits until
-the lane has done this worker's last push and copies the value out.
+the queue has done this worker's last push and copies the value out.
 
 Cost per round and worker: the two halves of the chosen algorithm; memory: the value, one buffer for each push under
 way, 1/W of the optimizer's state.
@@ -37,12 +37,12 @@ from mpikv.session.contests import Labels
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, PreparedCall, Sink
+from mpikv.strategies.blocking import Rounds, in_place_round
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.lane_rounds import LaneRounds
-from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round, Under
-from mpikv.strategies.rounds import Rounds, lent
+from mpikv.strategies.queues import Bucket, Delivery, Reached, Round, RoundQueue, Under
+from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
 
 
@@ -52,7 +52,7 @@ class AllreduceStrategy(DistributedStrategy):
     def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
         super().__init__(session)
         members = session.members
-        self._lanes: dict[int, Lane] = {}
+        self._queues: dict[int, RoundQueue] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._members = members
@@ -67,10 +67,10 @@ class AllreduceStrategy(DistributedStrategy):
         self._hosts = None if memory is None else HostKeys(memory, session.transport)
         self._direct = None
         if self._hosts is not None and members.path == "direct":
-            self._direct = Direct(session, self._hosts, self._lanes, self._owner)
+            self._direct = Direct(session, self._hosts, self._queues, self._owner)
         self._group = session.group
         dispute = session.control.dispute
-        self._rounds = LaneRounds(self._group, self._owner, dispute, native=self._native, comms=self._comms)
+        self._rounds = RoundSteps(self._group, self._owner, dispute, native=self._native, comms=self._comms)
         self.rank, self.num_workers = session.rank, session.num_workers
         self.shares_memory = self._direct is not None
         session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
@@ -84,24 +84,24 @@ class AllreduceStrategy(DistributedStrategy):
         return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Open the key's lane, which first brings the value of worker 0 to all."""
-        lane = Lane(info)
+        """Open the key's queue, which first brings the value of worker 0 to all."""
+        queue = RoundQueue(info)
         if self._hosts is not None and reserved is not None:
-            lane.share(self._hosts.key(reserved, info.n_elems, info.dtype))
+            queue.share(self._hosts.key(reserved, info.n_elems, info.dtype))
         if self.rank == 0:
-            lane.own[...] = self._first_values.pop(info.key)
-        self._compare(lane)
-        self._place(lane)
-        self._lanes[info.id] = lane
-        lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
+            queue.own[...] = self._first_values.pop(info.key)
+        self._compare(queue)
+        self._place(queue)
+        self._queues[info.id] = queue
+        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
-    def _compare(self, lane: Lane) -> None:
+    def _compare(self, queue: RoundQueue) -> None:
         """Compare the labels of its rounds, where there are other workers and something to add."""
-        if self.num_workers > 1 and lane.info.n_elems:
-            lane.comparison = Comparison(self._labels_as_set(lane), exact=lane.info.dtype.kind in "iu")
+        if self.num_workers > 1 and queue.info.n_elems:
+            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
 
-    def _labels_as_set(self, lane: Lane) -> Labels:
-        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in lane.keys)
+    def _labels_as_set(self, queue: RoundQueue) -> Labels:
+        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
 
     def _agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
@@ -112,9 +112,9 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
-        lane = self._lanes.pop(info.id, None)
-        if lane is not None and lane.running is not None:
-            lane.running.cancel()
+        queue = self._queues.pop(info.id, None)
+        if queue is not None and queue.running is not None:
+            queue.running.cancel()
 
     def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
         if before is not None:
@@ -126,27 +126,27 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
-        return {info.id: self._pushed(info) for lane in self._all_lanes() for info in lane.keys}
+        return {info.id: self._pushed(info) for queue in self._all_queues() for info in queue.keys}
 
     def _pushed(self, info: KeyInfo) -> int:
-        return self._lanes[info.id].pushes_of(info) + self._lanes[info.id].calls.rounds
+        return self._queues[info.id].pushes_of(info) + self._queues[info.id].calls.rounds
 
-    def _all_lanes(self) -> list[Lane]:
-        """Each lane once."""
-        return list(dict.fromkeys(self._lanes.values()))
+    def _all_queues(self) -> list[RoundQueue]:
+        """Each queue once."""
+        return list(dict.fromkeys(self._queues.values()))
 
-    def _place(self, lane: Lane) -> None:
+    def _place(self, queue: RoundQueue) -> None:
         """Where its values live from now on: with the optimizer that serves it."""
-        info, room = lane.info, lane.shared is not None
+        info, room = queue.info, queue.shared is not None
         optimizer = self._owner.optimizer_of(info.id)
-        lane.placement = place(
+        queue.placement = place(
             self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
         )
-        lane.adding = lane.sharing = group = self._group
-        if lane.comparison is not None:
-            owners = frozenset(rank for i, rank in enumerate(group.ranks) if lane.bounds[i] < lane.bounds[i + 1])
-            lane.adding = AddingGroup(group.transport, group.ranks, lane.comparison)
-            lane.sharing = SharingGroup(group.transport, group.ranks, lane.comparison, owners)
+        queue.adding = queue.sharing = group = self._group
+        if queue.comparison is not None:
+            owners = frozenset(rank for i, rank in enumerate(group.ranks) if queue.bounds[i] < queue.bounds[i + 1])
+            queue.adding = AddingGroup(group.transport, group.ranks, queue.comparison)
+            queue.sharing = SharingGroup(group.transport, group.ranks, queue.comparison, owners)
 
     # --- keys
 
@@ -156,9 +156,9 @@ class AllreduceStrategy(DistributedStrategy):
             self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
-            lane = self._lanes[info.id]
-            if not self._session.is_released(info) and not lane.has_value:
-                self._session.wait(Pending(Reached(lane, 0), Waiting("init", info.key, info.id)))
+            queue = self._queues[info.id]
+            if not self._session.is_released(info) and not queue.has_value:
+                self._session.wait(Pending(Reached(queue, 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -167,33 +167,33 @@ class AllreduceStrategy(DistributedStrategy):
     # --- push and pull
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
-        """Put a round into each key's lane; a pull is done as soon as its lane has done this worker's last push."""
+        """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
         pending = []
         for info, total, sink in entries:
             if total is not None:
-                lane = self._lanes[info.id]
+                queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    if self._push(lane, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
-                        lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
+                    if self._push(queue, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
+                        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
         return pending
 
-    def _push(self, lane: Lane, info: KeyInfo, round_: Round) -> bool:
-        """Put a round into its lane; whether the lane is to be started. Under the engine's lock."""
+    def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> bool:
+        """Put a round into its queue; whether the queue is to be started. Under the engine's lock."""
         session, slot = self._session, self._session.slot_of(info)
         number, attributes = session.attributes.number(slot)
-        lane.reached(0)
+        queue.reached(0)
         if attributes is not None:
             self._owner.add_attributes(slot, 0, number, attributes)
         label = session.attributes.label(slot)
         if round_.op is not SUM:
             label = label._replace(op=round_.op.name)
-        complete = lane.add(info, round_._replace(under=Under(number, label)))
+        complete = queue.add(info, round_._replace(under=Under(number, label)))
         if self._direct is not None:
-            self._direct.pushed(lane)
+            self._direct.pushed(queue)
         session.control.activity.note(f"push of key {shown(info.key)}")
-        return complete and lane.may_start
+        return complete and queue.may_start
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -202,14 +202,16 @@ class AllreduceStrategy(DistributedStrategy):
         if self._direct is not None:
             return self._direct.prepare(infos, values, outs, op)
         flat = flattened(infos, values, outs)
-        return None if flat is None else Rounds(self._lend, self._session.wait, infos, flat, op)
+        return None if flat is None else Rounds(self._exchange_in_place, self._session.wait, infos, flat, op)
 
-    def _lend(self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction) -> Pending:
-        lane = self._lanes[info.id]
-        round_, sink = lent(lane, info, value, outs)
+    def _exchange_in_place(
+        self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
+    ) -> Pending:
+        queue = self._queues[info.id]
+        round_, sink = in_place_round(queue, info, value, outs)
         with self._session.engine.lock:
-            if self._push(lane, info, round_._replace(op=op)):
-                lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
+            if self._push(queue, info, round_._replace(op=op)):
+                queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
         return self._deliver(info, sink, "pushpull")
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
@@ -222,25 +224,25 @@ class AllreduceStrategy(DistributedStrategy):
 
     def stats(self) -> dict[str, int]:
         """Also what went the direct way, and the memory held."""
-        held = {"held_bytes": sum(lane.held_bytes for lane in self._all_lanes())}
+        held = {"held_bytes": sum(queue.held_bytes for queue in self._all_queues())}
         if self._hosts is not None:
-            held["shared_bytes"] = sum(lane.info.n_bytes for lane in self._all_lanes() if lane.shared is not None)
+            held["shared_bytes"] = sum(queue.info.n_bytes for queue in self._all_queues() if queue.shared is not None)
         if self._direct is not None:
             direct = self._direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
         return {**super().stats(), **held}
 
     def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
-        lane, waiting = self._lanes[info.id], Waiting(call, info.key, info.id, self._pushed(info))
-        delivery = Delivery(lane, info, sink)
+        queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self._pushed(info))
+        delivery = Delivery(queue, info, sink)
         with self._session.engine.lock:
-            if lane.refused is not None:
+            if queue.refused is not None:
                 # Raised by the wait: the other keys of this call may not be pushed yet, and other workers push them.
-                lane.refuse_pull(delivery)
-            elif lane.reached(delivery.round):
-                delivery.take(lane.value())
+                queue.refuse_pull(delivery)
+            elif queue.reached(delivery.round):
+                delivery.take(queue.value())
             else:
-                lane.deliveries.append(delivery)
+                queue.deliveries.append(delivery)
         return Pending(delivery, waiting)
 
     # --- optimizers
@@ -251,14 +253,16 @@ class AllreduceStrategy(DistributedStrategy):
         Raises at last where a round was refused, on every worker, so that nothing is left under way.
         """
         refused: ConfigError | None = None
-        for lane in self._all_lanes():
-            rounds = [lane.pushed]
-            for info in lane.keys:
+        for queue in self._all_queues():
+            rounds = [queue.pushed]
+            for info in queue.keys:
                 if common is not None and info.id in common:
-                    rounds.append(common[info.id] - lane.calls.rounds)
+                    rounds.append(common[info.id] - queue.calls.rounds)
             round_ = min(rounds)
             try:
-                self._session.wait(Pending(Reached(lane, round_), Waiting(call, lane.info.key, lane.info.id, round_)))
+                self._session.wait(
+                    Pending(Reached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
+                )
             except ConfigError as error:
                 refused = refused or error
         if refused is not None:
@@ -272,19 +276,19 @@ class AllreduceStrategy(DistributedStrategy):
             self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
             if self._direct is not None:
                 self._direct.reset()
-            for lane in self._all_lanes():
-                self._place(lane)
-                if lane.comparison is not None:
-                    lane.comparison.restart(self._labels_as_set(lane))
+            for queue in self._all_queues():
+                self._place(queue)
+                if queue.comparison is not None:
+                    queue.comparison.restart(self._labels_as_set(queue))
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         """The part of each key that a worker owns; an empty one where it owns nothing of it."""
         owned = []
-        for lane in self._all_lanes():
-            for info in lane.keys:
-                span = lane.span(info)
-                begin = min(max(lane.bounds[rank], span.start), span.stop)
-                end = max(begin, min(lane.bounds[rank + 1], span.stop))
+        for queue in self._all_queues():
+            for info in queue.keys:
+                span = queue.span(info)
+                begin = min(max(queue.bounds[rank], span.start), span.stop)
+                end = max(begin, min(queue.bounds[rank + 1], span.stop))
                 owned.append((info, begin - span.start, end - span.start))
         return owned
 
@@ -305,7 +309,7 @@ class AllreduceStrategy(DistributedStrategy):
         groups = buckets.plan([info.n_bytes for info in infos], [str(info.dtype) for info in infos])
         self._session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
         for info in infos:
-            self._session.wait(Pending(Reached(self._lanes[info.id], 0), Waiting("bucket", info.key, info.id)))
+            self._session.wait(Pending(Reached(self._queues[info.id], 0), Waiting("bucket", info.key, info.id)))
         found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
         joined = [Bucket(group) for group in found if len(group) > 1]
         if self._hosts is not None:
@@ -320,8 +324,8 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _join(self, bucket: Bucket) -> None:
         for info in bucket.keys:
-            bucket.own[bucket.span(info)] = self._lanes[info.id].value()
-            self._lanes[info.id] = bucket
+            bucket.own[bucket.span(info)] = self._queues[info.id].value()
+            self._queues[info.id] = bucket
         bucket.has_value = True
         self._compare(bucket)
         self._place(bucket)
@@ -333,9 +337,9 @@ class AllreduceStrategy(DistributedStrategy):
             self._session.agree("skip", list(keys), "a step with other parameters frozen than before")
         with self._session.engine.lock:
             for info in infos:
-                lane = self._lanes[info.id]
-                if isinstance(lane, Bucket) and lane.add(info, None) and lane.may_start:
-                    lane.running = self._session.engine.take(Running(self._rounds.run(lane), lane.name))
+                queue = self._queues[info.id]
+                if isinstance(queue, Bucket) and queue.add(info, None) and queue.may_start:
+                    queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""

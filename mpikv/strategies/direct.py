@@ -1,9 +1,9 @@
 """The direct way of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
 
 Where a call can go this way it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
-The workers meet (hostmemory/counters): if all make the same call, they do it together, without a message; if not, the
-call goes the ordinary way, through the keys' lanes. Both ways add in the order of the ranks, so the bits do not tell
-which one it was.
+The workers find out whether all of them make the same call (hostmemory/counters). If so, they do it together, without a
+message; if not, the call goes the ordinary way, through the keys' queues. Both ways add in the order of the ranks, so
+the bits do not tell which one it was.
 
 The newest value of a key is in its place in the host's memory, once for all workers; or, after a call that added in
 place, in the arrays of that call, until a push of another kind brings it home.
@@ -27,7 +27,7 @@ from mpikv.collectives.shared import Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
 from mpikv.engine.request import Predicate
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.counters import Meeting, digest, history_hash
+from mpikv.hostmemory.counters import CallCounters, digest, history_hash
 from mpikv.hostmemory.segment import aligned
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
@@ -39,32 +39,32 @@ from mpikv.strategies.arguments import flattened
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_calls import KeyCall
-from mpikv.strategies.lanes import Lane
+from mpikv.strategies.queues import RoundQueue
 
 
 class Direct:
     """The direct way of one worker."""
 
-    def __init__(self, session: Workers, places: HostKeys, lanes: Mapping[int, Lane], owner: Owner) -> None:
+    def __init__(self, session: Workers, places: HostKeys, queues: Mapping[int, RoundQueue], owner: Owner) -> None:
         self._session = session
         memory = places.memory
         assert places.slots is not None
         self._places, self._slots = places, places.slots
-        self._lanes = lanes
+        self._queues = queues
         self._owner = owner
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._meeting = Meeting(
+        self._counters = CallCounters(
             memory,
             step=session.engine.step,
             crowded=memory.threads or memory.size > cores,
             yield_=_let_threads_run if memory.threads else os.sched_yield,
         )
-        self._executor = Executor(self._meeting, self._wait)
+        self._executor = Executor(self._counters, self._wait)
         self._lock = threading.Lock()
         self._clock = 0  # counts calls and pushes, to tell which was the last
         self._turn = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
-        self.pushes_elsewhere = 0  # changes whenever a lane has changed a value
+        self.pushes_elsewhere = 0  # changes whenever a queue has changed a value
         self.epoch = 0  # changes with the optimizers: calls made before are of no use
         self._numbers: dict[int, int] = {}  # slot -> number of its attributes in this call
         self._current: DirectCall | None = None
@@ -103,19 +103,19 @@ class Direct:
 
     # --- keys
 
-    def pushed(self, lane: Lane) -> None:
-        """A push of the lane's key that goes through the lane, before the others can learn of it."""
-        self._meeting.pushed(lane.calls.digest, 1)
-        self._bring_home(lane)
+    def pushed(self, queue: RoundQueue) -> None:
+        """A push of the queue's key that goes through the queue, before the others can learn of it."""
+        self._counters.pushed(queue.calls.digest, 1)
+        self._bring_home(queue)
         self.pushes_elsewhere += 1
 
-    def _bring_home(self, lane: Lane) -> None:
+    def _bring_home(self, queue: RoundQueue) -> None:
         """Where the newest value is in the arrays of a call, copy it to the key's place. All workers write the same."""
-        array = lane.calls.array()
+        array = queue.calls.array()
         if array is not None:
-            lane.own[...] = array
+            queue.own[...] = array
         self._clock += 1
-        lane.calls.at_home = self._clock
+        queue.calls.at_home = self._clock
 
     # --- calls
 
@@ -123,9 +123,9 @@ class Direct:
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> DirectCall | None:
         """A call with one array per key; None where it cannot go the direct way."""
-        lanes = [self._lanes[info.id] for info in infos]
+        queues = [self._queues[info.id] for info in infos]
         flat = flattened(infos, values, outs)
-        if flat is None or any(lane.shared is None for lane in lanes):
+        if flat is None or any(queue.shared is None for queue in queues):
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
@@ -141,63 +141,65 @@ class Direct:
         if kind == "in place":
             plan = always(in_place(self._places, replicas, op))
         elif kind == "staged":
-            plan = staged_plan(self._slots, regions(self._places, lanes, flat), op)
+            plan = staged_plan(self._slots, regions(self._places, queues, flat), op)
         else:
-            plan = self._update(lanes, flat, replicas)
+            plan = self._update(queues, flat, replicas)
         offset_of = self._places.memory.offset_of
         places = [None if one is None or kind == "staged" else offset_of(one[0]) for one in replicas]
-        call = DirectCall(self, kind, lanes, plan, digest(kind, [info.id for info in infos], places, op.name))
+        call = DirectCall(self, kind, queues, plan, digest(kind, [info.id for info in infos], places, op.name))
         call.slots = sorted({self._session.slot_of(info) for info in infos})
-        call.hash = history_hash(lane.calls.digest for lane in lanes)
+        call.hash = history_hash(queue.calls.digest for queue in queues)
         if kind == "in place":
             call.values = {info.id: value for info, (value, _) in zip(infos, flat, strict=True)}
-        for lane in lanes:
-            lane.calls.kept.append(call)
+        for queue in queues:
+            queue.calls.kept.append(call)
         return call
 
     def release(self, call: DirectCall) -> None:
         """The call's arrays are forgotten: values that are only there go home."""
-        for lane in call.lanes:
-            if lane.calls.newest is call:
-                self._bring_home(lane)
+        for queue in call.queues:
+            if queue.calls.newest is call:
+                self._bring_home(queue)
             elif not call.values:  # it has written to the key's place
-                lane.calls.at_home = max(lane.calls.at_home, call.last)
-            lane.calls.released_rounds += call.rounds
-            lane.calls.kept.remove(call)
+                queue.calls.at_home = max(queue.calls.at_home, call.last)
+            queue.calls.released_rounds += call.rounds
+            queue.calls.kept.remove(call)
         call.rounds = 0
 
     def reset(self) -> None:
         """Optimizers change: calls prepared so far are of no use, and every value goes home."""
-        for lane in self._lanes.values():
-            self._bring_home(lane)
+        for queue in self._queues.values():
+            self._bring_home(queue)
         self.epoch += 1
         self.pushes_elsewhere += 1
 
     def _update(
         self,
-        lanes: Sequence[Lane],
+        queues: Sequence[RoundQueue],
         flat: Sequence[tuple[HostArray, tuple[HostArray, ...]]],
         replicas: Sequence[list[HostArray] | None],
     ) -> Callable[[int], Plan]:
         me, keys = self._places.rank, []
-        longest = max((lane.bounds[me + 1] - lane.bounds[me]) * sum_dtype(lane.info.dtype).itemsize for lane in lanes)
+        longest = max(
+            (queue.bounds[me + 1] - queue.bounds[me]) * sum_dtype(queue.info.dtype).itemsize for queue in queues
+        )
         self.scratch(longest, np.dtype(np.uint8))  # before views of it are taken
-        for lane, (value, outs), shared in zip(lanes, flat, replicas, strict=True):
+        for queue, (value, outs), shared in zip(queues, flat, replicas, strict=True):
             if not value.size:
                 continue
             values: Sequence[HostArray | None] = shared or [
                 value if rank == me else None for rank in range(self._places.size)
             ]
-            keys.append(Update(values, lane.own, outs, lane.bounds, self._applier(lane)))
+            keys.append(Update(values, queue.own, outs, queue.bounds, self._applier(queue)))
         return always(update_plan(self._slots, keys, self.scratch))
 
-    def _applier(self, lane: Lane) -> Callable[[HostArray], None]:
+    def _applier(self, queue: RoundQueue) -> Callable[[HostArray], None]:
         me = self._places.rank
-        own = lane.own[lane.bounds[me] : lane.bounds[me + 1]]
-        slot = self._session.slot_of(lane.info)
+        own = queue.own[queue.bounds[me] : queue.bounds[me + 1]]
+        slot = self._session.slot_of(queue.info)
 
         def apply(total: HostArray) -> None:
-            self._owner.apply(lane.info, own, total, (0, self._numbers[slot]))
+            self._owner.apply(queue.info, own, total, (0, self._numbers[slot]))
 
         return apply
 
@@ -219,7 +221,7 @@ class Direct:
                 label = self._number_attributes(call)  # may raise, so before the others count on this worker
             self._executor.begin(plan)
             try:
-                together = self._meeting.meet(call.digest + label)
+                together = self._counters.together(call.digest + label)
             except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
                 self._failure = error
                 self._session.engine.interrupted("pushpull", error)
@@ -239,7 +241,7 @@ class Direct:
                     self._clock += 1
                     call.last = self._clock
                     call.rounds += 1
-                    self._meeting.part(call.hash, call.n_keys)
+                    self._counters.end(call.hash, call.n_keys)
             self._session.control.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
@@ -267,8 +269,8 @@ class Direct:
 
     def _wait(self, test: Callable[[], bool]) -> None:
         assert self._current is not None
-        lane = self._current.lanes[0]
-        waiting = Waiting("pushpull", lane.info.key, lane.info.id)
+        queue = self._current.queues[0]
+        waiting = Waiting("pushpull", queue.info.key, queue.info.id)
         self._session.wait(Pending(Predicate(test), waiting))
 
 
@@ -279,20 +281,20 @@ class DirectCall(KeyCall):
         self,
         direct: Direct,
         kind: str,
-        lanes: Sequence[Lane],
+        queues: Sequence[RoundQueue],
         plan: Callable[[int], Plan],
         digest_: int,
     ) -> None:
         super().__init__()
         self._direct = direct
         self.kind = kind
-        self.name = f"pushpull of key {shown(lanes[0].info.key)}"  # for a stall report
-        self.lanes = lanes
+        self.name = f"pushpull of key {shown(queues[0].info.key)}"  # for a stall report
+        self.queues = queues
         self.plan = plan
         self.digest = digest_
         self.hash = 0
         self.slots: list[int] = []  # of the optimizers of its keys
-        self.n_keys = len(lanes)
+        self.n_keys = len(queues)
         self._checked = -1
         self._epoch = direct.epoch
 
@@ -302,10 +304,10 @@ class DirectCall(KeyCall):
         return self._epoch == self._direct.epoch
 
     def ready(self) -> bool:
-        """Whether nothing is under way in the lanes of its keys."""
+        """Whether nothing is under way in the queues of its keys."""
         if self._checked == self._direct.pushes_elsewhere:
             return True
-        if not all(lane.idle for lane in self.lanes):
+        if not all(queue.idle for queue in self.queues):
             return False
         self._checked = self._direct.pushes_elsewhere
         return True

@@ -29,23 +29,23 @@ def in_place(places: HostKeys, replicas: Sequence[list[HostArray] | None], op: R
     return in_place_plan(places.rank, joined, op)
 
 
-def regions(places: HostKeys, lanes: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:
+def regions(places: HostKeys, queues: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:
     """The keys in the order of their places; those side by side are one region, with gaps up to the cache line."""
-    order = sorted(range(len(lanes)), key=lambda i: lanes[i].shared.place.value_bytes)
+    order = sorted(range(len(queues)), key=lambda i: queues[i].shared.place.value_bytes)
     found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
     end = -1
     for i in order:
-        lane, (value, outs) = lanes[i], flat[i]
+        queue, (value, outs) = queues[i], flat[i]
         if value.size == 0:
             continue
-        gap = lane.shared.place.value_bytes - end
+        gap = queue.shared.place.value_bytes - end
         if found and found[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
             if gap:
                 found[-1][2].append(Piece(gap // value.itemsize, None, ()))
         else:
-            found.append((lane.shared.place.value_bytes, value.dtype, []))
+            found.append((queue.shared.place.value_bytes, value.dtype, []))
         found[-1][2].append(Piece(value.size, value, outs))
-        end = lane.shared.place.value_bytes + value.nbytes
+        end = queue.shared.place.value_bytes + value.nbytes
     return [
         Region(places.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
         for begin, dtype, pieces in found

@@ -4,9 +4,10 @@ A transport over another one, for a store with servers. Between ranks that share
 three ways, of which the receiver need not know:
 
 - short: behind its record, in a ring (rings.py); copied in and out.
-- in shared memory already: the record says where, and the receiver reads it there (*lent*). Sent once it says it has.
+- in shared memory already: the record says where, and the receiver reads it there (*by reference*). The message is sent
+  when the receiver says that it has read it.
 - long: the record announces it. When the receiver wants it, it is copied into the sender's *slots*, piece by piece, and
-  lent from there. A few that find a slot free are copied at once, without being asked for.
+  read there by reference. A few that find a slot free are copied at once, without being asked for.
 
 `borrow` receives without a copy: the receiver reads from the sender's memory until it gives it back. So a server adds
 gradients where the workers have put them, and the workers copy values from where the server has them.
@@ -14,8 +15,8 @@ gradients where the workers have put them, and the workers copy values from wher
 Slots are so many that a long message that is wanted always gets one: receivers hold at most `HELD` of one sender, and
 `EAGER` may lie unread with receivers that do not want them yet.
 
-Cost: a record for a short message, two for a lent one, four for a long one; nothing of MPI. A slot's copy stays in the
-cache. Memory: one ring in each direction for every pair that talks; `EAGER + 1 + HELD` slots for each receiver.
+Cost: a record for a short message, two for one by reference, four for a long one; nothing of MPI. A slot's copy stays
+in the cache. Memory: one ring in each direction for every pair that talks; `EAGER + 1 + HELD` slots for each receiver.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.rings import LONGEST_BYTES, Reader, Writer, ring_begin, rings_bytes
 from mpikv.hostmemory.segment import HostMemory
-from mpikv.hostmemory.waker import Bell, bells_bytes
+from mpikv.hostmemory.waker import Waker, waker_bytes
 from mpikv.transports.base import Incoming, Transport
 from mpikv.transports.memory_requests import Arrived, Backlogged, Receiving, Sending
 
-MESSAGE, LENT, ANNOUNCED, WANTED, READ = 1, 2, 3, 4, 5
-LENT_BYTES = 1 << 14  # copying less in and out costs less than the record that says it has been read
+MESSAGE, REFERENCE, ANNOUNCED, WANTED, READ = 1, 2, 3, 4, 5
+REFERENCE_BYTES = 1 << 14  # copying less in and out costs less than the record that says it has been read
 EAGER = 2
 HELD = 4
 LEAST_SLOT_BYTES, MOST_SLOT_BYTES = 1 << 18, 1 << 22  # slots should stay in the cache, and pieces be few
@@ -71,9 +72,9 @@ class LocalTransport:
         self.sent_messages = 0  # through memory, counted since the start
         self.sent_bytes = 0
         self.copied_bytes = 0  # in and out, by this rank
-        self.bell = Bell(memory)
+        self.waker = Waker(memory)
         self._place = {rank: place for place, rank in enumerate(here)}
-        begin, n = bells_bytes(memory.size), memory.size
+        begin, n = waker_bytes(memory.size), memory.size
         me = self._place[inner.rank]
         self._writers = {rank: Writer(memory, ring_begin(begin, n, me, self._place[rank])) for rank in peers}
         self._readers = {rank: Reader(memory, ring_begin(begin, n, self._place[rank], me)) for rank in peers}
@@ -85,7 +86,7 @@ class LocalTransport:
         taken = [self.segment.take(self._slot_bytes) for _ in range(EAGER + 1 + HELD * max(1, receivers))]
         self._slots = [slot for slot in taken if slot is not None]
         self._number = 0
-        self._sendings: dict[int, Sending] = {}  # lent or announced, by number
+        self._sendings: dict[int, Sending] = {}  # by reference or announced, by number
         self._slots_out: dict[int, deque[HostArray]] = {}  # that hold pieces of a message, in order, by number
         self._eager: set[int] = set()
         self._wanted: deque[int] = deque()
@@ -93,7 +94,7 @@ class LocalTransport:
         self._posted: dict[tuple[int, int], deque[Receiving]] = {}
         self._pieces: dict[tuple[int, int], Receiving] = {}  # by source and number
         self._boxes: dict[tuple[int, int], deque[Arrived]] = {}
-        self.bell.waiting = self._waiting
+        self.waker.waiting = self._waiting
 
     # --- what it is
 
@@ -121,7 +122,7 @@ class LocalTransport:
         n_bytes = data.size
         self.sent_messages += 1
         self.sent_bytes += n_bytes
-        offset = self.memory.offset_of(data) if n_bytes > LENT_BYTES else None
+        offset = self.memory.offset_of(data) if n_bytes > REFERENCE_BYTES else None
         if offset is None and n_bytes <= LONGEST_BYTES:
             self.copied_bytes += n_bytes
             return self._put(dest, MESSAGE, tag, 0, 0, data.data) or _DONE
@@ -129,22 +130,22 @@ class LocalTransport:
         name = tag * NUMBERS + number
         if offset is not None:
             sending = self._sendings[number] = Sending(self, dest, data)
-            self._put(dest, LENT, name, offset, n_bytes)
+            self._put(dest, REFERENCE, name, offset, n_bytes)
             return sending
         if n_bytes <= self._slot_bytes and len(self._eager) < EAGER and self._slots:
             self._eager.add(number)
-            self._lend_copy(dest, name, data)
+            self._refer_to_copy(dest, name, data)
             return _DONE
         sending = self._sendings[number] = Sending(self, dest, data)
         self._put(dest, ANNOUNCED, name, n_bytes)
         return sending
 
-    def _lend_copy(self, dest: int, name: int, piece: HostArray) -> None:
+    def _refer_to_copy(self, dest: int, name: int, piece: HostArray) -> None:
         slot = self._slots.pop()
         slot[: piece.size] = piece
         self.copied_bytes += piece.size
         self._slots_out.setdefault(name % NUMBERS, deque()).append(slot)
-        self._put(dest, LENT, name, self.memory.offset_of(slot) or 0, piece.size)
+        self._put(dest, REFERENCE, name, self.memory.offset_of(slot) or 0, piece.size)
 
     def _fill(self) -> None:
         """Copy pieces of wanted messages into free slots."""
@@ -152,7 +153,7 @@ class LocalTransport:
             number = self._wanted[0]
             sending = self._sendings[number]
             piece = sending.data[sending.at : sending.at + self._slot_bytes]
-            self._lend_copy(sending.dest, number, piece)
+            self._refer_to_copy(sending.dest, number, piece)
             sending.at += piece.size
             if sending.at == sending.data.size:
                 sending.done = True
@@ -164,7 +165,7 @@ class LocalTransport:
     ) -> Backlogged | None:
         backlog = self._backlog.get(dest)
         if backlog is None and self._writers[dest].put(kind, a, b, c, payload):
-            self.bell.ring(self._place[dest])
+            self.waker.wake_sleeper(self._place[dest])
             return None
         waiting = Backlogged(self, (kind, a, b, c, payload))
         self._backlog.setdefault(dest, deque()).append(waiting)
@@ -177,7 +178,7 @@ class LocalTransport:
             while backlog and self._writers[dest].put(*backlog[0].record):
                 backlog.popleft().done = True
             if len(backlog) < before:
-                self.bell.ring(self._place[dest])
+                self.waker.wake_sleeper(self._place[dest])
             if not backlog:
                 del self._backlog[dest]
 
@@ -231,9 +232,9 @@ class LocalTransport:
         if arrived.data is not None:
             self.copied_bytes += arrived.n_bytes
             receiving.take(arrived.data)
-        elif arrived.lent >= 0:
+        elif arrived.referred >= 0:
             self._pieces[source, number] = receiving
-            view = self.memory.array(arrived.lent, arrived.n_bytes, np.dtype(np.uint8))
+            view = self.memory.array(arrived.referred, arrived.n_bytes, np.dtype(np.uint8))
             self._piece(receiving, source, number, view)
         else:
             self._pieces[source, number] = receiving
@@ -265,13 +266,13 @@ class LocalTransport:
                 return
             data = np.frombuffer(payload, np.uint8).copy()
             self._arrived(source, a, Arrived(self, source, data.size, data=data))
-        elif kind == LENT:
+        elif kind == REFERENCE:
             tag, number = divmod(a, NUMBERS)
             pieces = self._pieces.get((source, number))
             if pieces is not None:
                 self._piece(pieces, source, number, self.memory.array(b, c, np.dtype(np.uint8)))
             else:
-                self._arrived(source, tag, Arrived(self, source, c, number=number, lent=b))
+                self._arrived(source, tag, Arrived(self, source, c, number=number, referred=b))
         elif kind == ANNOUNCED:
             tag, number = divmod(a, NUMBERS)
             self._arrived(source, tag, Arrived(self, source, b, number=number))
@@ -283,7 +284,7 @@ class LocalTransport:
 
     def _piece(self, receiving: Receiving, source: int, number: int, piece: HostArray) -> None:
         if receiving.buf is None and piece.size == receiving.n_bytes:
-            receiving.lend(piece, partial(self._put, source, READ, number))
+            receiving.refer(piece, partial(self._put, source, READ, number))
         else:
             self.copied_bytes += piece.size
             receiving.take(piece)
@@ -317,7 +318,7 @@ class LocalTransport:
 
     def close(self) -> None:
         """Give back what it holds; the transport below stays."""
-        self.bell.close()
+        self.waker.close()
 
 
 def local_transport(
@@ -333,7 +334,7 @@ def local_transport(
     peers = set(servers_here if inner.rank in workers_here else ()) | set(
         workers_here if inner.rank in servers_here else ()
     )
-    room = (memory.n_bytes - bells_bytes(len(here)) - rings_bytes(len(here))) // len(here)
+    room = (memory.n_bytes - waker_bytes(len(here)) - rings_bytes(len(here))) // len(here)
     if not peers or room < 2 * MOST_SLOT_BYTES * (EAGER + 1 + HELD * len(servers_here)):
         return None
     return LocalTransport(inner, memory, here, sorted(peers), slot_bytes=slot_bytes, receivers=len(servers_here))

@@ -44,7 +44,7 @@ class Backlogged:
 
 
 class Sending:
-    """A message that is lent, or waits to be wanted."""
+    """A message that is read by reference, or waits until its receiver wants it."""
 
     __slots__ = ("_transport", "at", "data", "dest", "done")
 
@@ -91,8 +91,8 @@ class Receiving:
         self._at = end
         self.done = end == self.n_bytes
 
-    def lend(self, view: HostArray, give_back: Callable[[], object]) -> None:
-        """All of it, in the sender's memory."""
+    def refer(self, view: HostArray, give_back: Callable[[], object]) -> None:
+        """Take all of it by reference: it is in the sender's memory, until `give_back` is called."""
         self.view, self._give_back, self.done = view, give_back, True
 
     def release(self) -> None:
@@ -103,9 +103,9 @@ class Receiving:
 
 
 class Arrived:
-    """A message that nobody has asked for yet: its bytes, or where they are lent, or only its length."""
+    """A message that nobody has asked for yet: its bytes, or where they are in the memory, or only its length."""
 
-    __slots__ = ("_transport", "data", "lent", "n_bytes", "number", "source")
+    __slots__ = ("_transport", "data", "n_bytes", "number", "referred", "source")
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ class Arrived:
         *,
         number: int = 0,
         data: HostArray | None = None,
-        lent: int = -1,
+        referred: int = -1,
     ) -> None:
         self._transport = transport
         self.source = source
         self.n_bytes = n_bytes
         self.number = number
         self.data = data  # (n_bytes,) of uint8, nobody else's
-        self.lent = lent  # offset in the memory, -1: it is not
+        self.referred = referred  # offset in the memory, -1: it is not
 
     def receive(self, buf: HostArray) -> Request:
         """Receive into `buf`, contiguous, of `n_bytes` bytes."""

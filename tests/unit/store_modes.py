@@ -24,9 +24,9 @@ BOUND = 8  # elements from which on a key is cut over all servers
 
 @contextlib.contextmanager
 def long_messages() -> Iterator[None]:
-    """Let every message through memory be a long one: lent, or announced and cut, in rings that are full at once."""
+    """Let each message through memory be a long one, by reference or announced and cut, in rings that are soon full."""
     with (
-        mock.patch.multiple(through_memory, LENT_BYTES=8, LONGEST_BYTES=24, LEAST_SLOT_BYTES=64),
+        mock.patch.multiple(through_memory, REFERENCE_BYTES=8, LONGEST_BYTES=24, LEAST_SLOT_BYTES=64),
         mock.patch.multiple(rings, RING_BYTES=1024),
     ):
         yield

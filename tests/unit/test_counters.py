@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikv.hostmemory import counters as module
-from mpikv.hostmemory.counters import FILLED, SUMMED, Meeting, digest, history_hash
+from mpikv.hostmemory.counters import FILLED, SUMMED, CallCounters, digest, history_hash
 from mpikv.hostmemory.segment import private_memory
 
 STEPS = 50_000  # far more than any schedule takes that ends
@@ -115,7 +115,7 @@ class Words:
         self._world.buffers[self._rank].append((index, value))
 
 
-def meetings(world: Interleaving, patience: list[int], patch: pytest.MonkeyPatch) -> list[Meeting]:
+def counters(world: Interleaving, patience: list[int], patch: pytest.MonkeyPatch) -> list[CallCounters]:
     """patience: how often each rank yields before it gives up."""
     patch.setattr(module, "fence", lambda: world.flush(world.current))
     patch.setattr(module, "CROWDED_POLLS", 2)
@@ -124,7 +124,7 @@ def meetings(world: Interleaving, patience: list[int], patch: pytest.MonkeyPatch
         patch.setattr(module, "CROWDED_YIELDS", patience[rank])
         memory = SimpleNamespace(rank=rank, size=world.size, words=lambda offset, count, rank=rank: world.words(rank))
         made.append(
-            Meeting(
+            CallCounters(
                 memory,
                 step=lambda: False,
                 crowded=True,
@@ -139,7 +139,7 @@ def key_digest(key: int) -> int:
     return digest("key", key)
 
 
-def play(world: Interleaving, ranks: list[Meeting], keys: list[int], calls: list[list[tuple[str, list[int]]]]):
+def play(world: Interleaving, ranks: list[CallCounters], keys: list[int], calls: list[list[tuple[str, list[int]]]]):
     """Each rank makes its calls, (how, positions in `keys`): 'wait' as pushpull, 'push' as push_async.
 
     Returns for each rank and position how it was pushed: () alone, else the positions of the common call in order.
@@ -147,20 +147,20 @@ def play(world: Interleaving, ranks: list[Meeting], keys: list[int], calls: list
     pushed = [[0] * len(keys) for _ in ranks]  # by rank and position, for the waits of calls that did not meet
 
     def body(rank: int) -> list[tuple[int, ...]]:
-        meeting = ranks[rank]
+        counters = ranks[rank]
         log: list[tuple[int, ...]] = [(-1,)] * len(keys)
         for how, positions in calls[rank]:
             hashes = [key_digest(keys[position]) for position in positions]
             call = digest(
                 "staged", [keys[position] for position in positions], [position * 64 for position in positions]
             )
-            if how == "wait" and meeting.meet(call):
+            if how == "wait" and counters.together(call):
                 for position in positions:
                     log[position] = tuple(positions)
-                meeting.part(history_hash(hashes), len(hashes))
+                counters.end(history_hash(hashes), len(hashes))
                 continue
             for position, hash_ in zip(positions, hashes, strict=True):
-                meeting.pushed(hash_, 1)
+                counters.pushed(hash_, 1)
                 pushed[rank][position] = 1
                 log[position] = ()
             while how == "wait" and not all(one[position] for one in pushed for position in positions):
@@ -196,7 +196,7 @@ def test_all_decide_alike_and_nobody_waits_for_ever(data, seed):
     patience = [data.draw(st.sampled_from([0, 1, 2, 5, 20, 1000])) for _ in range(size)]
     world = Interleaving(size, seed)
     with pytest.MonkeyPatch.context() as patch:
-        logs = play(world, meetings(world, patience, patch), keys, calls)
+        logs = play(world, counters(world, patience, patch), keys, calls)
     assert all(log == logs[0] for log in logs), (logs, calls, patience)
     assert (-1,) not in logs[0]
 
@@ -210,7 +210,7 @@ def test_ranks_that_make_the_same_calls_and_are_patient_always_meet(size, seed, 
     keys = [position % 3 for position in range(bounds[-1])]
     world = Interleaving(size, seed)
     with pytest.MonkeyPatch.context() as patch:
-        logs = play(world, meetings(world, [10**6] * size, patch), keys, [calls] * size)
+        logs = play(world, counters(world, [10**6] * size, patch), keys, [calls] * size)
     expected = [tuple(positions) for _, positions in calls for _ in positions]
     assert logs == [expected] * size
 
@@ -222,17 +222,17 @@ def test_after_a_withdrawal_they_meet_again(size, seed, impatient):
     calls = [("wait", [position]) for position in range(4)]
     world = Interleaving(size, seed)
     with pytest.MonkeyPatch.context() as patch:
-        ranks = meetings(world, [10**6] * size, patch)
+        ranks = counters(world, [10**6] * size, patch)
         hasty = ranks[impatient % size]
         hasty._yields = range(0)
-        meet = hasty.meet
+        meet = hasty.together
 
         def first_hastily(call: int) -> bool:
             together = meet(call)
             hasty._yields = range(10**6)
             return together
 
-        hasty.meet = first_hastily  # type: ignore[method-assign]
+        hasty.together = first_hastily  # type: ignore[method-assign]
         logs = play(world, ranks, [0, 1, 0, 1], [calls] * size)
     assert logs[0][0] in ((), (0,))
     assert logs == [[logs[0][0], (1,), (2,), (3,)]] * size
@@ -244,7 +244,7 @@ def test_a_missing_barrier_would_be_found():
     def agree(seed: int) -> bool:
         world = Interleaving(2, seed)
         with pytest.MonkeyPatch.context() as patch:
-            ranks = meetings(world, [0, 0], patch)
+            ranks = counters(world, [0, 0], patch)
             patch.setattr(module, "fence", lambda: None)
             try:
                 logs = play(world, ranks, [0, 1], [[("wait", [0]), ("wait", [1])]] * 2)
@@ -259,9 +259,9 @@ def test_a_missing_barrier_would_be_found():
 
 
 def on_threads(size: int, body, *, patience_s: float = 0.25):
-    """`body(meeting)` on a thread per rank; the results in rank order."""
+    """`body(counters)` on a thread per rank; the results in rank order."""
     made = [
-        Meeting(memory, step=lambda: False, crowded=True, yield_=lambda: time.sleep(0), patience_s=patience_s)
+        CallCounters(memory, step=lambda: False, crowded=True, yield_=lambda: time.sleep(0), patience_s=patience_s)
         for memory in private_memory(size)
     ]
     results: list = [None] * size
@@ -287,12 +287,12 @@ def on_threads(size: int, body, *, patience_s: float = 0.25):
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_late_rank_is_waited_for(size, late):
-    def body(meeting):
-        if meeting.rank == late:
+    def body(counters):
+        if counters.rank == late:
             time.sleep(0.05)
-        together = meeting.meet(digest("call"))
+        together = counters.together(digest("call"))
         if together:
-            meeting.part(digest("a"), 1)
+            counters.end(digest("a"), 1)
         return together
 
     assert on_threads(size, body, patience_s=20) == [True] * size
@@ -300,8 +300,8 @@ def test_a_late_rank_is_waited_for(size, late):
 
 @pytest.mark.parametrize("absent", [0, 1, 2])
 def test_who_does_not_come_is_not_waited_for_for_ever(absent):
-    def body(meeting):
-        return None if meeting.rank == absent else meeting.meet(digest("call"))
+    def body(counters):
+        return None if counters.rank == absent else counters.together(digest("call"))
 
     assert on_threads(3, body, patience_s=0.02) == [None if rank == absent else False for rank in range(3)]
 
@@ -310,17 +310,17 @@ def test_who_does_not_come_is_not_waited_for_for_ever(absent):
 def test_another_call_or_another_history_ends_the_wait_at_once(other):
     """Before the patience of a minute is over."""
 
-    def another_call(meeting):
-        together = meeting.meet(digest("other" if meeting.rank == other else "call"))
-        meeting.pushed(digest("a"), 1)
+    def another_call(counters):
+        together = counters.together(digest("other" if counters.rank == other else "call"))
+        counters.pushed(digest("a"), 1)
         return together
 
-    def gone_past(meeting):
-        if meeting.rank == other:
-            meeting.pushed(digest("a"), 1)
+    def gone_past(counters):
+        if counters.rank == other:
+            counters.pushed(digest("a"), 1)
             return False
-        together = meeting.meet(digest("call"))
-        meeting.pushed(digest("a"), 1)
+        together = counters.together(digest("call"))
+        counters.pushed(digest("a"), 1)
         return together
 
     for body in (another_call, gone_past):
@@ -328,27 +328,27 @@ def test_another_call_or_another_history_ends_the_wait_at_once(other):
 
 
 def test_the_order_of_earlier_pushes_does_not_matter_but_what_was_pushed_does():
-    def body(meeting, keys):
-        for key in keys[meeting.rank]:
-            meeting.pushed(digest("key", key), 1)
-        return meeting.meet(digest("call"))
+    def body(counters, keys):
+        for key in keys[counters.rank]:
+            counters.pushed(digest("key", key), 1)
+        return counters.together(digest("call"))
 
     same = ["abca", "acba", "aabc"]
-    assert on_threads(3, lambda meeting: body(meeting, same), patience_s=20) == [True] * 3
+    assert on_threads(3, lambda counters: body(counters, same), patience_s=20) == [True] * 3
     for others in (["ab", "ab", "ac"], ["ac", "ab", "ab"], ["aab", "abb", "aab"]):
-        assert on_threads(3, lambda meeting, others=others: body(meeting, others), patience_s=0.05) == [False] * 3
+        assert on_threads(3, lambda counters, others=others: body(counters, others), patience_s=0.05) == [False] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_real_threads_with_little_patience_decide_alike(size):
-    def body(meeting):
-        naps = random.Random(meeting.rank)
+    def body(counters):
+        naps = random.Random(counters.rank)
         decided = []
         for i in range(150):
             time.sleep(naps.choice([0, 0, 0, 0.0005, 0.002]))
-            together = meeting.meet(digest("call", i % 3))
+            together = counters.together(digest("call", i % 3))
             decided.append(together)
-            (meeting.part if together else meeting.pushed)(digest("key", i % 3), 1)
+            (counters.end if together else counters.pushed)(digest("key", i % 3), 1)
         return decided
 
     results = on_threads(size, body, patience_s=0.001)
@@ -359,7 +359,7 @@ def test_steps_inside_a_call():
     """Who has waited for a step sees what the others wrote before it."""
     values = [0] * 4
 
-    def body(meeting):
+    def body(counters):
         def wait(test):
             deadline = time.monotonic() + 20
             while not test():
@@ -368,12 +368,12 @@ def test_steps_inside_a_call():
 
         seen = []
         for step in range(1, 60):
-            values[meeting.rank] = step
-            meeting.reach(FILLED, step)
-            meeting.wait_all(FILLED, step, wait)
+            values[counters.rank] = step
+            counters.reach(FILLED, step)
+            counters.wait_all(FILLED, step, wait)
             seen.append(tuple(values) == (step,) * 4)
-            meeting.reach(SUMMED, step)
-            meeting.wait_all(SUMMED, step, wait)
+            counters.reach(SUMMED, step)
+            counters.wait_all(SUMMED, step, wait)
         return all(seen)
 
     assert on_threads(4, body) == [True] * 4
@@ -382,8 +382,8 @@ def test_steps_inside_a_call():
 def test_a_wait_that_takes_long_is_handed_over():
     """To whoever knows the time limit; what that raises reaches the caller."""
 
-    def body(meeting):
-        if meeting.rank == 1:
+    def body(counters):
+        if counters.rank == 1:
             return None
 
         def wait(test):
@@ -391,7 +391,7 @@ def test_a_wait_that_takes_long_is_handed_over():
             raise TimeoutError
 
         with pytest.raises(TimeoutError):
-            meeting.wait_all(SUMMED, 1, wait)
+            counters.wait_all(SUMMED, 1, wait)
         return True
 
     assert on_threads(2, body) == [True, None]

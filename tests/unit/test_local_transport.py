@@ -19,9 +19,9 @@ from store_modes import long_messages
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.segment import private_memory
-from mpikv.hostmemory.waker import Bell
+from mpikv.hostmemory.waker import Waker
 from mpikv.transports import memory
-from mpikv.transports.memory import EAGER, HELD, LENT_BYTES, LONGEST_BYTES, local_transport, ranks_here
+from mpikv.transports.memory import EAGER, HELD, LONGEST_BYTES, REFERENCE_BYTES, local_transport, ranks_here
 from mpikv.transports.threads import Fabric
 
 SLOT_BYTES = memory.LEAST_SLOT_BYTES
@@ -106,7 +106,7 @@ def test_one_message(n_bytes, first, shared):
 def test_what_is_lent_is_read_where_it_is():
     """The sender's array is free when the receiver has given it back, not before."""
     (worker, server), _ = ranks(1, 1)
-    data = worker.segment.take(LENT_BYTES + 1)
+    data = worker.segment.take(REFERENCE_BYTES + 1)
     sent = worker.isend(data, 1, 5)
     borrowed = server.borrow(data.size, 0, 5)
     settle([worker, server], [borrowed])
@@ -180,7 +180,7 @@ def test_many_messages(workers, servers, long, data):
     size = workers + servers
     hosts = data.draw(st.sampled_from([["a"] * size, ["b"] + ["a"] * (size - 1)]))
     draws = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    lengths = [0, 1, 30, 200] if long else [0, 5, LENT_BYTES + 1, LONGEST_BYTES + 1, 2 * SLOT_BYTES + 1]
+    lengths = [0, 1, 30, 200] if long else [0, 5, REFERENCE_BYTES + 1, LONGEST_BYTES + 1, 2 * SLOT_BYTES + 1]
 
     def run():
         transports, fabric = ranks(workers, servers, hosts)
@@ -276,12 +276,12 @@ def test_what_is_given_back_is_zero_and_taken_again():
     assert third.__array_interface__["data"] != first.__array_interface__["data"]
 
 
-# --- bells
+# --- wakers
 
 
 @pytest.fixture
-def bells():
-    made = [Bell(memory) for memory in private_memory(2)]
+def wakers():
+    made = [Waker(memory) for memory in private_memory(2)]
     told, barrier = [b"", b""], threading.Barrier(2)
 
     def connect(rank):
@@ -299,13 +299,13 @@ def bells():
         thread.start()
     for thread in threads:
         thread.join()
-    pipes = {os.readlink(f"/proc/self/fd/{bell._own}") for bell in made}
+    pipes = {os.readlink(f"/proc/self/fd/{waker._own}") for waker in made}
     assert len(pipes) == 2
     assert open_ends(pipes) == 6  # of each: both ends of its pipe, and the other's
     yield made
-    for bell in made:
-        bell.close()
-        bell.close()
+    for waker in made:
+        waker.close()
+        waker.close()
     assert open_ends(pipes) == 0
 
 
@@ -318,35 +318,35 @@ def open_ends(pipes):
     return count
 
 
-def test_a_bell_wakes_who_sleeps(bells):
+def test_a_bell_wakes_who_sleeps(wakers):
     ended = threading.Event()
 
     def sleep():
-        bells[0].sleep(60.0)
+        wakers[0].sleep(60.0)
         ended.set()
 
     thread = threading.Thread(target=sleep)
     thread.start()
     while not ended.wait(0.001):
-        bells[1].ring(0)
+        wakers[1].wake_sleeper(0)
     thread.join()
 
 
-def test_nobody_is_woken_who_does_not_sleep(bells):
-    bells[1].ring(0)
-    bells[0].wake_self()
-    assert select.select([bells[0]._own], [], [], 0)[0] == []
-    bells[0].sleep(0.001)  # ends by itself
+def test_nobody_is_woken_who_does_not_sleep(wakers):
+    wakers[1].wake_sleeper(0)
+    wakers[0].wake_self()
+    assert select.select([wakers[0]._own], [], [], 0)[0] == []
+    wakers[0].sleep(0.001)  # ends by itself
 
 
-def test_who_has_something_to_handle_does_not_sleep(bells):
-    bells[0].waiting = lambda: True
-    bells[0].sleep(60.0)
+def test_who_has_something_to_handle_does_not_sleep(wakers):
+    wakers[0].waiting = lambda: True
+    wakers[0].sleep(60.0)
 
 
 def test_a_bell_without_a_pipe_sleeps_its_time():
     (memory,) = private_memory(1)
-    bell = Bell(memory)
-    bell.sleep(0.001)
-    bell.ring(0)
-    bell.close()
+    waker = Waker(memory)
+    waker.sleep(0.001)
+    waker.wake_sleeper(0)
+    waker.close()

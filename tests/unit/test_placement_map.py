@@ -96,7 +96,7 @@ def test_the_store_holds_what_the_map_says(hosts: list[str], servers: int) -> No
         strategy = store.strategy
         if servers:
             return {key: list(strategy._keys[key].placement.shards) for key in range(len(shapes))}
-        return {key: list(strategy._lanes[key].bounds) for key in range(len(shapes))}
+        return {key: list(strategy._queues[key].bounds) for key in range(len(shapes))}
 
     found = spawn_stores("dist_sync", len(hosts) - servers, body, num_servers=servers, config=config, hosts=hosts)
     keys = plans("lenet", assign(hosts, servers), hosts, config)

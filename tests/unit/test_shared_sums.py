@@ -19,7 +19,7 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives import shared, shared_plans
 from mpikv.collectives.shared import Executor
 from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
-from mpikv.hostmemory.counters import WORDS_PER_RANK, Meeting, digest
+from mpikv.hostmemory.counters import WORDS_PER_RANK, CallCounters, digest
 from mpikv.hostmemory.segment import WORD_BYTES, aligned, private_memory
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
@@ -52,10 +52,10 @@ class Rank:
     def __init__(self, memory):
         self.memory, self.rank, self.size = memory, memory.rank, memory.size
         self.slots = Slots(memory, memory.size * WORDS_PER_RANK * WORD_BYTES)
-        self.meeting = Meeting(
+        self.counters = CallCounters(
             memory, step=lambda: False, crowded=True, yield_=lambda: time.sleep(0), patience_s=LIMIT_S
         )
-        self.executor = Executor(self.meeting, wait)
+        self.executor = Executor(self.counters, wait)
         self._free = self.slots.end
         self._turn = 0
 
@@ -76,12 +76,12 @@ class Rank:
         """plan_of: a plan, or a function of the turn that returns one."""
         plan = plan_of(self._turn) if callable(plan_of) else plan_of
         self.executor.begin(plan)
-        assert self.meeting.meet(digest("call"))
+        assert self.counters.together(digest("call"))
         self._turn ^= 1
         try:
             self.executor.finish(plan)
         finally:
-            self.meeting.part(digest("key"), 1)
+            self.counters.end(digest("key"), 1)
         return plan
 
     def staged(self, values, outs, results=None):
@@ -453,17 +453,17 @@ def test_a_call_that_did_not_take_place_leaves_no_trace():
     """What was filled in before the ranks met, or did not, is filled in anew."""
 
     def body(rank):
-        rank.meeting._patience_s = 0.001
+        rank.counters._patience_s = 0.001
         found = []
         for n in (3, 70_000):
             value, out = np.full(n, 100.0, np.float32), np.empty(n, np.float32)
             plan = rank.staged([value], [[out]])
             turn = rank._turn
             rank.executor.begin(plan(turn))
-            assert not rank.meeting.meet(digest("mine", rank.rank, n))
-            rank.meeting.pushed(digest("key"), 1)
+            assert not rank.counters.together(digest("mine", rank.rank, n))
+            rank.counters.pushed(digest("key"), 1)
             value[:] = rank.rank + 1
-            rank.meeting._patience_s = LIMIT_S
+            rank.counters._patience_s = LIMIT_S
             rank.run(plan)
             found.append(np.unique(out).tolist())
         return found

@@ -269,8 +269,8 @@ def refused(call, *arguments: Any, **named: Any) -> str:
 
 def owned(store) -> list[bytes]:
     """What this worker has of the values, where no servers have them."""
-    lanes = getattr(store.strategy, "_lanes", {})
-    return [lane.value()[lane.span(info)].tobytes() for lane in lanes.values() for info in lane.keys]
+    queues = getattr(store.strategy, "_queues", {})
+    return [queue.value()[queue.span(info)].tobytes() for queue in queues.values() for info in queue.keys]
 
 
 def refused_step(way: Way, set_attributes, *, steps: int = 1, attribute: str = "learning_rate") -> None:
@@ -323,10 +323,10 @@ def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: 
     deliver, armed = AllreduceStrategy._deliver, threading.Event()
 
     def late(strategy, info, sink, waiting):
-        lane = strategy._lanes[info.id]
+        queue = strategy._queues[info.id]
         if armed.is_set() and strategy.rank == 0 and info.key == "w":
             deadline = time.monotonic() + TEST_TIMEOUT_S
-            while not lane.running.done:
+            while not queue.running.done:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
         return deliver(strategy, info, sink, waiting)

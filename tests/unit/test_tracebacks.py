@@ -164,7 +164,7 @@ def test_every_rank_tells_all_where_it_is_asked_for(told, monkeypatch: pytest.Mo
     monkeypatch.setenv("MPIKV_TRACEBACK", "full")
     waited_s, text, ended = told(2, MISTAKES["unknown parameter"][0])
     assert (waited_s, ended) == (0.0, (1, False))
-    assert "/mpikv/optimizers/base.py" in text
+    assert "/mpikv/optimizers/" in text
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""A blocking `pushpull` through the keys' lanes, straight from the caller's own arrays.
+"""A blocking `pushpull` through the keys' queues, straight from the caller's own arrays.
 
-Who waits for the end of a call leaves its arrays alone until then, so that a round can add where the values are, or
-where the result goes, in place of a copy. For large values this counts: the first use of new memory takes some times as
-long as the copy, and the link waits for it.
+A caller that blocks until the call has ended does not change its arrays meanwhile, so that a round can add where the
+values are, or where the result goes, and needs no copy. For large values this counts: the first use of new memory takes
+some times as long as the copy, and the link waits for it.
 
 Cost: no copy of a value that is pushed in place, one into the result otherwise; on a host whose workers share memory
 none but theirs (collectives/hosted).
@@ -20,7 +20,7 @@ from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Sink
-from mpikv.strategies.lanes import Bucket, Delivery, Lane, Round
+from mpikv.strategies.queues import Bucket, Delivery, Round, RoundQueue
 
 Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]
 
@@ -61,17 +61,19 @@ class Rounds:
         self._entries = []
 
 
-def lent(lane: Lane, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...]) -> tuple[Round, Sink]:
+def in_place_round(
+    queue: RoundQueue, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...]
+) -> tuple[Round, Sink]:
     """The round of a key whose caller waits for its end, and where the result is still to be written to then."""
     wire_dtype = sum_dtype(info.dtype)
-    if isinstance(lane, Bucket) or value.dtype != wire_dtype:
+    if isinstance(queue, Bucket) or value.dtype != wire_dtype:
         return Round(value.astype(wire_dtype, copy=False)), Sink(info, outs)  # copied on its way, there or here
     in_place = any(_place(value) == _place(out) for out in outs)
-    if lane.shared is not None:
-        return Round(value, lent=True, changeable=in_place, outs=outs), Sink(info, ())
+    if queue.shared is not None:
+        return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, ())
     if not in_place:
         outs[0][...] = value
-    return Round(value if in_place else outs[0], lent=True), Sink(info, outs)
+    return Round(value if in_place else outs[0], callers=True), Sink(info, outs)
 
 
 def _place(array: HostArray) -> int:

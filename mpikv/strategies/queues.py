@@ -1,8 +1,8 @@
-"""Lanes: where the rounds of a key, or of a bucket of keys, are done one after another.
+"""The queue of a key's rounds: what this worker has pushed and is done one after another, and the key's value.
 
-A push puts a round into its lane; the strategy runs the lane's generator, which takes round after round out of it. A
-bucket is a lane of several keys that lie one behind the other in one buffer: its round is complete, and leaves, when
-each of them has been pushed once more.
+A push puts a round into its queue; the strategy runs the queue's generator (round_steps.py), which takes round after
+round out of it. A bucket is a queue of several keys that lie one behind the other in one buffer: its round is complete,
+and starts, when each of them has been pushed once more.
 
 Memory: the value, one buffer for each round under way; a bucket keeps one buffer to use again.
 """
@@ -45,22 +45,22 @@ Unders = Any  # of a round: what it was pushed under, or by its number for each 
 
 
 class Round(NamedTuple):
-    """One push of a lane's values.
+    """One push of a queue's values.
 
-    values: flat, in the dtype they are added in. lent: they are an array of a caller who waits for the end, and may be
-    changed until then only where they are `changeable`. outs: arrays of the caller's that the result is written to.
-    op: what the values of all workers become.
+    values: flat, in the dtype they are added in. callers: they are the array of a caller who blocks until the round has
+    ended. The round may change such an array only where it is `changeable`. outs: arrays of the caller's that the
+    result is written to. op: what the values of all workers become.
     """
 
     values: HostArray
     under: Unders = None
-    lent: bool = False
+    callers: bool = False
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
     op: Reduction = SUM
 
 
-class Lane:
+class RoundQueue:
     """One key: its value, and the rounds this worker has pushed, done one after another."""
 
     def __init__(self, info: KeyInfo) -> None:
@@ -69,7 +69,7 @@ class Lane:
         self.own: HostArray = np.empty(info.n_elems, info.dtype)  # its value's place
         self.calls = KeyCalls(info.id)
         self.placement: Placement
-        self.queue: deque[Round] = deque()
+        self.waiting: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
@@ -106,7 +106,7 @@ class Lane:
         """Whether it has a value and nothing is under way."""
         return (
             self.has_value
-            and not self.queue
+            and not self.waiting
             and (self.running is None or (self.running.done and self.running.error is None))
         )
 
@@ -119,7 +119,7 @@ class Lane:
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
         own = self.own.nbytes if self.shared is None else self.shared.held_bytes
-        return own + sum(round_.values.nbytes for round_ in self.queue if not round_.lent)
+        return own + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
 
     def share(self, shared: HostKey) -> None:
         """Have the value in the memory of the host. Before it is set."""
@@ -129,11 +129,11 @@ class Lane:
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
-        """The keys of this lane."""
+        """The keys of this queue."""
         return (self.info,)
 
     def span(self, info: KeyInfo) -> slice:
-        """Where a key's values lie in the lane's."""
+        """Where a key's values lie in the queue's."""
         return slice(0, self.info.n_elems)
 
     def pushes_of(self, info: KeyInfo) -> int:
@@ -143,7 +143,7 @@ class Lane:
     def add(self, info: KeyInfo, round_: Round) -> bool:
         """One more push of a key; whether that completed a round."""
         self.pushed += 1
-        self.queue.append(round_)
+        self.waiting.append(round_)
         return True
 
     def labels(self, under: Unders) -> Labels:
@@ -160,7 +160,7 @@ class Lane:
         self.done += 1
 
     def reached(self, round_: int) -> bool:
-        """Whether that round is done; raises what went wrong in the lane."""
+        """Whether that round is done; raises what went wrong in the queue."""
         if self.running is not None and self.running.error is not None:
             raise self.running.error
         return self.has_value and self.done >= round_
@@ -185,8 +185,8 @@ class Lane:
         delivery.error = self.refused
 
 
-class Bucket(Lane):
-    """A lane of several keys of one dtype."""
+class Bucket(RoundQueue):
+    """A queue of several keys of one dtype."""
 
     def __init__(self, infos: Sequence[KeyInfo]) -> None:
         begins = buckets.offsets([info.n_elems for info in infos])
@@ -230,7 +230,7 @@ class Bucket(Lane):
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
         while self._open and len(self._open[0].under) == len(self._infos):
-            self.queue.append(self._open.popleft())
+            self.waiting.append(self._open.popleft())
             self.pushed += 1
             completed = True
         return completed
@@ -264,12 +264,12 @@ class Bucket(Lane):
 
 
 class Delivery:
-    """A pull: a request that is done when the lane has done its round and the value has been written out."""
+    """A pull: a request that is done when the queue has done its round and the value has been written out."""
 
-    def __init__(self, lane: Lane, info: KeyInfo, sink: Sink) -> None:
-        self.round = lane.pushes_of(info)
-        self._lane = lane
-        self._span = lane.span(info)
+    def __init__(self, queue: RoundQueue, info: KeyInfo, sink: Sink) -> None:
+        self.round = queue.pushes_of(info)
+        self._lane = queue
+        self._span = queue.span(info)
         self._sink = sink
         self._done = False
         self.error: Exception | None = None
@@ -292,12 +292,12 @@ class Delivery:
 
 
 class Reached:
-    """A request that is done when a lane has done a round."""
+    """A request that is done when a queue has done a round."""
 
-    def __init__(self, lane: Lane, round_: int) -> None:
-        self._lane = lane
+    def __init__(self, queue: RoundQueue, round_: int) -> None:
+        self._lane = queue
         self._round = round_
 
     def test(self) -> bool:
-        """Whether the round is done; raises what went wrong in the lane."""
+        """Whether the round is done; raises what went wrong in the queue."""
         return self._lane.reached(self._round)
