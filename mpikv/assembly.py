@@ -18,12 +18,12 @@ from mpikv.server.core import ServerCore
 from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.session.base import Session
+from mpikv.session.workers import Workers
 from mpikv.spec import StoreSpec
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
-from mpikv.strategies.workers import Workers
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray, dtype_named
-from mpikv.control.agreement import grouped
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.reductions import REDUCTIONS
+from mpikv.session.agreement import grouped
 
 PIECE_BYTES = 4 << 20  # bounds the memory that the store keeps for these keys
 LEAST_BYTES = 64

@@ -17,13 +17,13 @@ from mpikv import spec as store_spec
 from mpikv.assembly import assemble, local_store
 from mpikv.checks import wrong
 from mpikv.config import Config
-from mpikv.control.agreement import grouped
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign
+from mpikv.session.agreement import grouped
 from mpikv.spec import StoreSpec
 from mpikv.topology import labels
 from mpikv.transports.memory import LocalTransport

@@ -4,7 +4,7 @@ Workers push a round under labels of their own. Where these are equal, which is 
 would be without them. Where only the factors differ (`rescale_grad`: what `Trainer.step(batch_size)` sets, and what
 differs in the last, short batch of an epoch), each worker's gradient counts with its own factor: contributions are
 brought into the *units* of one factor before they are added, and the update is made with that. Any other difference is
-an error. How it is found: collectives/labelled.py, control/contests.py, and at servers server/shard.py.
+an error. How it is found: collectives/labelled.py, session/contests.py, and at servers server/shard.py.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from typing import Any
 from mpi4py import MPI
 
 from mpikv.config import Config
-from mpikv.control.agreement import grouped
 from mpikv.errors import ConfigError, StallError
 from mpikv.hostmemory import segment
 from mpikv.hostmemory.segment import HostMemory
+from mpikv.session.agreement import grouped
 from mpikv.topology import labels, pretended
 from mpikv.transports.memory import ranks_here
 from mpikv.transports.mpi import allgather_bytes, open_transport

@@ -13,7 +13,7 @@ ENDLESS = 10_000  # characters: a line is never broken, whoever reads it
 
 
 class Column(NamedTuple):
-    """title: without spaces at its ends. width: the least. left: whether texts begin, rather than end, in line."""
+    """width: the least. left: whether texts begin, rather than end, in line."""
 
     title: str
     width: int

@@ -12,7 +12,7 @@ the server fetches it, straight from the array that it is in. A reply is the pay
 client named its tag and knows its size. The answers to several pulls of one message under one tag are one message.
 
 A control message is JSON in UTF-8; control messages are sent at `init`, barriers, errors and the end, and in a training
-step only where workers that update by themselves change attributes (control/contests.py).
+step only where workers that update by themselves change attributes (session/contests.py).
 """
 
 from __future__ import annotations

@@ -180,11 +180,12 @@ def _overlapped_s(
     costs: Costs,
 ) -> float:
     """A step in which each bucket leaves when its last gradient is there, behind those before it."""
-    free_s, end_s = 0.0, max(ready_s)
+    link_s, core_s, end_s = 0.0, 0.0, max(ready_s)
     for bucket, one, least_s in zip(found, busy, alone_s, strict=True):
-        begin_s = max(ready_s[key] for key in bucket.keys) + bucket.n_bytes * costs.copy_byte_s
-        free_s = max(begin_s, free_s) + max(one)
-        end_s = max(end_s, free_s, begin_s + least_s) + bucket.n_bytes * costs.copy_byte_s
+        begin_s, copy_s = max(ready_s[key] for key in bucket.keys), bucket.n_bytes * costs.copy_byte_s
+        link_s = max(begin_s + copy_s, link_s) + max(one[:2])
+        core_s = max(begin_s, core_s) + one.core_s
+        end_s = max(end_s, core_s, link_s + copy_s, begin_s + least_s + 2 * copy_s)
     return end_s
 
 

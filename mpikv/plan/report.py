@@ -111,8 +111,7 @@ class Table:
             Column("MB", 9),
             Column("exchange ms", 12),
             *of_step,
-            Column("", 0),
-            Column("binds", 5, left=True),
+            Column(" binds", 6, left=True),
         )
 
     def head(self) -> list[str]:
@@ -145,8 +144,7 @@ class Table:
             one.messages,
             f"{one.sent_bytes / 1e6:.2f}",
             *(f"{time_ms:.2f}" for time_ms in times_ms),
-            "",
-            f"{what} {100 * share:.0f} %",
+            f" {what} {100 * share:.0f} %",
         )
 
     @staticmethod

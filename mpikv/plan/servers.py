@@ -14,6 +14,7 @@ Not in it: the optimizer's own arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -250,15 +251,10 @@ def _start(
 
 
 def _pulls(rank: Rank, client: Client, keys: Sequence[ClientKey], arrays: _Arrays) -> Steps[None]:
-    """Pull key after key, each as soon as there are tags for its answers, as in `PsStrategy`."""
+    """Pull key after key, each as soon as there are tags for its answers."""
     for key in keys:
         items = arrays.items([key], push=False, pull=True)
-        replies = client.tags_needed(items)[0]
-
-        def enough(replies: int = replies) -> bool:
-            return client.reply_tags.allow(replies)
-
-        yield Predicate(enough)
+        yield Predicate(partial(client.allows, *client.tags_needed(items)))
         rank.start(client.exchange(wire.PULL, items, 0))
 
 

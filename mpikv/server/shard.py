@@ -17,7 +17,6 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
-from mpikv.control.contests import disagreement, factors_text, refusal
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
@@ -27,6 +26,7 @@ from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
+from mpikv.session.contests import disagreement, factors_text, refusal
 from mpikv.wire import Header
 
 

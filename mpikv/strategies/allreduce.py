@@ -21,7 +21,6 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
-from mpikv.control.contests import Labels
 from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
@@ -34,6 +33,8 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement import place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
+from mpikv.session.contests import Labels
+from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.direct import Direct
@@ -43,7 +44,6 @@ from mpikv.strategies.lane_rounds import LaneRounds
 from mpikv.strategies.lanes import Bucket, Delivery, Lane, Reached, Round, Under
 from mpikv.strategies.rounds import Rounds, lent
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import KeyEvents, Workers
 
 
 class AllreduceStrategy(DistributedStrategy):

@@ -34,12 +34,12 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
 from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
+from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.direct_plans import in_place, regions
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_calls import KeyCall
 from mpikv.strategies.lanes import Lane
-from mpikv.strategies.workers import Workers
 
 
 class Direct:

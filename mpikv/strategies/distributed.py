@@ -9,8 +9,8 @@ from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key, KeyInfo
 from mpikv.reductions import Reduction
+from mpikv.session.workers import Workers
 from mpikv.strategies.base import PreparedCall, Updater
-from mpikv.strategies.workers import Workers
 
 
 class DistributedStrategy:

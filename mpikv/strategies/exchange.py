@@ -221,6 +221,10 @@ class Client:
         self.send(route.owner, [(header, item.total)])
         return answer, tag
 
+    def allows(self, replies: int, payloads: int) -> bool:
+        """Whether a call that needs so many tags may begin."""
+        return self.reply_tags.allow(replies) and self.payload_tags.allow(payloads)
+
     @staticmethod
     def tags_needed(items: Sequence[Item]) -> tuple[int, int]:
         """Reply tags and payload tags that a call takes at most."""

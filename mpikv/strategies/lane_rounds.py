@@ -1,7 +1,7 @@
 """The rounds of a lane, one after another: reduce-scatter, the optimizer on what this worker owns, allgather.
 
 The messages say under which labels values were pushed (collectives/labelled). In a round whose labels differ in what
-must be equal nobody updates anything, and all workers ask who has brought what (control/contests). A generator for the
+must be equal nobody updates anything, and all workers ask who has brought what (session/contests). A generator for the
 progress engine; it ends when the lane is empty, and the next push starts another. Which collective does the two halves
 is the lane's choice; where a host's workers share memory, each round goes through it (collectives/hosted).
 """
@@ -17,10 +17,10 @@ from mpikv.collectives import hosted
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
-from mpikv.control.contests import Dispute, Labels
 from mpikv.engine.request import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.optimizers.owner import Owner
+from mpikv.session.contests import Dispute, Labels
 from mpikv.strategies.lanes import Lane, Round
 from mpikv.transports.base import Group
 

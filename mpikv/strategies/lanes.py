@@ -21,7 +21,6 @@ from mpikv.checks import shown
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
-from mpikv.control.contests import Labels
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
@@ -29,6 +28,7 @@ from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
 from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
+from mpikv.session.contests import Labels
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
 from mpikv.transports.base import Group

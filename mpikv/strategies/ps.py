@@ -30,12 +30,12 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
+from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Sink
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
-from mpikv.strategies.workers import KeyEvents, Workers
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
@@ -146,7 +146,7 @@ class PsStrategy(DistributedStrategy):
         """A program that never waits for its requests does so here, after some thousands of them."""
 
         def enough() -> bool:
-            return self._client.reply_tags.allow(replies) and self._client.payload_tags.allow(payloads)
+            return self._client.allows(replies, payloads)
 
         if not enough():
             self._session.wait_for(Predicate(enough), "wait for earlier pushes and pulls")

@@ -8,8 +8,8 @@ from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.control.agreement import Agreement, Disagreement, first
 from mpikv.errors import ShapeMismatch
+from mpikv.session.agreement import Agreement, Disagreement, first
 
 KEYS = ["a", "b", "c", "d"]
 BARRIER, CLOSE = [("barrier", 1, None)], [("close", 1, None)]

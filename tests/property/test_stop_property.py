@@ -14,7 +14,7 @@ from grids import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv.control.stop import Answer, Leader, Reader
+from mpikv.session.stop import Answer, Leader, Reader
 
 
 class Worker:

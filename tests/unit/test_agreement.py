@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from mpikv.control.agreement import Agreement, Disagreement, call_text, first, grouped
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
+from mpikv.session.agreement import Agreement, Disagreement, call_text, first, grouped
 
 
 def equal(name, payloads, labels):

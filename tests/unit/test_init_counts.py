@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mpikv.config import Config
-from mpikv.control.leaving import FIRST_S, LAST_S, Departures, Fewest
 from mpikv.kvstore import KVStore
+from mpikv.session.leaving import FIRST_S, LAST_S, Departures, Fewest
 from mpikv.testing.stores import spawn_stores
 
 KEYS = 3

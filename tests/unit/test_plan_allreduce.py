@@ -98,6 +98,13 @@ def test_overlap_hides_the_exchange_behind_computing() -> None:
     assert slow.exchange_s < slow.overlapped_s < slow.exchange_s + 0.5
 
 
+@pytest.mark.parametrize("rate", [25e6, 1.25e9, 125e9])
+def test_one_bucket_has_nothing_to_overlap_with(rate: float) -> None:
+    """Whatever binds: it leaves at the end of the computing, and takes as long as then."""
+    found = allreduce.predict(of_bytes(16 << 20), 2, Link(rate, 20e-6), COSTS, compute_s=0.003)
+    assert found.overlapped_s == pytest.approx(0.003 + found.exchange_s)
+
+
 def test_buckets_are_those_of_a_trainer() -> None:
     found = buckets_of(of_model("resnet18"), hosts_of(4, 1))
     assert sorted(key for bucket in found for key in bucket.keys) == list(range(62))

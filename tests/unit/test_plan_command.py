@@ -197,10 +197,13 @@ def counted(name: str, workers: int, n_servers: int, sizes: Sequence[int]) -> tu
         for parameter in params.values():
             parameter.grad[...] = 1
         trainer.step(1)
-        before = store.stats()
-        trainer.step(1)
-        after = store.stats()
-        return tuple(after[what] - before[what] for what in ("messages_sent", "bytes_sent"))  # type: ignore[return-value]
+        steps = []
+        for _ in range(3):
+            before = store.stats()
+            trainer.step(1)
+            after = store.stats()
+            steps.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
+        return min(steps)  # an answer of worker 0 to somebody who came late may fall into one of them
 
     hosts = [f"h{i}" for i in range(workers + n_servers)]
     config = Config(timeout_s=60, server_placement="last", progress="calls")

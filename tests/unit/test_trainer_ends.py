@@ -11,8 +11,8 @@ import pytest
 from store_modes import Mode, mode_id
 
 from mpikv import Parameter, PeerError, SplitSampler, StallError, Trainer
-from mpikv.control import cross_waits
 from mpikv.observe.stall import Waiting
+from mpikv.session import cross_waits
 from mpikv.trainer_ends import in_steps
 
 MODES = [Mode("dist_sync", 2), Mode("dist_sync", 3, memory="off"), Mode("dist_sync", 2, servers=1)]

@@ -1,7 +1,7 @@
 """What the workers' optimizers say where every worker updates its own weights and the store only adds.
 
 The sum has no label there, and no owner that could compare. So each step of such a trainer is a round of a series
-(control/contests): workers whose attributes have changed agree, before they contribute, on what it is added in.
+(session/contests): workers whose attributes have changed agree, before they contribute, on what it is added in.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpikv.control.contests import Series
 from mpikv.keys import Key
 from mpikv.labels import Label
 from mpikv.optimizers.base import FACTOR, Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
+from mpikv.session.contests import Series
 
 if TYPE_CHECKING:
-    from mpikv.strategies.workers import Workers
+    from mpikv.session.workers import Workers
 
 
 class OwnUpdates:

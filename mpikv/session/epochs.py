@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpikv.control.agreement import grouped
+from mpikv.session.agreement import grouped
 
 
 class Epochs:

@@ -17,8 +17,6 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
-from mpikv.control.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
-from mpikv.control.service import Control, Reply
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError
@@ -27,8 +25,10 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
 from mpikv.placement import Members
+from mpikv.session.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
 from mpikv.session.base import Pending, Session
-from mpikv.strategies.own_updates import OwnUpdates
+from mpikv.session.own_updates import OwnUpdates
+from mpikv.session.service import Control, Reply
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -381,7 +381,7 @@ class Workers(Session):
     # --- stopping together
 
     def stop_requested(self) -> bool:
-        """One read; see control/stop.py."""
+        """One read; see session/stop.py."""
         if not self._threaded:
             self.engine.step()  # where all other calls go through shared memory, nothing else may look for messages
         self.stopped = self.control.stop_requested()

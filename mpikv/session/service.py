@@ -23,13 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv import wire
-from mpikv.control import cross_waits
-from mpikv.control.agreement import ERRORS, Agreement, Item, Name, Verdict
-from mpikv.control.contests import Brought, Dispute, Judge, Labels, Series
-from mpikv.control.contests import Verdict as Units
-from mpikv.control.epochs import Epochs
-from mpikv.control.leaving import Departures, Fewest
-from mpikv.control.stop import Answer, Leader, Order, Reader
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
@@ -37,6 +30,13 @@ from mpikv.keys import Key
 from mpikv.labels import Label
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
+from mpikv.session import cross_waits
+from mpikv.session.agreement import ERRORS, Agreement, Item, Name, Verdict
+from mpikv.session.contests import Brought, Dispute, Judge, Labels, Series
+from mpikv.session.contests import Verdict as Units
+from mpikv.session.epochs import Epochs
+from mpikv.session.leaving import Departures, Fewest
+from mpikv.session.stop import Answer, Leader, Order, Reader
 from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"

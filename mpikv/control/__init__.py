@@ -1,1 +1,0 @@
-"""What workers agree on outside training steps: keys, optimizers, barriers, the end; and who is where meanwhile."""
