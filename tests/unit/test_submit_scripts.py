@@ -415,6 +415,12 @@ def test_grid_engine_requeues(site: Site) -> None:
     status, output = site.stop("sge/train.sh", signal.SIGUSR1, lines={"REQUEUE": "yes"})
     assert status == 0
     assert site.called() == ["qresub -h u 17", "qrls 43", "train-43.state"]
+    (site.folder / "of-17").mkdir()
+    kept = site.folder / "of-17" / "states"  # a name of the user's, which the copy of the job has as well
+    kept.write_text("weights")
+    _, output = site.stop("sge/train.sh", signal.SIGUSR1, lines={"REQUEUE": "yes", "STOP_FILE": str(kept)})
+    assert kept.exists()
+    assert "mv:" not in output
     assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
 
 

@@ -20,7 +20,8 @@ requeue() {
         STATUS=99
         return
     fi
-    [ ! -e "$STOP_FILE" ] || [ "$STOP_FILE" = "${STOP_FILE/$JOB/$copy}" ] || mv "$STOP_FILE" "${STOP_FILE/$JOB/$copy}"
+    # Named by the job's number, it has to be named by the copy's; folders may have the same number in their names.
+    case $STOP_FILE in *-"$JOB".state) [ ! -e "$STOP_FILE" ] || mv "$STOP_FILE" "${STOP_FILE%-"$JOB".state}-$copy.state" ;; esac
     qrls "$copy" >/dev/null
     RESULT="$RESULT and goes on as job $copy"
 }
