@@ -9,6 +9,7 @@ is done across hosts. Pure functions; cost: one pass over the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from mpikv.errors import ConfigError
@@ -29,6 +30,11 @@ class Topology(NamedTuple):
 
 def topology(hosts: Sequence[str]) -> Topology:
     """The topology of ranks that run on these hosts, one name for each rank."""
+    return _topology(tuple(hosts))
+
+
+@lru_cache(maxsize=64)  # every key asks for that of the same few groups
+def _topology(hosts: tuple[str, ...]) -> Topology:
     members: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         members.setdefault(host, []).append(rank)

@@ -56,8 +56,9 @@ class HostKey:
     """One rank's side.
 
     dtypes: of the result, and the one that values are added in. room(n_bytes): memory of this rank's that the others
-    can read. on_count: called whenever this rank has counted something. on_wait: called with this key and who waits
-    until another rank has counted something, and then wakes that; None: nobody does.
+    can read. on_count: called whenever this rank has counted something, with the key's name: where its counters begin.
+    on_wait: called with this name and who waits until another rank has counted something, and then wakes that; None:
+    nobody does.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class HostKey:
         n_lanes: int,
         *,
         room: Callable[[int], HostArray],
-        on_count: Callable[[], None] = lambda: None,
-        on_wait: Callable[[HostKey, Waiter], None] | None = None,
+        on_count: Callable[[int], None] = lambda _name: None,
+        on_wait: Callable[[int, Waiter], None] | None = None,
     ) -> None:
         dtype, wire_dtype = dtypes
         assert place.value_bytes % ALIGN_BYTES == place.counters_bytes % ALIGN_BYTES == 0
@@ -84,7 +85,6 @@ class HostKey:
         self._own: HostArray | None = None
         self._round = 0
         self._comparison: Comparison | None = None
-        self._seen = b""
         self._on_count, self._on_wait = on_count, on_wait
 
     @property
@@ -132,7 +132,7 @@ class HostKey:
             fence()
         flags = 0 if self._comparison is None else self._comparison.flags
         self._words[self._me + word] = (self._round << ROUND_BITS) + (flags << COUNT_BITS) + done
-        self._on_count()
+        self._on_count(self.place.counters_bytes)
 
     def counted(self, place: int, word: int) -> int:
         """How much another rank has done in this round. What it knew of the labels is known here then."""
@@ -149,10 +149,5 @@ class HostKey:
     def wakes(self, waiter: Waiter) -> bool:
         """As `Waking.wakes`: when another rank has counted something."""
         if self._on_wait is not None:
-            self._on_wait(self, waiter)
+            self._on_wait(self.place.counters_bytes, waiter)
         return self._on_wait is not None
-
-    def changed(self) -> bool:
-        """Whether any rank has counted something since this was last asked."""
-        seen, self._seen = self._seen, self._words.tobytes()
-        return seen != self._seen

@@ -6,8 +6,8 @@ the ring, while later segments are still being copied; what comes back goes stra
 once, and from there into the arrays of the call. Ranks tell each other through counters (host_key.py) how far they are,
 so none waits for another but in a transfer of this key, in whatever order keys are pushed.
 
-Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. With a single host there
-is nothing to pass on, and no message: each rank adds its own chunk, in the order of the ranks.
+Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. (Ranks that are
+all on one host: one_host.py.)
 
 Cost for h hosts of c ranks: per rank (c-1)n/c elements copied in, unless the values lie in shared memory, (c-1)n/c
 added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictions: ranks with a HostKey.
@@ -69,10 +69,7 @@ class _Fill(_AnyTime):
 
 
 class _Collect(_OnCount):
-    """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on.
-
-    On a single host it adds in the order of the ranks, as all ways within a host do.
-    """
+    """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on."""
 
     def __init__(
         self,
@@ -87,9 +84,8 @@ class _Collect(_OnCount):
     ) -> None:
         self._key, self._segments, self._combine, self._comparison = key, segments, combine, comparison
         self._values, self._totals = values, totals
-        self._me, self._one_host = lanes.place, lanes.n_hosts == 1
         self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
-        self._ratios = dict.fromkeys(self._others, 1.0)
+        self._ratios = [1.0] * len(self._others)
         self._word = FILLED + lanes.place
         self._ready = 0  # as far as known
         self.count = 0
@@ -102,33 +98,21 @@ class _Collect(_OnCount):
             if self.count >= self._ready:
                 return False
         if self._comparison is not None and not self.count:
-            self._ratios = {place: self._comparison.ratio(self._key.said_by(place)) for place in self._others}
+            self._ratios = [self._comparison.ratio(self._key.said_by(place)) for place in self._others]
         begin, end = self._segments[self.count]
-        total = self._totals[begin:end]
-        if self._one_host:
-            first, *others = (self._source(place, begin, end) for place in range(len(self._others) + 1))
-            for source in others:
-                self._combine(first, source, out=total)
-                first = total
-        else:
-            own = self._values[begin:end]
-            for place in self._others:
-                # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
-                self._combine(self._source(place, begin, end), own, out=total)
-                own = total
-            if own is not total and self._values is not self._totals:
-                total[...] = own
+        own, total = self._values[begin:end], self._totals[begin:end]
+        for place, ratio in zip(self._others, self._ratios, strict=True):
+            values = self._key.array_of(place, VALUES)[begin:end]
+            if ratio != 1.0:
+                values = values * values.dtype.type(ratio)
+            # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
+            self._combine(values, own, out=total)
+            own = total
+        if own is not total and self._values is not self._totals:
+            total[...] = own
         self.count += 1
         self.done = self.count == len(self._segments)
         return True
-
-    def _source(self, place: int, begin: int, end: int) -> HostArray:
-        """The values of a rank of this host, in this rank's units."""
-        if place == self._me:
-            return self._values[begin:end]
-        values = self._key.array_of(place, VALUES)[begin:end]
-        ratio = self._ratios[place]
-        return values if ratio == 1.0 else values * values.dtype.type(ratio)
 
 
 class _Tell(_AnyTime):
@@ -237,9 +221,7 @@ def reduce_scatter(
     """
     lanes = Lanes(group, values, chunks, tag)
     shared = key.is_shared(values)
-    # On a single host this rank's values are not always the first that are added, and must stay until they are.
-    in_place = changeable and (shared or not lanes.hosted()) and lanes.n_hosts > 1
-    totals = values if in_place else key.own
+    totals = values if changeable and (shared or not lanes.hosted()) else key.own
     key.begin(values if shared else key.own, totals, comparison)
     lanes.buf = totals
     outgoing = lanes.by_lane(reducing=True)
@@ -263,9 +245,6 @@ def reduce_scatter(
     collect = _Collect(key, lanes, values, totals, segments, combine=combine, comparison=comparison)
     stages.append(collect)
     hosted = [span for _, span in lanes.hosted()]
-    if lanes.n_hosts == 1:
-        yield from drive(*stages)
-        return totals
     if lanes.short:
         yield from drive(*stages)
         packed, ends = lanes.packed()
@@ -305,9 +284,6 @@ def allgather(
         yield from drive(others)
         return
     further = _Further(key, lanes.hosted())
-    if lanes.n_hosts == 1:
-        yield from drive(_Tell(key, GATHERED, own, lambda: len(own), drain), others)
-        return
     if lanes.short:
         yield from drive(further)
         packed, ends = lanes.packed()

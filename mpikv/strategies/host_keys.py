@@ -6,9 +6,9 @@ second holds the keys' counters (collectives/host_key). Worker 0 gives places in
 one behind the other; the others learn them when they agree on a key or an array. Nothing is ever given back. The third
 is cut into parts, one for each worker, for values that the others are to read.
 
-No message calls a worker that waits for another of its host. So each worker has a word that changes whenever it has
-counted something; the progress engine looks at these words in each of its steps, and at the counters of the keys under
-way when one has changed.
+No message calls a worker that waits for another of its host. So each worker keeps a log, a ring of words: the key that
+it has counted something of, each time, and how many entries it has made in all. The progress engine reads the new
+entries of the others in each of its steps, and wakes who waits for these keys.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from mpikv.engine.request import Steps, Waiter
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import WORDS_PER_RANK
-from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
 from mpikv.topology import topology
 from mpikv.transports.base import Transport
 
-LINE = ALIGN_BYTES // WORD_BYTES
+LOG_ENTRIES = 1024
+LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
+LOG_WORDS = ALIGN_BYTES // WORD_BYTES + LOG_ENTRIES  # the number of entries, in a cache line of its own, and they
+ENTRIES = ALIGN_BYTES // WORD_BYTES
 
 
 class Block(NamedTuple):
@@ -50,9 +53,13 @@ class HostKeys:
         self._n_lanes = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
         words_begin = self._most * WORDS_PER_RANK * WORD_BYTES
-        self._words = memory.words(words_begin, memory.size * LINE)
-        self._seen = b""
-        begin = words_begin + self._most * ALIGN_BYTES
+        self._logs = [
+            memory.words(words_begin + rank * LOG_WORDS * WORD_BYTES, LOG_WORDS) for rank in range(memory.size)
+        ]
+        self._log = self._logs[memory.rank]
+        self._others = [log for rank, log in enumerate(self._logs) if rank != memory.rank]
+        self._read = [0] * len(self._others)  # entries of each
+        begin = words_begin + self._most * LOG_WORDS * WORD_BYTES
         self.slots = None
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
@@ -62,7 +69,7 @@ class HostKeys:
         self._counters = Space(third, 2 * third)  # likewise
         self._own_part = Segment(memory, 2 * third)
         self._blocks: list[Block] = []
-        self._waiting: dict[HostKey, Waiter] = {}
+        self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
 
     # --- places
 
@@ -135,8 +142,13 @@ class HostKeys:
 
     # --- waking
 
-    def _count(self) -> None:
-        self._words[self.rank * LINE] += 1
+    def _count(self, name: int) -> None:
+        log = self._log
+        entries = log[0]
+        log[ENTRIES + entries % LOG_ENTRIES] = name
+        if not ORDERED:
+            fence()
+        log[0] = entries + 1
 
     def listen(self) -> Steps[None]:
         """For the progress engine: look in each of its steps."""
@@ -144,10 +156,19 @@ class HostKeys:
             yield self
 
     def test(self) -> bool:
-        """Wake the transfers of keys that somebody has counted for."""
-        seen = self._words.tobytes()
-        if seen != self._seen:
-            self._seen = seen
-            for key in [key for key in self._waiting if key.changed()]:
-                self._waiting.pop(key).wake()
+        """Wake the transfers of keys that somebody has counted for. Never done."""
+        for i, log in enumerate(self._others):
+            entries, read = log[0], self._read[i]
+            if entries == read:
+                continue
+            if not ORDERED:
+                fence()
+            self._read[i] = entries
+            names = [log[ENTRIES + at % LOG_ENTRIES] for at in range(read, entries)] if entries - read < LAG else ()
+            if not names or log[0] - read > LOG_ENTRIES:  # some may have been written over
+                names = [*self._waiting]
+            for name in names:
+                waiter = self._waiting.pop(name, None)
+                if waiter is not None:
+                    waiter.wake()
         return False

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.collectives import hosted
+from mpikv.collectives import hosted, one_host
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.select import ALGORITHMS
@@ -43,12 +43,15 @@ class RoundSteps:
     ) -> None:
         self._group, self._owner, self._dispute = group, owner, dispute
         self._native, self._comms = native, {} if comms is None else comms
+        self._one_host = len(set(group.hosts)) == 1
 
     def run(self, queue: RoundQueue) -> Steps[None]:
         """Do what is in the queue; ends when it is empty."""
         if not queue.has_value:
             tag = wire.key_tag(queue.info.id, 0)
-            if queue.shared is not None:
+            if queue.shared is not None and self._one_host:
+                yield from one_host.share(queue.shared, self._group.rank)
+            elif queue.shared is not None:
                 yield from hosted.share(self._group, queue.shared, tag)
             else:
                 yield from broadcast(self._group, queue.own, 0, tag)
@@ -65,6 +68,8 @@ class RoundSteps:
                 queue.comparison.begin(queue.labels(round_.under))
             if self._native is not None:
                 yield from self._native_round(queue, round_)
+            elif queue.shared is not None and self._one_host:
+                yield from self._round_here(queue, queue.shared, round_)
             elif queue.shared is not None:
                 yield from self._shared_round(queue, queue.shared, round_)
             else:
@@ -92,6 +97,14 @@ class RoundSteps:
         yield from self._native.reduce_scatter(queue.comm, buf, queue.bounds, round_.op.combine)
         self._apply(queue, buf, round_)
         yield from self._native.allgather(queue.comm, queue.own, queue.bounds)
+
+    def _round_here(self, queue: RoundQueue, shared: HostKey, round_: Round) -> Steps[None]:
+        rank, combine = self._group.rank, round_.op.combine
+        totals = yield from one_host.reduce_scatter(
+            rank, round_.values, queue.bounds, shared, combine=combine, comparison=queue.comparison
+        )
+        self._apply(queue, totals, round_)
+        yield from one_host.allgather(rank, queue.bounds, shared, round_.outs)
 
     def _shared_round(self, queue: RoundQueue, shared: HostKey, round_: Round) -> Steps[None]:
         key_id, bounds = queue.info.id, queue.bounds

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from mpikv.arrays import sum_dtype
-from mpikv.collectives import hierarchical, hosted
+from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
-from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.placement import bounds_of
+from mpikv.strategies.host_keys import LOG_ENTRIES, HostKeys
 from mpikv.testing.ranks import run_collective
 from mpikv.topology import topology
 from mpikv.transports.threads import Fabric
@@ -156,10 +157,6 @@ def test_counters_that_are_behind_or_ahead() -> None:
     assert keys[1].counted(0, 3) == 5
     keys[1].begin(keys[1].own, keys[1].own)
     assert keys[1].counted(0, 3) == 0
-    assert keys[1].changed()
-    assert not keys[1].changed()
-    keys[0].count(3, 6)
-    assert keys[1].changed()
 
 
 def test_places_do_not_meet() -> None:
@@ -173,3 +170,74 @@ def test_places_do_not_meet() -> None:
     assert [key.own.tolist() for key in keys] == [[float(i)] * 33 for i in range(3)]
     assert [keys[0].counted(place, 6) for place in range(3)] == [7] * 3
     assert keys[0].value.tolist() == [9.0] * 33
+
+
+class Sleeper:
+    """Who waits for a key."""
+
+    def __init__(self) -> None:
+        self.woken = 0
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+def test_who_waits_for_a_key_is_woken_by_its_counts_alone() -> None:
+    fabric = Fabric(3, "aaa")
+    ranks = [HostKeys(memory, fabric.rank(memory.rank)) for memory in private_memory(3)]
+    places = [ranks[0].reserve_key(40) for _ in range(5)]
+    keys = [[one.key(place, 10, F32) for place in places] for one in ranks]
+    sleepers = [Sleeper() for _ in places]
+    for key, sleeper in zip(keys[0], sleepers, strict=True):
+        assert key.wakes(sleeper)
+    keys[1][3].count(3, 1)
+    keys[2][1].count(3, 1)
+    keys[0][0].count(3, 1)  # its own counts wake nobody
+    assert not ranks[0].test()
+    assert [sleeper.woken for sleeper in sleepers] == [0, 1, 0, 1, 0]
+    keys[1][3].count(3, 2)
+    ranks[0].test()
+    assert sleepers[3].woken == 1  # it has not said that it waits again
+    for _ in range(3 * LOG_ENTRIES):  # the log has been written over: whoever waits had better look
+        keys[1][4].count(3, 3)
+    ranks[0].test()
+    assert [sleeper.woken for sleeper in sleepers] == [1, 1, 1, 1, 1]
+    keys[0][2].wakes(sleepers[2])
+    ranks[0].test()
+    assert sleepers[2].woken == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_on_one_host_the_bits_are_those_of_the_order_of_ranks(size: int, n: int, dtype: str) -> None:
+    bounds = even_bounds(n, size) if n % 2 else whole_bounds(n, size, size - 1)
+    memories = private_memory(size)
+
+    def steps(group):
+        me = group.rank
+        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), lanes=size, most=size)
+        yield from one_host.share(key, me)
+        results = []
+        for round_ in range(3):
+            values = parts(me, n, round_, np.dtype(dtype))
+            if (me + round_) % 2:
+                shared = memories[me].array((1 << 28) + me * (1 << 24), n, np.dtype(dtype))
+                shared[...] = values
+                values = shared
+            totals = yield from one_host.reduce_scatter(me, values, bounds, key)
+            own = slice(bounds[me], bounds[me + 1])
+            key.value[own] = totals[own]
+            out = values if round_ == 2 else np.full(n, 99, dtype)
+            yield from one_host.allgather(me, bounds, key, [out])
+            results.append(out.tobytes())
+        return results
+
+    found = run_collective(size, steps, fabric=Fabric(size, "a" * size))
+    expected = []
+    for round_ in range(3):
+        total = parts(0, n, round_, np.dtype(dtype))
+        for rank in range(1, size):
+            total = total + parts(rank, n, round_, np.dtype(dtype))
+        expected.append(total.tobytes())
+    assert found == [expected] * size
