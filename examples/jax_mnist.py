@@ -51,9 +51,8 @@ with kv.create("dist_sync") as store:
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         mine = sampler.indices()
-        starts = range(0, len(mine) - options.batch_size + 1, options.batch_size)
-        for begin in shown(starts, f"epoch {epoch + 1}", here=store.rank == 0):
-            batch = mine[begin : begin + options.batch_size]
+        batches = np.reshape(mine[: len(mine) // options.batch_size * options.batch_size], (-1, options.batch_size))
+        for batch in shown(batches, f"epoch {epoch + 1}", here=store.rank == 0):
             weights, state = step(weights, state, images.train_x[batch], images.train_y[batch])
         accuracy = jnp.mean(logits(weights, images.test_x).argmax(1) == images.test_y)
         if store.rank == 0:

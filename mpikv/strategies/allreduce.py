@@ -156,8 +156,10 @@ class AllreduceStrategy(DistributedStrategy):
             self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
+            if self._session.is_released(info):
+                continue  # it may be forgotten already
             queue = self._queues[info.id]
-            if not self._session.is_released(info) and not queue.has_value:
+            if not queue.has_value:
                 self._session.wait(Pending(Reached(queue, 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
             self._first_values.pop(key, None)
