@@ -10,15 +10,15 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, ShapeMismatch, kv, optimizers
-from mpikv.hostmemory.counters import Meeting
+from mpikv.hostmemory.counters import CallCounters
 
 LARGE = 150_001
 
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Nobody withdraws from a meeting because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.Meeting", partial(Meeting, patience_s=30.0))
+    """Nobody gives up waiting for the others because another rank gets no processor for long."""
+    monkeypatch.setattr("mpikv.strategies.direct.CallCounters", partial(CallCounters, patience_s=30.0))
 
 
 def numbers(rank, n, seed):
