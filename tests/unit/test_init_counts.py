@@ -7,6 +7,7 @@ The first values travel down a binomial tree (W-1 messages for each key), or fro
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +34,14 @@ class Counts(NamedTuple):
 def counted(name: str, workers: int, servers: int = 0, n_elems: int = 10) -> list[Counts]:
     """Messages and bytes of every worker."""
 
+    all_have_counted = threading.Barrier(workers)  # whoever leaves before makes worker 0 tell the others
+
     def body(store: KVStore) -> tuple[KVStore, tuple[int, int], tuple[int, int]]:
         before = sent(store)
         store.init([f"key {i}" for i in range(KEYS)], [np.ones(n_elems, np.float32)] * KEYS)
-        return store, before, sent(store)
+        after = sent(store)
+        all_have_counted.wait(CONFIG.timeout_s)
+        return store, before, after
 
     found = spawn_stores(name, workers, body, num_servers=servers, config=CONFIG)
     return [Counts(before, after, sent(store)) for store, before, after in found]
