@@ -82,7 +82,7 @@ class ServerCore:
         return self._counted(events)
 
     def arrived(self, fetch: Fetch, data: HostArray) -> list[Event]:
-        """A partition that was asked for is here, in the array that `target` gave, or that was lent to the pool."""
+        """A partition that was asked for is here, in the array that `target` gave, or that the pool refers to."""
         self._coming[fetch.push.worker] -= 1
         if fetch.shard is None:
             return []

@@ -64,7 +64,6 @@ class _Traffic:
         self._peers = [_Peer(rank) for rank in workers]
         self._index = {rank: worker for worker, rank in enumerate(workers)}
         self._order = 0
-        self._incoming: Incoming | None = None
         self._message: tuple[Request, int, HostArray] | None = None
         self._complete = False  # whether the message has been received
         self._sending = 0
@@ -178,7 +177,7 @@ class _Traffic:
             request.release()
 
         peer.held += 1
-        self._core.pool.lend(data, give_back)
+        self._core.pool.refer(data, give_back)
         return data
 
     def _start(self, peer: _Peer) -> None:

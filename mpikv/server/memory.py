@@ -7,7 +7,7 @@ A reply is sent straight from the value's own memory. Until it has left, the val
 readers, and an update that comes too early goes into a copy.
 
 On a host whose workers share memory with the server all of it lies there, so that they read values where they are. What
-they push stays in their memory, *lent*, until it has been added; nothing is ever written into it.
+they push is taken by reference: it stays in their memory until it has been added; nothing is ever written into it.
 
 Cost: what is free stays held, `Pool.held_bytes` in all; it never grows beyond what was in use at one time.
 """
@@ -44,7 +44,7 @@ class Pool:
         self.held_bytes = 0
         self._source = source
         self._free: dict[int, list[HostArray]] = {}
-        self._lent: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
+        self._referred: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """An array (n_elems,) of any content."""
@@ -57,10 +57,10 @@ class Pool:
         return np.empty(n_elems, dtype) if array is None else array.view(dtype)
 
     def give(self, array: HostArray) -> None:
-        """Give back an array that nobody uses any more: one that `take` returned, an equal of it, or a lent one."""
-        lent = self._lent.pop(id(array), None) if self._lent else None
-        if lent is not None:
-            lent[1]()
+        """Give back an array that nobody uses any more: one that `take` returned, an equal of it, or another's."""
+        referred = self._referred.pop(id(array), None) if self._referred else None
+        if referred is not None:
+            referred[1]()
         else:
             self._free.setdefault(array.nbytes, []).append(array.view(np.uint8))
 
@@ -71,13 +71,13 @@ class Pool:
         self.give(array)
         return result
 
-    def lend(self, array: HostArray, give_back: Callable[[], None]) -> None:
+    def refer(self, array: HostArray, give_back: Callable[[], None]) -> None:
         """Note that `array`, this very object, is in somebody else's memory, who gets it back by `give`."""
-        self._lent[id(array)] = (array, give_back)
+        self._referred[id(array)] = (array, give_back)
 
     def own(self, array: HostArray) -> HostArray:
-        """`array`, or a copy of it where it was lent."""
-        if id(array) not in self._lent:
+        """`array`, or a copy of it where it is another's."""
+        if id(array) not in self._referred:
             return array
         copy = self.take(array.size, array.dtype)
         np.copyto(copy, array)
@@ -85,8 +85,8 @@ class Pool:
         return copy
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
-        """`how(total, other)`, in the memory of `total` unless that was lent; both are given up."""
-        out = total if id(total) not in self._lent else self.take(total.size, total.dtype)
+        """`how(total, other)`, in the memory of `total` unless that is another's; both are given up."""
+        out = total if id(total) not in self._referred else self.take(total.size, total.dtype)
         how(total, other, out=out)
         if out is not total:
             self.give(total)

@@ -26,7 +26,7 @@ Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending
 
 
 class Rounds:
-    """One call, ready to be made. start: pushes and pulls one key, its value and the arrays for the result lent."""
+    """One call, ready to be made. start: pushes and pulls one key, in the caller's own arrays."""
 
     valid = True
 
@@ -50,7 +50,7 @@ class Rounds:
             except ConfigError as error:
                 if not isinstance(pending.request, Delivery) or pending.request.error is not error:
                     raise
-                refused = refused or error  # so will be the other keys, whose arrays are lent until they are
+                refused = refused or error  # so will be the other keys, whose arrays are in use until they are
         if refused is not None:
             raise refused
         return True
