@@ -74,9 +74,7 @@ def visible_gpus(environ: Mapping[str, str]) -> Gpus:
 
 
 def device(gpus: Gpus, local_rank: int) -> str:
-    """Return `gpu:1` for a rank by its number on its host, with its name in CUDA_VISIBLE_DEVICES; `cpu` without a
-    device.
-    """
+    """Name a rank's device by its number on its host: `gpu:1`, with its name in CUDA_VISIBLE_DEVICES, or `cpu`."""
     if gpus.number == 0:
         return "cpu"
     index = local_rank % gpus.number

@@ -80,10 +80,10 @@ def _view_of_jax(array: Any) -> HostArray:
 
 
 def new_like(host: HostArray, like: Any, what: str) -> Any:
-    """Make an array of `like`'s library, on its device, with the values, shape and dtype of `host`, whose memory it may
-    use.
+    """Make an array of `like`'s library, on its device, with the values, shape and dtype of `host`.
 
-    Raises UnsupportedError where the library has no such dtype, or says no way to make one of its arrays.
+    It may use the memory of `host`. Raises UnsupportedError where the library has no such dtype, or says no way to make
+    one of its arrays.
     """
     found = _new_like(host, like, what)
     name = str(found.dtype).rpartition(".")[2]  # "torch.float32"

@@ -8,5 +8,5 @@ from mpikv.models import shapes
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective, blocks."""
     compare_lists(session, tuple(reversed(shapes(session.options.model))))
