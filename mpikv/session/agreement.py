@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpikv.checks import shown
-from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
+from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
 
 Name = Key
 Item = tuple[str, Name]
 
 ERRORS: dict[str, type[MpikvError]] = {
-    error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch)
+    error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch, UnsupportedError)
 }
 
 

@@ -17,6 +17,8 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
+from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.named import Codecs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError
@@ -53,7 +55,8 @@ class KeyEvents(NamedTuple):
 
 
 def _describe_init(payload: Sequence[Any]) -> str:
-    return f"{payload[1]} {tuple(payload[0])}"
+    shape, dtype, codec = payload
+    return f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
 
 
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
@@ -122,7 +125,10 @@ def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
 
 
 class Workers(Session):
-    """The session of one worker of several. links: the transport through memory to servers of this host, if any."""
+    """The session of one worker of several. links: the transport through memory to servers of this host, if any.
+
+    codecs: those that it knows; the same on all workers and servers.
+    """
 
     def __init__(
         self,
@@ -133,10 +139,12 @@ class Workers(Session):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
+        codecs: Codecs | None = None,
     ) -> None:
         super().__init__(name, members.config.stop_file)
         self.pid = os.getpid()
         self.transport, self.members, self.links = transport, members, links
+        self.codecs = Codecs() if codecs is None else codecs
         self.group = Group(transport, members.workers)
         self.rank, self.num_workers, self.synchronous = self.group.rank, self.group.size, members.synchronous
         self.attributes = AttributeLog()
@@ -205,7 +213,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]))
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -215,7 +223,7 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[3])
+                self._events.begin(info, reply.result[4])
             if reply.final:
                 self._released.discard(name)
                 self._events.agreed(info)
@@ -235,7 +243,7 @@ class Workers(Session):
         Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
         different values.
         """
-        items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
+        items = [("init", key, [list(shape), dtype, self.codecs.of_new_keys]) for key, shape, dtype in keys]
         proposal = self.control.propose(items)
         names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from mpikv import buckets, wire
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
@@ -32,6 +32,7 @@ from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement import place
 from mpikv.reductions import SUM, Reduction
+from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import KeyEvents, Workers
@@ -81,6 +82,12 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
+        if not self._session.codecs.can_be_added(info):
+            raise Disagreement(
+                UnsupportedError,
+                f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
+                "and without servers workers add what travels",
+            )
         return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
@@ -175,7 +182,7 @@ class AllreduceStrategy(DistributedStrategy):
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    if self._push(queue, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
+                    if self._push(queue, info, Round(self._session.codecs.added(info, total), op=op)):
                         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
@@ -200,7 +207,12 @@ class AllreduceStrategy(DistributedStrategy):
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
-        """The direct way, where all workers are on this host; else rounds in the caller's arrays."""
+        """The direct way, where all workers are on this host; else rounds in the caller's arrays.
+
+        None where other arrays than these are to be added.
+        """
+        if not all(self._session.codecs.plain(info) for info in infos):
+            return None
         if self._direct is not None:
             return self._direct.prepare(infos, values, outs, op)
         flat = flattened(infos, values, outs)
