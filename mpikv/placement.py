@@ -12,6 +12,7 @@ The paths:
 - `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages go
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.
+- `native`: the workers own the keys, and MPI's own collectives move them.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Cost: one pass over the ranks. Input and output: none.
@@ -30,7 +31,7 @@ from mpikv.config import Config
 from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
 from mpikv.topology import topology
 
-Path = Literal["direct", "hosted", "messages", "servers"]
+Path = Literal["direct", "hosted", "messages", "native", "servers"]
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
 
@@ -143,7 +144,7 @@ class Members:
         if self._on_servers:
             return "servers"
         if not self.shares_memory:
-            return "messages"
+            return "native" if self.config.algorithm == "native" else "messages"
         return "direct" if len(set(self.hosts)) == 1 else "hosted"
 
 
@@ -191,7 +192,8 @@ def place(
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
-    return Placement(members.path if room else "messages", algorithm, tuple(range(size)), bounds)
+    path = members.path if room or not members.shares_memory else "messages"
+    return Placement(path, algorithm, tuple(range(size)), bounds)
 
 
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:

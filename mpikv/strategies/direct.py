@@ -122,10 +122,10 @@ class Direct:
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> DirectCall | None:
-        """A call with one array per key; None where it cannot go the direct way."""
+        """A call with one array per key, of keys whose path it is; None where it cannot go the direct way."""
         queues = [self._queues[info.id] for info in infos]
         flat = flattened(infos, values, outs)
-        if flat is None or any(queue.shared is None for queue in queues):
+        if flat is None:
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
