@@ -12,6 +12,7 @@ way, 1/W of the optimizer's state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -22,14 +23,14 @@ from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError
+from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.placement import Placement, place
+from mpikv.placement import Members, Placement, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
@@ -52,26 +53,65 @@ class AllreduceStrategy(DistributedStrategy):
 
     def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
         super().__init__(session)
-        members = session.members
         self._queues: dict[int, RoundQueue] = {}
         self._owner = Owner()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
-        self._members = members
-        self._hosts = None if memory is None else HostKeys(memory, session.transport)
+        self._listening: Running[Any] | None = None
         self._communicators = None
-        if members.path == "native":
+        if session.members.path == "native":
             self._communicators = Communicators(session.transport, session.engine)
-        self._means = Means(session.group, self._hosts, self._communicators)
-        self._direct = None
-        if self._hosts is not None and members.path == "direct":
-            self._direct = Direct(session, self._hosts, self._queues, self._owner)
-        self._group = session.group
-        self.rank, self.num_workers = session.rank, session.num_workers
-        self._rounds = RoundSteps(self.rank, self.num_workers, self._owner, session.control.dispute)
-        self.shares_memory = self._direct is not None
+        self._follow(memory)
         session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
-        if self._hosts is not None:
-            session.engine.serve(self._hosts.listen(), "counters of this host")
+
+    # --- the ranks
+
+    def _follow(self, memory: HostMemory | None) -> None:
+        """Make all that hangs on who the workers are."""
+        session, members = self._session, self._session.members
+        if self._listening is not None:
+            self._listening.cancel()
+        self._hosts = self._listening = self._direct = None
+        if memory is not None:
+            self._hosts = HostKeys(memory, members.worker_hosts)
+            self._listening = session.engine.serve(self._hosts.listen(), "counters of this host")
+            if members.path == "direct":
+                self._direct = Direct(session, self._hosts, self._queues, self._owner)
+        self._means = Means(session.group, self._hosts, self._communicators)
+        self._rounds = RoundSteps(session.rank, session.num_workers, self._owner, session.control.dispute)
+
+    def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
+        """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
+
+        members: the store's with fewer workers (`Members.only`). memory: new memory, which the ranks of each host that
+        stay share; None: they send messages. Prepared calls are made anew, the counts of direct calls start at 0, and
+        arrays of `store.empty` are ordinary ones from now on.
+
+        Collective over the workers that stay; blocks until each of them has called it. The others make no further call.
+        Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
+        or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
+        UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
+        be lost, and with MPIKV_ALGORITHM=native, whose communicators are those of all workers.
+        """
+        session = self._session
+        if session.optimizers():
+            raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
+        if self._communicators is not None:
+            raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
+        members = replace(members, memory=memory is not None)
+        self._drain("regroup")
+        queues = sorted(self._all_queues(), key=lambda queue: queue.info.id)
+        with session.engine.lock:
+            if self._direct is not None:
+                self._direct.reset()
+            session.regroup(members)
+            self._follow(memory)
+        places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
+        places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
+        with session.engine.lock:
+            for queue, reserved in zip(queues, places, strict=True):
+                value = queue.own
+                self._place(queue, reserved)
+                queue.own[...] = value
 
     # --- keys as they are agreed on
 
@@ -83,7 +123,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Open the key's queue, which first brings the value of worker 0 to all."""
         queue = RoundQueue(info)
         self._place(queue, reserved)
-        if self.rank == 0:
+        if self._session.rank == 0:
             queue.own[...] = self._first_values.pop(info.key)
         self._queues[info.id] = queue
         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
@@ -116,7 +156,8 @@ class AllreduceStrategy(DistributedStrategy):
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
         # Labels of rounds are compared where there are other workers and something to add.
-        if self.num_workers > 1 and queue.info.n_elems:
+        queue.comparison = None
+        if self._session.num_workers > 1 and queue.info.n_elems:
             queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
         placement = self._placement(queue.info, room=reserved is not None)
         queue.go(WAYS[placement.path](self._means, queue.info, placement, queue.comparison, reserved))
@@ -124,13 +165,13 @@ class AllreduceStrategy(DistributedStrategy):
     def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
         """With the optimizer that serves the key."""
         optimizer = self._owner.optimizer_of(info.id)
-        return place(self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
+        return place(self._session.members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
 
     # --- keys
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree, then give every worker the value of worker 0."""
-        if self.rank == 0:
+        if self._session.rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
         agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
         for info in agreed:
@@ -199,7 +240,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Memory in a block of the host's, of which a part belongs to this worker."""
         if self._hosts is None:
             return super().allocate(text, n_bytes)
-        begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
+        begin = self._hosts.reserve_arrays(n_bytes) if self._session.rank == 0 else None
         begin = self._session.agree("empty", [text, begin], "empty")
         return None if begin is None else self._hosts.array(begin, n_bytes)
 
@@ -283,7 +324,7 @@ class AllreduceStrategy(DistributedStrategy):
         """
         infos = [self._session.infos[key] for key in keys]
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
-        if self._direct is not None or self._communicators is not None or self.num_workers == 1:
+        if self._direct is not None or self._communicators is not None or self._session.num_workers == 1:
             return
         if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
             return
@@ -295,7 +336,7 @@ class AllreduceStrategy(DistributedStrategy):
         joined = [Bucket(group) for group in found if len(group) > 1]
         places: Sequence[Any] = [None] * len(joined)
         if self._hosts is not None:
-            if self.rank == 0:
+            if self._session.rank == 0:
                 places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined]
             places = self._session.agree("empty", ["buckets", places], "bucket")
         with self._session.engine.lock:
@@ -324,8 +365,8 @@ class AllreduceStrategy(DistributedStrategy):
         """Gather the states at worker 0, who writes the file."""
         self._drain("save_optimizer_states")
         self._session.agree("save_optimizer_states", None, "save_optimizer_states")  # all are here to send their parts
-        mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
-        gathering = self._session.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
+        mine = parts_to_bytes(collect(self._owner, self._owned(self._session.rank)))
+        gathering = self._session.engine.start(blobs.gather(self._session.group, mine, 0, wire.TAG_STATES), "states")
         self._session.wait_for(gathering, "save_optimizer_states")
 
         def write() -> None:
@@ -347,13 +388,13 @@ class AllreduceStrategy(DistributedStrategy):
 
         def read() -> Any:
             file = read_file(path, self._session.infos, self._session.optimizers())
-            for rank in range(self.num_workers):
+            for rank in range(self._session.num_workers):
                 parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
             return restored(file)
 
         loaded = self._session.decide("load_optimizer_states", read)
         scattering = self._session.engine.start(
-            blobs.scatter(self._group, parts if self.rank == 0 else None, 0, wire.TAG_STATES), "states"
+            blobs.scatter(self._session.group, parts if self._session.rank == 0 else None, 0, wire.TAG_STATES), "states"
         )
         self._session.wait_for(scattering, "load_optimizer_states")
         with self._session.engine.lock:

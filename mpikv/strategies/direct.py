@@ -61,7 +61,8 @@ class Direct:
         )
         self._executor = Executor(self._counters, self._wait)
         self._lock = threading.Lock()
-        self._clock = 0  # counts calls and pushes, to tell which was the last
+        # Counts calls and pushes, to tell which was the last; the queues may have been used before.
+        self._clock = max((queue.calls.at_home for queue in queues.values()), default=0)
         self._turn = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
         self.pushes_elsewhere = 0  # changes whenever a queue has changed a value
