@@ -47,8 +47,10 @@ BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: the
 class Array:
     """A part of a state with one number for each element of the weight, in the arithmetic's dtype.
 
-    where: the field that a state has the array for; without one, where it is 0 or False. Empty: always.
-    from_weight: whether it begins as the weight, not as zeros.
+    where: a field; where it is 0 or False, states have no such array. from_weight: it begins as the weight, not as 0.
+
+    >>> optimizers.Adam.states[0]
+    Array(name='mean', doc='m, the running mean of gradients', where='', from_weight=False)
     """
 
     name: str
@@ -59,7 +61,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A part of a state that is one number for the whole weight; begin: its first value."""
+    """A part of a state that is one number for the whole weight; begin: its first value.
+
+    >>> optimizers.LARS.states[-1].begin
+    0.0
+    """
 
     name: str
     doc: str
@@ -72,6 +78,9 @@ class Step(NamedTuple):
     t: the update's number, 1 for the first. learning_rate, wd: those of the key, factors included. global_rate: the
     learning rate without the key's factor. real: makes a number that keeps the arithmetic's dtype. shape: the weight's.
     state: the state, for its numbers; the arrays come as blocks.
+
+    >>> optimizers.Step('w', 1, 0.5, wd=0.0, global_rate=0.5, real=np.float32, shape=(2,), state={}).real(0.25).dtype
+    dtype('float32')
     """
 
     key: Key
@@ -87,11 +96,26 @@ class Step(NamedTuple):
 class Optimizer(Declared):
     """Base of all optimizers. Its attributes are plain and may be changed at any time; each new value is checked.
 
-    `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, t being the key's own count; `learning_rate` is not
-    used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands for the default.
-    `lr_mult` and `wd_mult` leave nothing out by its name.
+    `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, where t counts the updates of the key;
+    `learning_rate` is not used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands
+    for the default. `lr_mult` and `wd_mult` take every key as it is: none is left out because of its name.
 
     Raises TypeError or ValueError, which name the parameter, for a value of the wrong kind.
+
+    >>> optimizer, weight, grad = optimizers.SGD(learning_rate=0.5, momentum=0.9), np.ones(2), np.ones(2)
+    >>> optimizer.check_update('w', weight, grad)
+    >>> state = optimizer.update('w', weight, grad, optimizer.init(weight))
+    >>> weight, state
+    (array([0.5, 0.5]), {'t': 1, 'momentum': array([-0.5, -0.5])})
+    >>> state = optimizer.update_sum('w', weight, [grad, grad], state)  # with the sum of the two
+    >>> optimizer.complete_arrays(weight, state, ['momentum'])
+    >>> optimizer.check_state(weight, state)
+    >>> optimizer.set_learning_rate(0.1), optimizer.set_lr_mult({'bias': 2.0}), optimizer.set_wd_mult({'bias': 0.0})
+    (None, None, None)
+    >>> optimizers.SGD.from_attributes(optimizer.attributes()).config() == optimizer.config()
+    True
+    >>> optimizer.state_names(), optimizer.sums
+    (['momentum'], True)
     """
 
     learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update where there is no lr_scheduler")
@@ -129,13 +153,17 @@ class Optimizer(Declared):
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A new one, with its memory for temporaries."""
+        """Make a new one, with its memory for temporaries."""
         made = super().__new__(cls, *args, **kwargs)
         object.__setattr__(made, "_memory", Scratch())
         return made
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Declared`: the learning rate and the `base_lr` of a schedule are one."""
+        """See `Declared`: the learning rate and the `base_lr` of a schedule are one value.
+
+        >>> optimizers.SGD(learning_rate=0.5, lr_scheduler=optimizers.FactorScheduler(10)).lr_scheduler.base_lr
+        0.5
+        """
         rate, schedule = given.get("learning_rate"), given.get("lr_scheduler")
         if isinstance(schedule, Scheduler):
             given["lr_scheduler"] = schedule = schedule if rate is None else replace(schedule, base_lr=rate)
@@ -163,12 +191,12 @@ class Optimizer(Declared):
         self.wd_mult = wd_mult  # type: ignore[assignment] # as above
 
     def config(self) -> dict[str, Any]:
-        """{"name", "attributes"} as JSON; two optimizers do the same where these are equal. See `from_config`."""
+        """Return {"name", "attributes"} as JSON; two optimizers do the same where these are equal."""
         return {"name": self.name, "attributes": self.attributes()}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """A new optimizer of this class with these attributes."""
+        """Make a new optimizer of this class with these attributes."""
         optimizer = cls()
         optimizer.set_attributes(attributes)
         return optimizer
@@ -182,7 +210,7 @@ class Optimizer(Declared):
         return [name for name, one in self._arrays.items() if not one.where or getattr(self, one.where)]
 
     def init(self, weight: HostArray) -> State:
-        """The state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.
+        """Make the state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.
 
         Raises TypeError for a weight that is no NumPy array or has an unsupported dtype.
         """
@@ -190,7 +218,7 @@ class Optimizer(Declared):
         return self._complete(weight.reshape(-1), dict(self._numbers), self.state_names())
 
     def _complete(self, flat: HostArray, state: State, names: Sequence[str]) -> State:
-        """Make the state what the hyperparameters in force ask for, where they have changed since the last update."""
+        """Make the state what the hyperparameters ask for now, where they have changed since the last update."""
         if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
             if "master" not in state:
                 state["master"] = flat.astype(np.float32)
@@ -230,10 +258,11 @@ class Optimizer(Declared):
     # --- update
 
     def update(self, key: Key, weight: HostArray, grad: HostArray, state: State) -> State:
-        """One update: changes `weight` in place and returns the new state, which reuses the memory of the old one.
+        """Make one update: change `weight` in place and return the new state, which reuses the memory of the old one.
+        Local.
 
         weight: any supported dtype; the whole value of a key in its shape, or a flat slice of it where `elementwise`.
-        grad: same shape, any supported dtype, not changed. state: of `init` or of the last update. Local.
+        grad: same shape, any supported dtype, not changed. state: of `init` or of the last update.
         Raises ShapeMismatch, TypeError, or ValueError for a read-only weight; the weight is unchanged then.
         """
         return self.update_sum(key, weight, (grad,), state)
@@ -244,9 +273,9 @@ class Optimizer(Declared):
         return self.elementwise and type(self).update is Optimizer.update
 
     def update_sum(self, key: Key, weight: HostArray, terms: Sequence[HostArray], state: State) -> State:
-        """`update` with the sum of `terms`, arrays like `grad` of one dtype, which are added in their order.
+        """Do what `update` does, with the sum of `terms`: arrays like `grad`, of one dtype, added in their order.
 
-        That happens block by block: the sum is in the cache when it is used, and nowhere else. Several: see `sums`.
+        They are added block by block, so that the sum stays in the cache. Several terms: only where `sums` is True.
         """
         for term in terms:
             self.check_update(key, weight, term)
@@ -327,16 +356,24 @@ class Optimizer(Declared):
     ) -> None:
         """Change the block `w` and the state's `arrays` in place. g: the gradient, not to be changed. tmp: scratch.
 
-        All flat, of one length and in the arithmetic's dtype. Elementwise: nothing may depend on the block's place.
+        All arrays are flat, of one length and in the arithmetic's dtype. Where the optimizer is elementwise, nothing
+        may depend on where in the weight the block lies. Example: see `prepared`.
         """
         raise UnsupportedError(f"{type(self).__name__} defines no formula")
 
     def prepared(
         self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], *, decay: bool = False, scale: float = 1.0
     ) -> HostArray:
-        """`scale` * clip(rescale_grad * g [+ wd * w where `decay`]), in tmp[0]; `g` itself where that is the same.
+        """Return `scale` * clip(rescale_grad * g [+ wd * w where `decay`]).
 
-        tmp[1] is used where `decay` and wd is not 0.
+        It is in tmp[0], or `g` itself where that is the same. tmp[1] is used where `decay` is True and wd is not 0.
+
+        >>> class Plain(optimizers.Optimizer):
+        ...     def formula(self, step, w, g, arrays, tmp):
+        ...         w -= self.prepared(step, w, g, tmp, decay=True, scale=step.learning_rate)
+        >>> optimizer, weight = Plain(learning_rate=0.5, wd=1.0), np.ones(2)
+        >>> optimizer.update('w', weight, np.zeros(2), {'t': 0})
+        {'t': 1}
         """
         real, bound = step.real, self.clip_gradient
         decay = decay and step.wd != 0.0

@@ -32,11 +32,19 @@ def spawn_stores(
     fabric: Fabric | None = None,
     codecs: Codecs | None = None,
 ) -> list[T]:
-    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
+    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
-    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts. codecs: what their
-    pushes may travel as, default as they are.
-    The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
+    hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
+    one on these hosts. codecs: what their pushes may travel as, by default as they are. The store is closed after
+    `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
+
+    >>> from mpikv.testing.stores import spawn_stores
+    >>> def body(store):
+    ...     store.init('g', np.zeros(2))
+    ...     store.pushpull('g', grad := np.full(2, store.rank + 1.0))
+    ...     return grad.tolist()
+    >>> spawn_stores('dist_sync', 2, body, num_servers=1)
+    [[3.0, 3.0], [3.0, 3.0]]
     """
     spec = store_spec.parse(name)
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
