@@ -33,7 +33,6 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement import place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
-from mpikv.session.contests import Labels
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, PreparedCall, Sink
@@ -90,18 +89,23 @@ class AllreduceStrategy(DistributedStrategy):
             queue.share(self._hosts.key(reserved, info.n_elems, info.dtype))
         if self.rank == 0:
             queue.own[...] = self._first_values.pop(info.key)
-        self._compare(queue)
         self._place(queue)
         self._queues[info.id] = queue
         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def _compare(self, queue: RoundQueue) -> None:
-        """Compare the labels of its rounds, where there are other workers and something to add."""
-        if self.num_workers > 1 and queue.info.n_elems:
-            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
+        """From its next round on: its messages say under which labels it is pushed, where there is something to add.
 
-    def _labels_as_set(self, queue: RoundQueue) -> Labels:
-        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
+        Made before the first round, not with the key: keys that go the direct way alone never need it.
+        """
+        if queue.comparison is not None or self.num_workers == 1 or not queue.info.n_elems:
+            return
+        labels = tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
+        group, bounds = self._group, queue.bounds
+        owners = frozenset(rank for i, rank in enumerate(group.ranks) if bounds[i] < bounds[i + 1])
+        queue.comparison = Comparison(labels, exact=queue.info.dtype.kind in "iu")
+        queue.adding = AddingGroup(group.transport, group.ranks, queue.comparison)
+        queue.sharing = SharingGroup(group.transport, group.ranks, queue.comparison, owners)
 
     def _agreed(self, info: KeyInfo) -> None:
         """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
@@ -136,17 +140,13 @@ class AllreduceStrategy(DistributedStrategy):
         return list(dict.fromkeys(self._queues.values()))
 
     def _place(self, queue: RoundQueue) -> None:
-        """Where its values live from now on: with the optimizer that serves it."""
+        """Where its values live from now on: with the optimizer that serves it. All workers agree on its labels."""
         info, room = queue.info, queue.shared is not None
         optimizer = self._owner.optimizer_of(info.id)
         queue.placement = place(
             self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
         )
-        queue.adding = queue.sharing = group = self._group
-        if queue.comparison is not None:
-            owners = frozenset(rank for i, rank in enumerate(group.ranks) if queue.bounds[i] < queue.bounds[i + 1])
-            queue.adding = AddingGroup(group.transport, group.ranks, queue.comparison)
-            queue.sharing = SharingGroup(group.transport, group.ranks, queue.comparison, owners)
+        queue.comparison, queue.adding, queue.sharing = None, self._group, self._group
 
     # --- keys
 
@@ -186,6 +186,7 @@ class AllreduceStrategy(DistributedStrategy):
         session, slot = self._session, self._session.slot_of(info)
         number, attributes = session.attributes.number(slot)
         queue.reached(0)
+        self._compare(queue)
         if attributes is not None:
             self._owner.add_attributes(slot, 0, number, attributes)
         label = session.attributes.label(slot)
@@ -280,8 +281,6 @@ class AllreduceStrategy(DistributedStrategy):
                 self._direct.reset()
             for queue in self._all_queues():
                 self._place(queue)
-                if queue.comparison is not None:
-                    queue.comparison.restart(self._labels_as_set(queue))
 
     def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
         """The part of each key that a worker owns; an empty one where it owns nothing of it."""
@@ -329,7 +328,6 @@ class AllreduceStrategy(DistributedStrategy):
             bucket.own[bucket.span(info)] = self._queues[info.id].value()
             self._queues[info.id] = bucket
         bucket.has_value = True
-        self._compare(bucket)
         self._place(bucket)
 
     def skip(self, keys: Sequence[Key], *, changed: bool) -> None:
@@ -340,8 +338,10 @@ class AllreduceStrategy(DistributedStrategy):
         with self._session.engine.lock:
             for info in infos:
                 queue = self._queues[info.id]
-                if isinstance(queue, Bucket) and queue.add(info, None) and queue.may_start:
-                    queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+                if isinstance(queue, Bucket):
+                    self._compare(queue)
+                    if queue.add(info, None) and queue.may_start:
+                        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
         """Gather the states at worker 0, who writes the file."""
