@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from mpikv.codecs.named import Codecs
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
@@ -45,12 +46,14 @@ def assemble(
     memory: HostMemory | None = None,
     connect: Callable[[LocalTransport | None], None] = lambda _links: None,
     asked_to_stop: Callable[[], str | None] = lambda: None,
+    codecs: Codecs | None = None,
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
     memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
-    server asks all workers to stop, once it does. Raises MpikvError where an optimizer ended a server.
+    server asks all workers to stop, once it does. codecs: what pushes may travel as, the same on all ranks. Raises
+    MpikvError where an optimizer ended a server.
     """
     links = None
     if members.path == "servers" and members.shares_memory:
@@ -60,7 +63,9 @@ def assemble(
     reached = transport if links is None else links
     if transport.rank in members.servers:
         try:
-            run_server(reached, members.workers, server_core(members, links), members.config.timeout_s, asked_to_stop)
+            run_server(
+                reached, members.workers, server_core(members, links, codecs), members.config.timeout_s, asked_to_stop
+            )
         except SystemExit as error:
             raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
         if links is not None:
@@ -69,18 +74,18 @@ def assemble(
         return None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
-    session = Workers(transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links)
+    session = Workers(transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links, codecs=codecs)
     strategy: Strategy
     if members.path != "servers":
         strategy = AllreduceStrategy(session, memory)
     else:
-        service = None if members.servers else serve(reached, members.workers, server_core(members, links))
+        service = None if members.servers else serve(reached, members.workers, server_core(members, links, codecs))
         strategy = PsStrategy(session, service)
     return KVStore(session, strategy, on_device=spec.on_device)
 
 
-def server_core(members: Members, links: LocalTransport | None) -> ServerCore:
+def server_core(members: Members, links: LocalTransport | None, codecs: Codecs | None) -> ServerCore:
     """The state machine of one server."""
     labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
     policy = Synchronous if members.synchronous else Asynchronous
-    return ServerCore(labels, policy, None if links is None else links.segment)
+    return ServerCore(labels, policy, None if links is None else links.segment, codecs)

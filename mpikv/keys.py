@@ -32,12 +32,16 @@ ShardPlan = tuple[Shard, ...]
 
 
 class KeyInfo(NamedTuple):
-    """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0."""
+    """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
+
+    codec: the name of what its pushes travel as.
+    """
 
     key: Key
     id: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    codec: str = "none"
 
     @property
     def n_elems(self) -> int:

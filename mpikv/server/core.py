@@ -18,6 +18,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray, dtype_of
+from mpikv.codecs.named import Codecs
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
@@ -36,12 +37,19 @@ class ServerCore:
     """All that one server owns.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process.
+    to be, default memory of this process. codecs: what pushes may travel as.
     """
 
-    def __init__(self, labels: Sequence[str], policy: Callable[[int], Policy], memory: Source | None = None) -> None:
+    def __init__(
+        self,
+        labels: Sequence[str],
+        policy: Callable[[int], Policy],
+        memory: Source | None = None,
+        codecs: Codecs | None = None,
+    ) -> None:
         self.owner = Owner()
         self.pool = Pool(memory)
+        self._codecs = Codecs() if codecs is None else codecs
         self._labels = labels
         self._policy = policy
         self._shards: dict[int, Shard] = {}
@@ -90,7 +98,7 @@ class ServerCore:
 
     @staticmethod
     def target(fetch: Fetch) -> HostArray:
-        """Memory for a partition that is now going to be received; (n,) of the key's dtype, or bytes."""
+        """Memory for a partition that is now going to be received, as it travels."""
         if fetch.shard is None:
             return np.empty(fetch.n_bytes, np.uint8)
         return fetch.shard.target(fetch.push, fetch.part)
@@ -155,7 +163,7 @@ class ServerCore:
 
     def _init(self, header: wire.Header, payload: HostArray) -> list[Event]:
         text, data = wire.split_text(payload)
-        info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]))
+        info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), text["codec"])
         values = np.frombuffer(data.tobytes(), info.dtype)
         # A key that moves here from other servers goes on with the rounds it has seen there.
         shard = Shard(
@@ -163,6 +171,7 @@ class ServerCore:
             values,
             begin=text["begin"],
             part_elems=text["part"],
+            codec=self._codecs.of(info),
             version=text["version"],
             owner=self.owner,
             pool=self.pool,

@@ -23,6 +23,8 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.codecs.base import Codec
+from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
@@ -58,20 +60,24 @@ def glance(request: Request) -> bool:
 
 
 class Route(NamedTuple):
-    """How one shard travels. parts: bounds in the key's value; inline: behind its header."""
+    """How one shard travels. parts: bounds in the key's value. inline: behind its header.
+
+    n_bytes: of a push of it, on its way.
+    """
 
     owner: int
     begin: int
     end: int
     parts: tuple[tuple[int, int], ...]
     inline: bool
+    n_bytes: int
 
 
 class ClientKey:
-    """One key as its client sees it."""
+    """One key as its client sees it. codec: what its pushes travel as."""
 
-    def __init__(self, info: KeyInfo, placement: Placement) -> None:
-        self.info = info
+    def __init__(self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY) -> None:
+        self.info, self.codec = info, codec
         self.pushed = 0
         self.move(placement)
 
@@ -81,8 +87,8 @@ class ClientKey:
         self.routes = []
         for shard in placement.shards:
             parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = (shard.end - shard.begin) * self.info.dtype.itemsize
-            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES))
+            n_bytes = sum(self.codec.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
+            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.small = len(self.routes) == 1 and self.routes[0].inline
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
@@ -90,7 +96,7 @@ class ClientKey:
         info = self.info
         for shard in self.placement.shards:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text |= {"part": self.placement.part_elems, "version": self.pushed}
+            text |= {"part": self.placement.part_elems, "version": self.pushed, "codec": info.codec}
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             yield shard.owner, wire.Header(wire.INIT, info.id), payload
 
@@ -218,7 +224,7 @@ class Client:
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
         header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code)
-        self.send(route.owner, [(header, item.total)])
+        self.send(route.owner, [(header, None if item.total is None else key.codec.encode(item.total))])
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -329,10 +335,11 @@ class _Transfer:
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         apart = client.through_memory[server] or total is None or value is None
         one_array = not apart and np.may_share_memory(total, value)
+        pieces = [] if total is None else [item.key.codec.encode(total[begin:end]) for begin, end in route.parts]
         if self._many:
             sender = Sender(
                 client,
-                [] if total is None else [(server, total[begin:end]) for begin, end in route.parts],
+                [(server, piece) for piece in pieces],
                 wire.TAG_PAYLOAD + payload_tag,
                 PARTS_UNDER_WAY,
                 lambda: len(route.parts),
@@ -341,9 +348,9 @@ class _Transfer:
             may_ask = (lambda: sender.left) if one_array else None
             self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
             return
-        for begin, end in route.parts:
-            if total is not None:
-                request = client.isend(total[begin:end], server, wire.TAG_PAYLOAD + payload_tag)
+        for i, (begin, end) in enumerate(route.parts):
+            if pieces:
+                request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag)
                 self._sends.append(request)
                 if one_array and value is not None:
                     # The answer goes where the partition is sent from: MPI must be done with reading it first.
@@ -381,7 +388,7 @@ class _Small(NamedTuple):
     def payload(self) -> HostArray | None:
         """What it pushes."""
         total = self.item.total
-        return None if total is None else total[self.route.begin : self.route.end]
+        return None if total is None else self.item.key.codec.encode(total[self.route.begin : self.route.end])
 
 
 def _chunks(small: list[_Small]) -> list[list[_Small]]:
@@ -393,5 +400,5 @@ def _chunks(small: list[_Small]) -> list[list[_Small]]:
             chunks.append([])
             n_bytes = 0
         chunks[-1].append(one)
-        n_bytes += wire.HEADER_BYTES + (one.route.end - one.route.begin) * one.item.key.info.dtype.itemsize
+        n_bytes += wire.HEADER_BYTES + one.route.n_bytes
     return chunks

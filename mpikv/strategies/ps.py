@@ -106,7 +106,9 @@ class PsStrategy(DistributedStrategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        key = self._keys[info.id] = ClientKey(info, as_told(self._members, info, reserved))
+        key = self._keys[info.id] = ClientKey(
+            info, as_told(self._members, info, reserved), self._session.codecs.of(info)
+        )
         if self.rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble
+from mpikv.codecs.named import Codecs
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
@@ -29,10 +30,12 @@ def spawn_stores(
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
+    codecs: Codecs | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
 
-    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts.
+    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts. codecs: what their
+    pushes may travel as, default as they are.
     The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
     """
     spec = store_spec.parse(name)
@@ -47,7 +50,14 @@ def spawn_stores(
         fatal: list[BaseException] = []
         threaded, memory = config.progress == "thread", memories[transport.rank]
         store = assemble(
-            name.lower(), spec, transport, members, threaded=threaded, on_fatal=fatal.append, memory=memory
+            name.lower(),
+            spec,
+            transport,
+            members,
+            threaded=threaded,
+            on_fatal=fatal.append,
+            memory=memory,
+            codecs=codecs,
         )
         if store is None:
             return None
