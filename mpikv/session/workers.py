@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import dtype_of
+from mpikv.arrays import HostArray, dtype_of
 from mpikv.checks import shown
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.named import Codecs
@@ -60,7 +60,7 @@ def _describe_init(payload: Sequence[Any]) -> str:
 
 
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
+    if payloads.count(payloads[0]) < len(payloads):
         brought = grouped([_describe_init(payload) for payload in payloads], labels)
         raise Disagreement(
             ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"
@@ -270,16 +270,18 @@ class Workers(Session):
             self._events.broken(self.infos.pop(name))
 
     def agree_on_keys(
-        self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
+        self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]
     ) -> tuple[list[KeyInfo], MpikvError | None]:
         """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
 
         Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
         different values.
         """
-        items = [("init", key, [list(shape), dtype, self.codecs.of_new_keys]) for key, shape, dtype in keys]
+        names_of = {dtype: str(dtype) for dtype in {value.dtype for _, _, value in values}}
+        codec = self.codecs.of_new_keys
+        items = [("init", key, [list(shape), names_of[value.dtype], codec]) for key, shape, value in values]
         proposal = self.control.propose(items)
-        names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        names = ", ".join(shown(key) for key, _, _ in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = [(item[1], proposal.replies[item]) for item in proposal.items]
         agreed = [

@@ -180,7 +180,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Agree, then give every worker the value of worker 0."""
         if self._session.rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):
                 continue  # it may be forgotten already

@@ -159,7 +159,7 @@ class PsStrategy(DistributedStrategy):
         """Agree; worker 0 sends the values to their servers."""
         if self.rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        _, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        _, error = self._session.agree_on_keys(values)
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
