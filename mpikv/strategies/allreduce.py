@@ -54,7 +54,8 @@ class AllreduceStrategy(DistributedStrategy):
         super().__init__(session)
         members = session.members
         self._queues: dict[int, RoundQueue] = {}
-        self._owner = Owner()
+        self._space = session.space
+        self._owner = Owner(self._space)
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._members = members
         self._native: Any = None
@@ -92,11 +93,11 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
-        queue = RoundQueue(info)
+        queue = RoundQueue(info, self._space)
         if self._hosts is not None and reserved is not None:
             queue.share(self._hosts.key(reserved, info.n_elems, info.dtype))
         if self.rank == 0:
-            queue.own[...] = self._first_values.pop(info.key)
+            self._space.copy(queue.own, self._first_values.pop(info.key))
         self._compare(queue)
         self._place(queue)
         self._queues[info.id] = queue
@@ -182,7 +183,7 @@ class AllreduceStrategy(DistributedStrategy):
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    if self._push(queue, info, Round(self._session.codecs.added(info, total), op=op)):
+                    if self._push(queue, info, Round(self._session.codecs.added(info, total, self._space), op=op)):
                         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
@@ -325,7 +326,7 @@ class AllreduceStrategy(DistributedStrategy):
         for info in infos:
             self._session.wait(Pending(Reached(self._queues[info.id], 0), Waiting("bucket", info.key, info.id)))
         found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-        joined = [Bucket(group) for group in found if len(group) > 1]
+        joined = [Bucket(group, self._space) for group in found if len(group) > 1]
         if self._hosts is not None:
             places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined] if self.rank == 0 else None
             places = self._session.agree("empty", ["buckets", places], "bucket")
@@ -338,7 +339,7 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _join(self, bucket: Bucket) -> None:
         for info in bucket.keys:
-            bucket.own[bucket.span(info)] = self._queues[info.id].value()
+            self._space.copy(bucket.own[bucket.span(info)], self._queues[info.id].value())
             self._queues[info.id] = bucket
         bucket.has_value = True
         self._compare(bucket)

@@ -32,6 +32,8 @@ from mpikv.keys import KeyInfo, partitions
 from mpikv.observe.stall import Waiting
 from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 from mpikv.strategies.base import Sink
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
@@ -74,10 +76,13 @@ class Route(NamedTuple):
 
 
 class ClientKey:
-    """One key as its client sees it. codec: what its pushes travel as."""
+    """One key as its client sees it. codec: what its pushes travel as. space: where they are."""
 
-    def __init__(self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY) -> None:
+    def __init__(
+        self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY, space: Space | None = None
+    ) -> None:
         self.info, self.codec = info, codec
+        self.space = HostSpace() if space is None else space
         self.pushed = 0
         self.move(placement)
 
@@ -241,7 +246,7 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.sink.buffer() for item in items]
+        values = [None if item.sink is None else item.sink.buffer(item.key.space) for item in items]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -252,7 +257,7 @@ class Client:
         yield from transfer.end()
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
-                item.sink.deliver(value)
+                item.sink.deliver(value, item.key.space)
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:

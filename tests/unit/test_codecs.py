@@ -14,6 +14,7 @@ from mpikv.arrays import sum_dtype
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.named import Codecs
 from mpikv.keys import KeyInfo
+from mpikv.spaces.host import HostSpace
 from mpikv.strategies.exchange import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
 
@@ -94,7 +95,7 @@ def test_the_identity_copies_nothing() -> None:
     values = np.ones(5, np.float32)
     info = KeyInfo("w", 0, (5,), FLOAT32)
     assert IDENTITY.encode(values) is values
-    assert Codecs().added(info, values) is values
+    assert Codecs().added(info, values, HostSpace()) is values
     assert Codecs().plain(info)
 
 
