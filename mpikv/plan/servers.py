@@ -38,7 +38,8 @@ from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.spaces.base import Space
 from mpikv.spaces.host import HostSpace
 from mpikv.strategies.base import Sink
-from mpikv.strategies.exchange import Client, ClientKey, Item
+from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.exchange import Client, Item
 
 EVERY_WORKER = 16  # up to so many workers are all simulated
 STANDING = 8  # of more, so many stand for all

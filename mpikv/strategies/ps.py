@@ -32,8 +32,9 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Sink
+from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.distributed import DistributedStrategy
-from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
+from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}

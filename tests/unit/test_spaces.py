@@ -266,7 +266,7 @@ def test_workers_alone_in_shared_memory() -> None:
     apply, pull = {"copy": 1}, {"write": 1}
     for worker in found:
         assert worker[1:4] == [READ | apply, pull, pull]
-        assert worker[4] in (apply, READ | apply | pull)  # the latter where a round is still coming to its end
+        assert worker[4] in ({}, READ | apply | pull)  # the latter where a round is still coming to its end
 
 
 def test_keys_that_travel_together() -> None:
