@@ -16,6 +16,8 @@ from mpikv.errors import ConfigError
 from mpikv.launch.batch import Job, render, time_text
 from mpikv.launch.scheduler import SchedulerError, State, run, said
 
+PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
+
 
 def script(job: Job) -> str:
     """The batch script."""
@@ -30,7 +32,9 @@ def script(job: Job) -> str:
         lines.append(f"-q {shlex.quote(job.queue)}")
     output = str(job.output("$JOB_ID"))
     lines.append(f'-o "{output}"' if re.search(r"\s", output) else f"-o {output}")
-    lines.append("-S /bin/bash -cwd -V -j y")
+    lines.append("-S /bin/bash -cwd -j y")
+    # Not -V: Grid Engine shows a job's environment to every user, in files of its own and by `qstat -j`.
+    lines.append(f"-v {','.join(job.passed or PASSED)}")
     lines += job.options
     return render("train-servers.sh" if job.servers else "train.sh", job, [f"#$ {line}" for line in lines])
 

@@ -193,6 +193,7 @@ def submit_and_follow(
     if variables:
         name = f"{job.name}.env" if dry_run else f".mpikv-{uuid.uuid4().hex[:16]}.env"
         job = replace(job, environ=tuple(variables), environment=os.path.abspath(os.path.join(job.output_dir, name)))
+    job = replace(job, passed=tuple(sorted(environment.always(os.environ).keys() - variables.keys())))
     scheduler = {"slurm": slurm, "sge": sge}[job.check().scheduler]
     script = scheduler.script(job)
     if dry_run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -125,6 +125,31 @@ def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
     return unmatched
 
 
+def _regroup_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """All that stay have pushed the same; the places that worker 0 has found for the keys."""
+    if any(pushes != payloads[0][0] for pushes, _ in payloads):
+        brought = grouped([", ".join(f"{n} times key {i}" for i, n in pushes) for pushes, _ in payloads], labels)
+        raise Disagreement(MpikvError, f"regroup of workers that have pushed different rounds: {brought}")
+    return payloads[0][1]
+
+
+RULES: Mapping[str, Rule] = {
+    "init": _init_rule,
+    "set_optimizer": _optimizer_rule,
+    "barrier": first,
+    "empty": _empty_rule,
+    "bucket": _bucket_rule,
+    "skip": _skip_rule,
+    "regroup": _regroup_rule,
+    "set_optimizer in place": first,
+    "save_optimizer_states": first,
+    "load_optimizer_states": first,
+    "save": first,
+    "resume": first,
+    "close": _close_rule,
+}
+
+
 class Workers(Session):
     """The session of one worker of several. links: the transport through memory to servers of this host, if any.
 
@@ -145,10 +170,9 @@ class Workers(Session):
     ) -> None:
         super().__init__(name, members.config.stop_file, space)
         self.pid = os.getpid()
-        self.transport, self.members, self.links = transport, members, links
+        self.transport, self.links, self.synchronous = transport, links, members.synchronous
         self.codecs = Codecs() if codecs is None else codecs
-        self.group = Group(transport, members.workers)
-        self.rank, self.num_workers, self.synchronous = self.group.rank, self.group.size, members.synchronous
+        self._go_with(members)
         self.attributes = AttributeLog()
         self.slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
         self._events: KeyEvents
@@ -161,29 +185,11 @@ class Workers(Session):
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         if links is not None:
             self.engine.waker = links.waker
-        agreement = None
-        if self.group.rank == 0:
-            rules: dict[str, Rule] = {
-                "init": _init_rule,
-                "set_optimizer": _optimizer_rule,
-                "barrier": first,
-                "empty": _empty_rule,
-                "bucket": _bucket_rule,
-                "skip": _skip_rule,
-                "set_optimizer in place": first,
-                "save_optimizer_states": first,
-                "load_optimizer_states": first,
-                "save": first,
-                "resume": first,
-                "close": _close_rule,
-            }
-            labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
-            agreement = Agreement(labels, rules, self._reserve)
         self.control = Control(
             transport,
             self.group,
             self.engine,
-            agreement,
+            self._new_agreement(),
             timeout_s=members.config.timeout_s,
             common_steps=members.synchronous,
             pushes=self._pushes,
@@ -195,7 +201,35 @@ class Workers(Session):
     def start(self, events: KeyEvents) -> None:
         """Begin to listen to the other workers, who may be ahead and ask at once. events: the strategy's."""
         self._events = events
-        self.engine.serve(self.control.listen(), "control messages")
+        self._listening = self.engine.serve(self.control.listen(), "control messages")
+
+    # --- the ranks
+
+    def _go_with(self, members: Members) -> None:
+        """Who the workers are, as all else here has it."""
+        self.members = members
+        self.group = Group(self.transport, members.workers)
+        self.rank, self.num_workers = self.group.rank, self.group.size
+        self.shares_memory = members.path == "direct"
+
+    def _new_agreement(self) -> Agreement | None:
+        """At worker 0: what it decides with."""
+        if self.rank:
+            return None
+        labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
+        return Agreement(labels, RULES, self._reserve)
+
+    def regroup(self, members: Members) -> None:
+        """Go on with the workers of `members` alone, some of those before; worker 0 may be another one. Local.
+
+        Each of them must call it; what one of them sends to another waits until it has. Nothing may be under way.
+        """
+        with self.engine.lock:
+            self._go_with(members)
+            self._next_id = max((info.id + 1 for info in self.infos.values()), default=self._next_id)
+            self.control.regroup(self.group, self._new_agreement())
+            self._listening.cancel()
+            self._listening = self.engine.serve(self.control.listen(), "control messages")
 
     # --- keys
 

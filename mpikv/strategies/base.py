@@ -77,8 +77,6 @@ class PreparedCall(Protocol):
 class Strategy(Protocol):
     """How one mode of a store moves values. Collective calls are collective over the workers."""
 
-    shares_memory: bool  # all workers share memory: nothing travels over a link
-
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree on new keys and their first values (flat). Collective, blocks."""
         ...

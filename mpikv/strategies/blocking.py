@@ -69,7 +69,7 @@ def in_place_round(
     if isinstance(queue, Bucket) or value.dtype != wire_dtype:
         return Round(queue.space.cast(value, wire_dtype)), Sink(info, outs)  # copied on its way, there or here
     in_place = any(_place(value) == _place(out) for out in outs)
-    if queue.shared is not None:
+    if queue.way.shared:
         return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, ())
     if not in_place:
         queue.space.copy(outs[0], value)

@@ -21,8 +21,6 @@ from mpikv.strategies.states import chosen, collect, distribute, read_file, rest
 class LocalStrategy:
     """The strategy of `local` and `device`."""
 
-    shares_memory = False
-
     def __init__(self, session: Session) -> None:
         self._session, self._infos = session, session.infos
         self._stored: dict[int, HostArray] = {}

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
-from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.engine.running import Running
@@ -24,13 +23,12 @@ from mpikv.errors import ConfigError, MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
-from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.contests import Labels
 from mpikv.spaces.base import Space
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
-from mpikv.transports.base import Group
+from mpikv.strategies.ways import Way
 
 
 class Under(NamedTuple):
@@ -64,18 +62,14 @@ class RoundQueue:
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
-        self.shared: HostKey | None = None  # what the workers of a host have in common of it
-        self.own = space.empty(info.n_elems, info.dtype)  # its value's place
+        self.way: Way  # of its rounds, once it is placed
+        self.own: HostArray  # its value's place, from then on
         self.calls = KeyCalls(info.id)
-        self.placement: Placement
         self.waiting: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
         self.comparison: Comparison | None = None  # of labels; None: nobody else is there, or there are no elements
-        self.adding: Group  # for its reduce-scatters, once it is placed
-        self.sharing: Group  # for its allgathers
-        self.comm: Any = None  # only for `native`
         self.running: Running[None] | None = None
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
@@ -83,7 +77,7 @@ class RoundQueue:
     @property
     def bounds(self) -> tuple[int, ...]:
         """What each worker owns of the value."""
-        return self.placement.bounds
+        return self.way.placement.bounds
 
     @property
     def round(self) -> int:
@@ -117,12 +111,11 @@ class RoundQueue:
     @property
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
-        own = self.own.nbytes if self.shared is None else self.shared.held_bytes
-        return own + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
+        return self.way.held_bytes + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
 
-    def share(self, shared: HostKey) -> None:
-        """Have the value in the memory of the host. Before it is set."""
-        self.shared, self.own = shared, shared.value
+    def go(self, way: Way) -> None:
+        """From the next round on go this way. The value is where the way has it, and has to be set there."""
+        self.way, self.own = way, way.value
 
     # --- rounds
 
