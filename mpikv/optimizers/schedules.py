@@ -154,12 +154,13 @@ class _MultiFactor:
     factor: float = field(default=1.0, metadata=declared(_reduction, "from 0 to 1", "by what the rate is multiplied"))
 
 
-    A schedule of your own: a frozen dataclass that derives from this one, lists its fields and defines `after_warmup`.
-    Raises TypeError or ValueError for values that make no schedule.
+@dataclass(frozen=True)
+class MultiFactorScheduler(Scheduler, _MultiFactor):
+    """Multiply by `factor` after each update listed in `step` (rising): base_lr * factor^k, k = #{s in step: s < t}.
 
-    >>> warm_up = optimizers.Scheduler(base_lr=0.5, warmup_steps=2)
-    >>> [warm_up(t) for t in (1, 2, 3)], warm_up.after_warmup(3), warm_up.config()['warmup_steps']
-    ([0.25, 0.5, 0.5], 0.5, 2)
+    >>> [optimizers.MultiFactorScheduler(step=[1, 3], factor=0.5, base_lr=1.0)(t) for t in (1, 2, 4)]
+    [1.0, 0.5, 0.25]
+    """
 
     def after_warmup(self, num_update: int) -> float:
         """See the class."""
