@@ -56,7 +56,8 @@ class Direct:
         self._together = Together(counters, step=session.engine.step, clock=session.engine.clock)
         self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
-        self._clock = 0  # counts calls and pushes, to tell which was the last
+        # Counts calls and pushes, to tell which was the last; the queues may have been used before.
+        self._clock = max((queue.calls.at_home for queue in queues.values()), default=0)
         self._turn = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
         self.pushes_elsewhere = 0  # changes whenever a queue has changed a value
@@ -117,10 +118,10 @@ class Direct:
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> DirectCall | None:
-        """A call with one array per key; None where it cannot go the direct way."""
+        """A call with one array per key, of keys whose path it is; None where it cannot go the direct way."""
         queues = [self._queues[info.id] for info in infos]
         flat = flattened(infos, values, outs)
-        if flat is None or any(queue.shared is None for queue in queues):
+        if flat is None:
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):

@@ -28,7 +28,6 @@ from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
 from mpikv.topology import topology
-from mpikv.transports.base import Transport
 
 LOG_ENTRIES = 1024
 LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
@@ -44,10 +43,13 @@ class Block(NamedTuple):
 
 
 class HostKeys:
-    """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do."""
+    """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do.
 
-    def __init__(self, memory: HostMemory, transport: Transport) -> None:
-        found = topology(transport.hosts)
+    hosts: of each worker.
+    """
+
+    def __init__(self, memory: HostMemory, hosts: Sequence[str]) -> None:
+        found = topology(hosts)
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
