@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 import numpy as np
 
 from mpikv import checks, optimizers, shapes
-from mpikv.arrays import dtype_named, flat_copy, host_view
+from mpikv.arrays import dtype_named, host_view
 from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
 from mpikv.errors import KeyExists, UnsupportedError
@@ -214,7 +214,9 @@ class KVStore:
                     "Push to change its value."
                 )
             what = f"init: the value of key {shown(item.key)}"
-            values.append((item.key, host_view(item.arrays[0], what).shape, flat_copy(item.arrays[0], what)))
+            self.session.space.ready(item.arrays)
+            value = self.session.space.total(item.arrays, what, on_device=False)
+            values.append((item.key, host_view(item.arrays[0], what).shape, value))
         if len({type(key) for key, _, _ in values}) > 1:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")
         if values:

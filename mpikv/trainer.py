@@ -161,7 +161,7 @@ class Trainer(TrainerFiles):
                 self._local.add(self._keys[name], data[name][0])
             if self._store is not None:
                 self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
-        if self._store is not None and self._store.strategy.shares_memory:
+        if self._store is not None and self._store.session.shares_memory:
             place_gradients(self._store, self._params, trained)
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
@@ -198,7 +198,7 @@ class Trainer(TrainerFiles):
         if name in self._handed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
-        if self._store is None or self._is_frozen(name) or batch_size is None or self._store.strategy.shares_memory:
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._store.session.shares_memory:
             return
         if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
             return

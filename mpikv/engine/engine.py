@@ -101,7 +101,7 @@ class Engine:
         """Start a generator that runs beside the others until it ends or the engine stops."""
         running = Running(steps, name)
         with self._lock:
-            self._services.append(running)
+            self._services = [service for service in self._services if not service.done] + [running]
             self._wake.set()
         return running
 

@@ -4,11 +4,10 @@
 the new state. Nothing of a key is kept in the optimizer, so the same object serves any number of keys and slices, and a
 state can be saved, cut, joined and moved to another rank (states.py).
 
-How an update runs. The weight is seen flat. An elementwise formula is applied to blocks of it that stay in the cache
-with their temporaries, so that an update reads and writes memory once, however many NumPy calls its formula has; no
-result depends on where blocks or slices begin. Arithmetic is in float32 or float64 (numeric.py), and each element is
-rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16 weight has a float32 copy in its state,
-which the formula changes and the weight is rounded from.
+How an update runs. The weight is seen flat. The space that it is in (mpikv/spaces) runs the formula, an elementwise one
+on parts of the weight; no result depends on where these or slices begin. Arithmetic is in float32 or float64
+(numeric.py), and each element is rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16
+weight has a float32 copy in its state, which the formula changes and the weight is rounded from.
 
 A new optimizer: docs/optimizers.md shows one from the declaration to the store.
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,9 +29,10 @@ from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
-from mpikv.optimizers.numeric import check_array, round_into, work_dtype
+from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
-from mpikv.optimizers.scratch import Scratch
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
 of elements and plain numbers. What a user's own function keeps may be anything (function.py)."""
-
-BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Optimizer(Declared):
     scratch: ClassVar[int] = 2
     """Temporary arrays that `formula` needs."""
 
-    _memory: ClassVar[Scratch]  # each optimizer has its own; without ClassVar type checkers would take it for a field
+    _space: ClassVar[Space]  # each optimizer's own; without ClassVar type checkers would take it for a field
     _arrays: ClassVar[Mapping[str, Array]] = {}
     _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
     _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
@@ -153,10 +152,18 @@ class Optimizer(Declared):
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make a new one, with its memory for temporaries."""
+        """Make a new one, whose weights are in host memory."""
         made = super().__new__(cls, *args, **kwargs)
-        object.__setattr__(made, "_memory", Scratch())
+        made.work_in(HostSpace())
         return made
+
+    def work_in(self, space: Space) -> None:
+        """Weights are in that space from now on, and so are states and temporaries. Local; the store calls it.
+
+        >>> from mpikv.spaces.host import HostSpace
+        >>> optimizers.SGD().work_in(HostSpace())
+        """
+        object.__setattr__(self, "_space", space)
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
         """See `Declared`: the learning rate and the `base_lr` of a schedule are one value.
@@ -221,7 +228,7 @@ class Optimizer(Declared):
         """Make the state what the hyperparameters ask for now, where they have changed since the last update."""
         if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
             if "master" not in state:
-                state["master"] = flat.astype(np.float32)
+                state["master"] = self._copy(flat, np.dtype(np.float32))
         else:
             state.pop("master", None)
         self.complete_arrays(flat, state, names)
@@ -235,10 +242,16 @@ class Optimizer(Declared):
                 del state[name]
         for name in names:
             if name not in state:
-                state[name] = flat.astype(work) if self._arrays[name].from_weight else np.zeros(flat.size, work)
+                from_weight = self._arrays[name].from_weight
+                state[name] = self._copy(flat, work) if from_weight else self._space.zeros(flat.size, work)
             elif state[name].shape != flat.shape or state[name].dtype != work:
                 found = f"{state[name].dtype}{state[name].shape}"
                 raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
+
+    def _copy(self, flat: HostArray, dtype: np.dtype[Any]) -> HostArray:
+        made = self._space.empty(flat.size, dtype)
+        self._space.copy(made, flat)
+        return made
 
     def check_state(self, weight: HostArray, state: State) -> None:
         """Raise ValueError where `state` (from a file, say) cannot be one of `weight` under this optimizer."""
@@ -275,7 +288,7 @@ class Optimizer(Declared):
     def update_sum(self, key: Key, weight: HostArray, terms: Sequence[HostArray], state: State) -> State:
         """Do what `update` does, with the sum of `terms`: arrays like `grad`, of one dtype, added in their order.
 
-        They are added block by block, so that the sum stays in the cache. Several terms: only where `sums` is True.
+        The space adds them as it runs the formula. Several terms: only where `sums` is True.
         """
         for term in terms:
             self.check_update(key, weight, term)
@@ -287,7 +300,16 @@ class Optimizer(Declared):
         step = self._step(key, flat, weight.shape, state)
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
-            self._apply(step, flat, [term.reshape(-1) for term in terms], state, names)
+            self._space.update(
+                partial(self.formula, step),
+                flat,
+                [term.reshape(-1) for term in terms],
+                {name: state[name] for name in names},
+                master=state.get("master"),
+                dtype=work_dtype(flat.dtype),
+                temporaries=self.scratch,
+                elementwise=self.elementwise,
+            )
         if not weight.flags.c_contiguous:
             weight[...] = flat.reshape(weight.shape)
         state["t"] = step.t
@@ -315,41 +337,6 @@ class Optimizer(Declared):
             shape=shape,
             state=state,
         )
-
-    def _apply(
-        self, step: Step, weight: HostArray, terms: Sequence[HostArray], state: State, names: Sequence[str]
-    ) -> None:
-        n, work = weight.size, work_dtype(weight.dtype)
-        dtype = terms[0].dtype
-        # A formula of few arrays has room for longer blocks, of which there are fewer.
-        longer = max(1, 6 // (2 + len(names) + self.scratch))
-        length = min(n, BLOCK_ELEMS * longer) if self.elementwise else n
-        if length == 0:
-            return
-        master = state.get("master")
-        converts = 2 if weight.dtype != work or dtype != work else 0
-        rows = self.scratch + converts
-        n_bytes = rows * length * work.itemsize
-        sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
-        memory = self._memory.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
-        buffers = memory[:n_bytes].view(work).reshape(rows, length)
-        for begin in range(0, n, length):
-            here = slice(begin, min(begin + length, n))
-            size = here.stop - begin
-            stored, g = weight[here], terms[0][here]
-            w = stored if stored.dtype == work else buffers[-1, :size] if master is None else master[here]
-            if master is None and w is not stored:
-                np.copyto(w, stored, casting="unsafe")
-            for term in terms[1:]:
-                g = np.add(g, term[here], out=memory[sum_at : sum_at + size * dtype.itemsize].view(dtype))
-            if dtype != work:
-                np.copyto(buffers[-2, :size], g, casting="unsafe")
-                g = buffers[-2, :size]
-            arrays = {name: state[name][here] for name in names}
-            self.formula(step, w, g, arrays, [buffers[i, :size] for i in range(self.scratch)])
-            if w is not stored:
-                round_into(stored, w)
-        self._memory.give(memory)
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

@@ -61,7 +61,7 @@ class Gradients:
         self.source = 0
         self._bucket_bytes = bucket_bytes
         self._buffers = buffers
-        self._overlap = not self._store.strategy.shares_memory
+        self._overlap = not self._store.session.shares_memory
         self._buckets: list[Bucket] = []
         self._places: dict[int, Place] = {}
         self._array: HostArray | None = None  # the tail's memory
