@@ -15,9 +15,10 @@ from mpikv.tables import Column, Table
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One way with one batch size. Times in seconds, of one step. n_bytes: of all gradients. iterations: rounds.
+    """One way with one batch size.
 
-    difference: None where it is no number.
+    Times in seconds, of one step. n_bytes: of all gradients. iterations: rounds. difference: None where it is no
+    number.
     """
 
     model: str
@@ -36,7 +37,7 @@ class TrainRow:
     wrong: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return asdict(self)
 
 
@@ -53,7 +54,7 @@ TABLE = Table(
 
 
 def line(row: TrainRow) -> str:
-    """A row of the table; a wrong result says so at its end."""
+    """Return a row of the table; a wrong result says so at its end."""
     return TABLE.line(
         row.batch,
         row.what,
