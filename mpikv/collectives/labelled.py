@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.digests import digest
 from mpikv.engine.request import Request, Waiter, Waking, wakes
-from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
 
@@ -71,17 +71,27 @@ class Comparison:
 
     def restart(self, labels: Sequence[Label | None]) -> None:
         """All workers have agreed on new labels."""
-        self._labels, self.own = labels, self._facts(labels)
-        self._first = self.own
-        self._said: dict[int, Said] = {}
-        self._heard: dict[int, Said] = {}
-        self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
-        self.begin(labels)
+        self._labels = labels
+        self._own: Said | None = None
+        self._begun = False  # what rounds need is made for the first one, which of most keys never comes
+        self.flags = 0
+
+    @property
+    def own(self) -> Said:
+        """What this worker says of its values in this round."""
+        if self._own is None:
+            self._own = self._facts(self._labels)
+        return self._own
 
     def begin(self, labels: Sequence[Label | None]) -> None:
         """The next round, which this worker has pushed under these labels."""
+        if not self._begun:
+            self._begun, self._first = True, self.own
+            self._said: dict[int, Said] = {}
+            self._heard: dict[int, Said] = {}
+            self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
         if labels != self._labels:
-            self._labels, self.own = labels, self._facts(labels)
+            self._labels, self._own = labels, None
         self.flags = 0
         self.units = self.own.factor  # of the sums of this rank's chunk
         self.met.clear()

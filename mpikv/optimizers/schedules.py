@@ -69,6 +69,10 @@ class Scheduler:
 
     A schedule of your own: a frozen dataclass that derives from this one, lists its fields and defines `after_warmup`.
     Raises TypeError or ValueError for values that make no schedule.
+
+    >>> warm_up = optimizers.Scheduler(base_lr=0.5, warmup_steps=2)
+    >>> [warm_up(t) for t in (1, 2, 3)], warm_up.after_warmup(3), warm_up.config()['warmup_steps']
+    ([0.25, 0.5, 0.5], 0.5, 2)
     """
 
     base_lr: float = field(default=0.01, metadata=declared(_rate, "at least 0", "the rate after the warm-up"))
@@ -131,6 +135,9 @@ class FactorScheduler(Scheduler, _Factor):
     """Multiply by `factor` after every `step` updates: base_lr * factor^k with k = floor((t - 1) / step).
 
     From the first reduction on, the rate is at least `stop_factor_lr`.
+
+    >>> [optimizers.FactorScheduler(step=2, factor=0.5, base_lr=1.0)(t) for t in (1, 2, 3, 5)]
+    [1.0, 1.0, 0.5, 0.25]
     """
 
     def after_warmup(self, num_update: int) -> float:
@@ -149,7 +156,11 @@ class _MultiFactor:
 
 @dataclass(frozen=True)
 class MultiFactorScheduler(Scheduler, _MultiFactor):
-    """Multiply by `factor` after each update listed in `step` (rising): base_lr * factor^k, k = #{s in step: s < t}."""
+    """Multiply by `factor` after each update listed in `step` (rising): base_lr * factor^k, k = #{s in step: s < t}.
+
+    >>> [optimizers.MultiFactorScheduler(step=[1, 3], factor=0.5, base_lr=1.0)(t) for t in (1, 2, 4)]
+    [1.0, 0.5, 0.25]
+    """
 
     def after_warmup(self, num_update: int) -> float:
         """See the class."""
@@ -191,6 +202,9 @@ class PolyScheduler(_Falling, _Poly):
     """Fall as a polynomial: final_lr + (base_lr - final_lr) * (1 - x)^pwr.
 
     x runs from 0 at the end of the warm-up to 1 at `max_update`, and stays there.
+
+    >>> [optimizers.PolyScheduler(max_update=4, base_lr=1.0, pwr=1)(t) for t in (1, 4, 5)]
+    [0.75, 0.0, 0.0]
     """
 
     def after_warmup(self, num_update: int) -> float:
@@ -209,6 +223,9 @@ class CosineScheduler(_Falling, _Cosine):
     """Fall as half a cosine wave: final_lr + (base_lr - final_lr) * (1 + cos(pi * x)) / 2.
 
     x runs from 0 at the end of the warm-up to 1 at `max_update`, and stays there.
+
+    >>> [round(optimizers.CosineScheduler(max_update=4, base_lr=1.0)(t), 2) for t in (1, 2, 4)]
+    [0.85, 0.5, 0.0]
     """
 
     def after_warmup(self, num_update: int) -> float:

@@ -40,6 +40,7 @@ from mpikv.session.stop import Answer, Leader, Order, Reader
 from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
+BLOCK = 100  # verdicts in one message: a worker acts on as many in some milliseconds
 ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds
 
 
@@ -137,26 +138,18 @@ class Control:
         self._process = f"{socket.gethostname()} {os.getpid()} {threading.get_ident()}"
         self.engine = engine
         self.timeout_s = timeout_s
-        self.labels = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
-        self.me = f"{self.labels[workers.rank]} (rank {transport.rank} of {transport.size})"
         self._transport = transport
-        self._workers = workers
-        self._agreement = agreement
         self._pushes = pushes
         self._on_verdict = on_verdict
         self._check_key = check_key
         self._proposals: list[Proposal] = []
-        self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
-        self._departures = None if agreement is None else Departures(workers.size)
-        self._epochs = None if agreement is None else Epochs(self.labels)
-        self._answers: dict[int, dict[str, Any]] = {}
         self._waits: Waiting | None = None  # what this worker waits for now
         self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
         self._question = 0
         self._sending: list[Request] = []
         self.sent_messages = 0  # counted since the start
+        self._common_steps = common_steps
         self._reader = Reader(common=common_steps)
-        self._leader = None if agreement is None else Leader(workers.size, common=common_steps)
         self._asked: Callable[[], str | None] = lambda: None
         self._wished = False
         self._ended = False  # all workers have closed the store
@@ -165,8 +158,27 @@ class Control:
         self._asked_for: dict[int, int] = {}  # rounds of series that are not there yet
         self._brought: list[Brought] = []  # labels that wait to be sent, those of several series in one message
         self._late: Series | None = None  # what was decided on after its round had ended here, to be raised once
-        self._judge = None if agreement is None else Judge(self.labels)
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
+        self._regrouped = -1
+        self.regroup(workers, agreement)
+
+    def regroup(self, workers: Group, agreement: Agreement | None) -> None:
+        """Go on among these workers, some of those before, by what `listen` receives from its next call on.
+
+        What is known of the former ones, by their numbers, is forgotten. Nothing may be under way. Local.
+        """
+        self._workers, self._agreement = workers, agreement
+        self._regrouped += 1
+        self._tag = wire.control_tag(self._regrouped)
+        self.labels = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
+        self.me = f"{self.labels[workers.rank]} (rank {self._transport.rank} of {self._transport.size})"
+        self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
+        self._answers: dict[int, dict[str, Any]] = {}
+        leads = agreement is not None
+        self._departures = Departures(workers.size) if leads else None
+        self._epochs = Epochs(self.labels) if leads else None
+        self._leader = Leader(workers.size, common=self._common_steps) if leads else None
+        self._judge = Judge(self.labels) if leads else None
 
     # --- sending
 
@@ -174,7 +186,7 @@ class Control:
         self.sent_messages += 1
         data = wire.control(message)
         self._sending = [request for request in self._sending if not request.test()]
-        self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
+        self._sending.append(self._transport.isend(data, rank, self._tag))
 
     def sent(self) -> bool:
         """Whether everything this worker sent has left, and nothing more comes in answer to it."""
@@ -223,17 +235,22 @@ class Control:
         by_worker: dict[int, list[Verdict]] = {}
         for verdict in verdicts:
             by_worker.setdefault(verdict.worker, []).append(verdict)
-        mine = by_worker.pop(self._workers.rank, [])
-        for worker, some in by_worker.items():  # first: they act on them while this worker does
-            self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": some})
-        for verdict in mine:
-            self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+        # In blocks, on which all act side by side. This worker first: then the first value of a key is there.
+        for begin in range(0, max(map(len, by_worker.values()), default=0), BLOCK):
+            for verdict in by_worker.get(self._workers.rank, ())[begin : begin + BLOCK]:
+                self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+            for worker, some in by_worker.items():
+                block = some[begin : begin + BLOCK]
+                if block and worker != self._workers.rank:
+                    self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": block})
 
     def _decided(self, item: Item, reply: Reply) -> None:
         self._on_verdict(item, reply)
-        found = next((proposal for proposal in self._proposals if proposal.take(item, reply)), None)
-        if found is not None and found.test():
-            self._proposals.remove(found)
+        for proposal in self._proposals:
+            if proposal.take(item, reply):
+                if proposal.test():
+                    self._proposals.remove(proposal)
+                break
         if item[0] == "close" and reply.error is None:
             self._ended = True
             if self._leader is not None:
@@ -399,7 +416,7 @@ class Control:
     def listen(self) -> Steps[None]:
         """The listener: receives and acts for ever."""
         while True:
-            arrival = Arrival(self._transport, wire.TAG_CONTROL)
+            arrival = Arrival(self._transport, self._tag)
             yield _Listening(arrival, self._pass_on)
             data = np.empty(arrival.incoming.n_bytes, np.uint8)
             yield arrival.incoming.receive(data)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import dtype_of
+from mpikv.arrays import HostArray, dtype_of
 from mpikv.checks import shown
+from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.named import Codecs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError
@@ -29,6 +31,7 @@ from mpikv.session.agreement import Agreement, Disagreement, Item, Name, Rule, f
 from mpikv.session.base import Pending, Session
 from mpikv.session.own_updates import OwnUpdates
 from mpikv.session.service import Control, Reply
+from mpikv.spaces.base import Space
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -53,11 +56,12 @@ class KeyEvents(NamedTuple):
 
 
 def _describe_init(payload: Sequence[Any]) -> str:
-    return f"{payload[1]} {tuple(payload[0])}"
+    shape, dtype, codec = payload
+    return f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
 
 
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
+    if payloads.count(payloads[0]) < len(payloads):
         brought = grouped([_describe_init(payload) for payload in payloads], labels)
         raise Disagreement(
             ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"
@@ -121,8 +125,36 @@ def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> 
     return unmatched
 
 
+def _regroup_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """All that stay have pushed the same; the places that worker 0 has found for the keys."""
+    if any(pushes != payloads[0][0] for pushes, _ in payloads):
+        brought = grouped([", ".join(f"{n} times key {i}" for i, n in pushes) for pushes, _ in payloads], labels)
+        raise Disagreement(MpikvError, f"regroup of workers that have pushed different rounds: {brought}")
+    return payloads[0][1]
+
+
+RULES: Mapping[str, Rule] = {
+    "init": _init_rule,
+    "set_optimizer": _optimizer_rule,
+    "barrier": first,
+    "empty": _empty_rule,
+    "bucket": _bucket_rule,
+    "skip": _skip_rule,
+    "regroup": _regroup_rule,
+    "set_optimizer in place": first,
+    "save_optimizer_states": first,
+    "load_optimizer_states": first,
+    "save": first,
+    "resume": first,
+    "close": _close_rule,
+}
+
+
 class Workers(Session):
-    """The session of one worker of several. links: the transport through memory to servers of this host, if any."""
+    """The session of one worker of several. links: the transport through memory to servers of this host, if any.
+
+    codecs: those that it knows; the same on all workers and servers.
+    """
 
     def __init__(
         self,
@@ -133,12 +165,14 @@ class Workers(Session):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
+        codecs: Codecs | None = None,
+        space: Space | None = None,
     ) -> None:
-        super().__init__(name, members.config.stop_file)
+        super().__init__(name, members.config.stop_file, space)
         self.pid = os.getpid()
-        self.transport, self.members, self.links = transport, members, links
-        self.group = Group(transport, members.workers)
-        self.rank, self.num_workers, self.synchronous = self.group.rank, self.group.size, members.synchronous
+        self.transport, self.links, self.synchronous = transport, links, members.synchronous
+        self.codecs = Codecs() if codecs is None else codecs
+        self._go_with(members)
         self.attributes = AttributeLog()
         self.slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
         self._events: KeyEvents
@@ -151,29 +185,11 @@ class Workers(Session):
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         if links is not None:
             self.engine.waker = links.waker
-        agreement = None
-        if self.group.rank == 0:
-            rules: dict[str, Rule] = {
-                "init": _init_rule,
-                "set_optimizer": _optimizer_rule,
-                "barrier": first,
-                "empty": _empty_rule,
-                "bucket": _bucket_rule,
-                "skip": _skip_rule,
-                "set_optimizer in place": first,
-                "save_optimizer_states": first,
-                "load_optimizer_states": first,
-                "save": first,
-                "resume": first,
-                "close": _close_rule,
-            }
-            labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
-            agreement = Agreement(labels, rules, self._reserve)
         self.control = Control(
             transport,
             self.group,
             self.engine,
-            agreement,
+            self._new_agreement(),
             timeout_s=members.config.timeout_s,
             common_steps=members.synchronous,
             pushes=self._pushes,
@@ -185,7 +201,35 @@ class Workers(Session):
     def start(self, events: KeyEvents) -> None:
         """Begin to listen to the other workers, who may be ahead and ask at once. events: the strategy's."""
         self._events = events
-        self.engine.serve(self.control.listen(), "control messages")
+        self._listening = self.engine.serve(self.control.listen(), "control messages")
+
+    # --- the ranks
+
+    def _go_with(self, members: Members) -> None:
+        """Who the workers are, as all else here has it."""
+        self.members = members
+        self.group = Group(self.transport, members.workers)
+        self.rank, self.num_workers = self.group.rank, self.group.size
+        self.shares_memory = members.path == "direct"
+
+    def _new_agreement(self) -> Agreement | None:
+        """At worker 0: what it decides with."""
+        if self.rank:
+            return None
+        labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
+        return Agreement(labels, RULES, self._reserve)
+
+    def regroup(self, members: Members) -> None:
+        """Go on with the workers of `members` alone, some of those before; worker 0 may be another one. Local.
+
+        Each of them must call it; what one of them sends to another waits until it has. Nothing may be under way.
+        """
+        with self.engine.lock:
+            self._go_with(members)
+            self._next_id = max((info.id + 1 for info in self.infos.values()), default=self._next_id)
+            self.control.regroup(self.group, self._new_agreement())
+            self._listening.cancel()
+            self._listening = self.engine.serve(self.control.listen(), "control messages")
 
     # --- keys
 
@@ -205,7 +249,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]))
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -215,7 +259,7 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[3])
+                self._events.begin(info, reply.result[4])
             if reply.final:
                 self._released.discard(name)
                 self._events.agreed(info)
@@ -228,16 +272,18 @@ class Workers(Session):
             self._events.broken(self.infos.pop(name))
 
     def agree_on_keys(
-        self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
+        self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]
     ) -> tuple[list[KeyInfo], MpikvError | None]:
         """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
 
         Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
         different values.
         """
-        items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
+        names_of = {dtype: str(dtype) for dtype in {value.dtype for _, _, value in values}}
+        codec = self.codecs.of_new_keys
+        items = [("init", key, [list(shape), names_of[value.dtype], codec]) for key, shape, value in values]
         proposal = self.control.propose(items)
-        names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        names = ", ".join(shown(key) for key, _, _ in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = [(item[1], proposal.replies[item]) for item in proposal.items]
         agreed = [

@@ -12,16 +12,16 @@ way, 1/W of the optimizer's state.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
 
 from mpikv import buckets, wire
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives import blobs
-from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
-from mpikv.engine.request import Steps
+from mpikv.collectives.labelled import Comparison
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
@@ -30,20 +30,23 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.placement import place
+from mpikv.placement import Members, Placement, place
 from mpikv.reductions import SUM, Reduction
+from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, PreparedCall, Sink
 from mpikv.strategies.blocking import Rounds, in_place_round
+from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.distributed import DistributedStrategy
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.queues import Bucket, Delivery, Reached, Round, RoundQueue, Under
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
+from mpikv.strategies.ways import WAYS, Means
 
 
 class AllreduceStrategy(DistributedStrategy):
@@ -51,78 +54,101 @@ class AllreduceStrategy(DistributedStrategy):
 
     def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
         super().__init__(session)
-        members = session.members
         self._queues: dict[int, RoundQueue] = {}
-        self._owner = Owner()
+        self._space = session.space
+        self._owner = Owner(self._space)
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
-        self._members = members
-        self._native: Any = None
-        if members.config.algorithm == "native":
-            # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
-            from mpikv.collectives import native  # noqa: PLC0415
-
-            self._native = native
-        self._comms: dict[int, Running[Any]] = {}
-        self._last_comm: Running[Any] | None = None
-        self._hosts = None if memory is None else HostKeys(memory, session.transport)
-        self._direct = None
-        if self._hosts is not None and members.path == "direct":
-            self._direct = Direct(session, self._hosts, self._queues, self._owner)
-        self._group = session.group
-        dispute = session.control.dispute
-        self._rounds = RoundSteps(self._group, self._owner, dispute, native=self._native, comms=self._comms)
-        self.rank, self.num_workers = session.rank, session.num_workers
-        self.shares_memory = self._direct is not None
+        self._listening: Running[Any] | None = None
+        self._communicators = None
+        if session.members.path == "native":
+            self._communicators = Communicators(session.transport, session.engine)
+        self._follow(memory)
         session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
-        if self._hosts is not None:
-            session.engine.serve(self._hosts.listen(), "counters of this host")
+
+    # --- the ranks
+
+    def _follow(self, memory: HostMemory | None) -> None:
+        """Make all that hangs on who the workers are."""
+        session, members = self._session, self._session.members
+        if self._listening is not None:
+            self._listening.cancel()
+        self._hosts = self._listening = self._direct = None
+        if memory is not None:
+            self._hosts = HostKeys(memory, members.worker_hosts)
+            self._listening = session.engine.serve(self._hosts.listen(), "counters of this host")
+            if members.path == "direct":
+                self._direct = Direct(session, self._hosts, self._queues, self._owner)
+        self._means = Means(session.group, self._space, self._hosts, self._communicators)
+        self._rounds = RoundSteps(session.rank, session.num_workers, self._owner, session.control.dispute)
+
+    def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
+        """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
+
+        members: the store's with fewer workers (`Members.only`). memory: new memory, which the ranks of each host that
+        stay share; None: they send messages. Prepared calls are made anew, the counts of direct calls start at 0, and
+        arrays of `store.empty` are ordinary ones from now on.
+
+        Collective over the workers that stay; blocks until each of them has called it. The others make no further call.
+        Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
+        or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
+        UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
+        be lost, and with MPIKV_ALGORITHM=native, whose communicators are those of all workers.
+        """
+        session = self._session
+        if session.optimizers():
+            raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
+        if self._communicators is not None:
+            raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
+        members = replace(members, memory=memory is not None)
+        self._drain("regroup")
+        queues = sorted(self._all_queues(), key=lambda queue: queue.info.id)
+        with session.engine.lock:
+            if self._direct is not None:
+                self._direct.reset()
+            session.regroup(members)
+            self._follow(memory)
+        places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
+        places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
+        with session.engine.lock:
+            for queue, reserved in zip(queues, places, strict=True):
+                value = queue.own
+                self._place(queue, reserved)
+                self._space.copy(queue.own, value)
 
     # --- keys as they are agreed on
 
     def _reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
+        if not self._session.codecs.can_be_added(info):
+            raise Disagreement(
+                UnsupportedError,
+                f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
+                "and without servers workers add what travels",
+            )
         return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
-        queue = RoundQueue(info)
-        if self._hosts is not None and reserved is not None:
-            queue.share(self._hosts.key(reserved, info.n_elems, info.dtype))
-        if self.rank == 0:
-            queue.own[...] = self._first_values.pop(info.key)
-        self._compare(queue)
-        self._place(queue)
+        queue = RoundQueue(info, self._space)
+        self._place(queue, reserved)
+        if self._session.rank == 0:
+            self._space.copy(queue.own, self._first_values.pop(info.key))
         self._queues[info.id] = queue
         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
-
-    def _compare(self, queue: RoundQueue) -> None:
-        """Compare the labels of its rounds, where there are other workers and something to add."""
-        if self.num_workers > 1 and queue.info.n_elems:
-            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
 
     def _labels_as_set(self, queue: RoundQueue) -> Labels:
         return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
 
     def _agreed(self, info: KeyInfo) -> None:
-        """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
-        if self._native is not None:
-            self._last_comm = self._comms[info.id] = self._session.engine.start(
-                self._duplicate_after(self._last_comm), f"communicator of key {shown(info.key)}"
-            )
+        """Communicators are made in the order of the verdicts."""
+        if self._communicators is not None:
+            self._communicators.agreed(info)
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
         queue = self._queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
-
-    def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
-        if before is not None:
-            yield before
-        comm = getattr(self._session.transport, "comm", None)
-        if comm is None:
-            raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
-        return (yield from self._native.duplicate(comm))
 
     def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
@@ -135,26 +161,27 @@ class AllreduceStrategy(DistributedStrategy):
         """Each queue once."""
         return list(dict.fromkeys(self._queues.values()))
 
-    def _place(self, queue: RoundQueue) -> None:
-        """Where its values live from now on: with the optimizer that serves it."""
-        info, room = queue.info, queue.shared is not None
+    def _place(self, queue: RoundQueue, reserved: Any) -> None:
+        """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
+        # Labels of rounds are compared where there are other workers and something to add.
+        queue.comparison = None
+        if self._session.num_workers > 1 and queue.info.n_elems:
+            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
+        placement = self._placement(queue.info, room=reserved is not None)
+        queue.go(WAYS[placement.path](self._means, queue.info, placement, queue.comparison, reserved))
+
+    def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
+        """With the optimizer that serves the key."""
         optimizer = self._owner.optimizer_of(info.id)
-        queue.placement = place(
-            self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
-        )
-        queue.adding = queue.sharing = group = self._group
-        if queue.comparison is not None:
-            owners = frozenset(rank for i, rank in enumerate(group.ranks) if queue.bounds[i] < queue.bounds[i + 1])
-            queue.adding = AddingGroup(group.transport, group.ranks, queue.comparison)
-            queue.sharing = SharingGroup(group.transport, group.ranks, queue.comparison, owners)
+        return place(self._session.members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
 
     # --- keys
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree, then give every worker the value of worker 0."""
-        if self.rank == 0:
+        if self._session.rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):
                 continue  # it may be forgotten already
@@ -175,7 +202,7 @@ class AllreduceStrategy(DistributedStrategy):
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    if self._push(queue, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
+                    if self._push(queue, info, Round(self._session.codecs.added(info, total, self._space), op=op)):
                         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
@@ -200,8 +227,14 @@ class AllreduceStrategy(DistributedStrategy):
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
-        """The direct way, where all workers are on this host; else rounds in the caller's arrays."""
-        if self._direct is not None:
+        """The direct way, where all keys go it; else rounds in the caller's arrays.
+
+        None where other arrays than these are to be added.
+        """
+        if not all(self._session.codecs.plain(info) for info in infos):
+            return None
+        paths = {self._queues[info.id].way.placement.path for info in infos}
+        if self._direct is not None and paths == {"direct"}:
             return self._direct.prepare(infos, values, outs, op)
         flat = flattened(infos, values, outs)
         return None if flat is None else Rounds(self._exchange_in_place, self._session.wait, infos, flat, op)
@@ -220,7 +253,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Memory in a block of the host's, of which a part belongs to this worker."""
         if self._hosts is None:
             return super().allocate(text, n_bytes)
-        begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
+        begin = self._hosts.reserve_arrays(n_bytes) if self._session.rank == 0 else None
         begin = self._session.agree("empty", [text, begin], "empty")
         return None if begin is None else self._hosts.array(begin, n_bytes)
 
@@ -228,7 +261,7 @@ class AllreduceStrategy(DistributedStrategy):
         """Also what went the direct way, and the memory held."""
         held = {"held_bytes": sum(queue.held_bytes for queue in self._all_queues())}
         if self._hosts is not None:
-            held["shared_bytes"] = sum(queue.info.n_bytes for queue in self._all_queues() if queue.shared is not None)
+            held["shared_bytes"] = sum(queue.info.n_bytes for queue in self._all_queues() if queue.way.shared)
         if self._direct is not None:
             direct = self._direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
@@ -279,7 +312,7 @@ class AllreduceStrategy(DistributedStrategy):
             if self._direct is not None:
                 self._direct.reset()
             for queue in self._all_queues():
-                self._place(queue)
+                queue.way.cut(self._placement(queue.info, room=queue.way.shared))
                 if queue.comparison is not None:
                     queue.comparison.restart(self._labels_as_set(queue))
 
@@ -304,7 +337,7 @@ class AllreduceStrategy(DistributedStrategy):
         """
         infos = [self._session.infos[key] for key in keys]
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
-        if self._direct is not None or self._native is not None or self.num_workers == 1:
+        if self._direct is not None or self._communicators is not None or self._session.num_workers == 1:
             return
         if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
             return
@@ -313,24 +346,22 @@ class AllreduceStrategy(DistributedStrategy):
         for info in infos:
             self._session.wait(Pending(Reached(self._queues[info.id], 0), Waiting("bucket", info.key, info.id)))
         found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-        joined = [Bucket(group) for group in found if len(group) > 1]
+        joined = [Bucket(group, self._space) for group in found if len(group) > 1]
+        places: Sequence[Any] = [None] * len(joined)
         if self._hosts is not None:
-            places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined] if self.rank == 0 else None
+            if self._session.rank == 0:
+                places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined]
             places = self._session.agree("empty", ["buckets", places], "bucket")
-            for bucket, place in zip(joined, places, strict=True):
-                if place is not None:
-                    bucket.share(self._hosts.key(place, bucket.info.n_elems, bucket.info.dtype))
         with self._session.engine.lock:
-            for bucket in joined:
-                self._join(bucket)
+            for bucket, reserved in zip(joined, places, strict=True):
+                self._join(bucket, reserved)
 
-    def _join(self, bucket: Bucket) -> None:
+    def _join(self, bucket: Bucket, reserved: Any) -> None:
+        self._place(bucket, reserved)
         for info in bucket.keys:
-            bucket.own[bucket.span(info)] = self._queues[info.id].value()
+            self._space.copy(bucket.own[bucket.span(info)], self._queues[info.id].value())
             self._queues[info.id] = bucket
         bucket.has_value = True
-        self._compare(bucket)
-        self._place(bucket)
 
     def skip(self, keys: Sequence[Key], *, changed: bool) -> None:
         """Keys of buckets take no part in this round, on no worker."""
@@ -347,8 +378,8 @@ class AllreduceStrategy(DistributedStrategy):
         """Gather the states at worker 0, who writes the file."""
         self._drain("save_optimizer_states")
         self._session.agree("save_optimizer_states", None, "save_optimizer_states")  # all are here to send their parts
-        mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
-        gathering = self._session.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
+        mine = parts_to_bytes(collect(self._owner, self._owned(self._session.rank)))
+        gathering = self._session.engine.start(blobs.gather(self._session.group, mine, 0, wire.TAG_STATES), "states")
         self._session.wait_for(gathering, "save_optimizer_states")
 
         def write() -> None:
@@ -370,13 +401,13 @@ class AllreduceStrategy(DistributedStrategy):
 
         def read() -> Any:
             file = read_file(path, self._session.infos, self._session.optimizers())
-            for rank in range(self.num_workers):
+            for rank in range(self._session.num_workers):
                 parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
             return restored(file)
 
         loaded = self._session.decide("load_optimizer_states", read)
         scattering = self._session.engine.start(
-            blobs.scatter(self._group, parts if self.rank == 0 else None, 0, wire.TAG_STATES), "states"
+            blobs.scatter(self._session.group, parts if self._session.rank == 0 else None, 0, wire.TAG_STATES), "states"
         )
         self._session.wait_for(scattering, "load_optimizer_states")
         with self._session.engine.lock:
@@ -398,9 +429,8 @@ class AllreduceStrategy(DistributedStrategy):
             refused = found
         if error is not None:
             raise error
-        for running in self._comms.values():
-            if running.result is not None:
-                running.result.Free()
+        if self._communicators is not None:
+            self._communicators.free()
         self._session.end()
         if refused is not None:
             raise refused

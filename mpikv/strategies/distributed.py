@@ -16,8 +16,6 @@ from mpikv.strategies.base import PreparedCall, Updater
 class DistributedStrategy:
     """Base of the strategies over several processes."""
 
-    shares_memory = False
-
     def __init__(self, session: Workers) -> None:
         self._session = session
 

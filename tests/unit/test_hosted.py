@@ -183,8 +183,7 @@ class Sleeper:
 
 
 def test_who_waits_for_a_key_is_woken_by_its_counts_alone() -> None:
-    fabric = Fabric(3, "aaa")
-    ranks = [HostKeys(memory, fabric.rank(memory.rank)) for memory in private_memory(3)]
+    ranks = [HostKeys(memory, "aaa") for memory in private_memory(3)]
     places = [ranks[0].reserve_key(40) for _ in range(5)]
     keys = [[one.key(place, 10, F32) for place in places] for one in ranks]
     sleepers = [Sleeper() for _ in places]
