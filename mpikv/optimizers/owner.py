@@ -73,10 +73,6 @@ class AttributeLog:
             self._as_set[slot] = label_of(optimizer.attributes(), FACTOR)
             self._relabel(slot, self._as_set[slot])
 
-    def optimizer(self, slot: int) -> Optimizer | None:
-        """The user's optimizer in a slot."""
-        return self._optimizers.get(slot)
-
     @staticmethod
     def _text(optimizer: Optimizer) -> str:
         return json.dumps(optimizer.attributes(), sort_keys=True)
