@@ -20,7 +20,6 @@ from mpikv.arrays import (
     is_device,
     is_writable,
     shape_and_dtype,
-    sum_devices,
 )
 from mpikv.checks import shown
 from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
@@ -164,10 +163,12 @@ class CallForms:
         for info, item in zip(infos, items, strict=True):
             for array in item.arrays:
                 self.check_value(call, info, array, dtype=True)
+        space = self._session.space
+        space.ready([array for item in items for array in item.arrays])
         return [
             (
                 info,
-                sum_devices(
+                space.total(
                     item.arrays,
                     f"{call}: the value of key {shown(info.key)}",
                     on_device=self._on_device,

@@ -27,7 +27,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 4
+VERSION = 5
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2

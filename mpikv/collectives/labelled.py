@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.digests import digest
 from mpikv.engine.request import Request, Waiter, Waking, wakes
-from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
 
@@ -67,10 +67,6 @@ class Comparison:
 
     def __init__(self, labels: Sequence[Label | None], *, exact: bool) -> None:
         self._exact = exact
-        self.restart(labels)
-
-    def restart(self, labels: Sequence[Label | None]) -> None:
-        """All workers have agreed on new labels."""
         self._labels, self.own = labels, self._facts(labels)
         self._first = self.own
         self._said: dict[int, Said] = {}

@@ -1,6 +1,6 @@
 """Sums through memory that the ranks of a host share.
 
-All ranks are in the same call (see hostmemory/counters). A call is a *plan*: a list of chunks, each small enough for
+All ranks are in the same call (see hostmemory/together). A call is a *plan*: a list of chunks, each small enough for
 the cache. Three things happen to a chunk, one after another, and to three chunks at a time, so that ranks seldom wait:
 
 - fill: each rank copies its values into its slot of shared memory, where the others do not see them anyway;
@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.hostmemory.counters import FILLED, SUMMED, CallCounters
+from mpikv.hostmemory.counters import Counters, Reached
+from mpikv.hostmemory.together import FREE
 from mpikv.reductions import SUM, Reduction
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
@@ -37,7 +38,10 @@ MANY = 8  # copies from which on a loop in C pays
 
 Copy = tuple[Any, Any]  # destination and source: two arrays or two memoryviews
 WHOLE = slice(None)
-Wait = Callable[[Callable[[], bool]], None]
+Wait = Callable[[Reached], None]
+
+FILLED, SUMMED = FREE, FREE + 1  # counters of chunks
+WORDS = FREE + 2  # of the decision on calls, and of their steps
 
 
 class Sum(NamedTuple):
@@ -152,9 +156,12 @@ def add_all(sums: Sequence[Sum]) -> None:
 
 
 class Executor:
-    """Does plans, one after another; all ranks the same ones."""
+    """Does plans, one after another; all ranks the same ones.
 
-    def __init__(self, counters: CallCounters, wait: Wait) -> None:
+    counters: a table of `WORDS`. wait: waits for a counter of another rank's that takes long, with a limit.
+    """
+
+    def __init__(self, counters: Counters, wait: Wait) -> None:
         self._counters = counters
         self._wait = wait
         self._step = 0  # chunks done so far
@@ -170,17 +177,18 @@ class Executor:
             add_all(chunks[0].sums)
             copy_all(chunks[0].drains)
             return
-        counters, wait, n = self._counters, self._wait, len(chunks)
+        counters, n = self._counters, len(chunks)
         for i in range(1, n + 2):
             if i < n:
                 copy_all(chunks[i].fills)
-                counters.reach(FILLED, first + i + 1)
+                counters.count(FILLED, first + i + 1)
             if i - 1 < n:
-                if i > 1:
-                    counters.wait_all(FILLED, first + i, wait)
+                if i > 1 and (request := counters.awaited(FILLED, first + i)) is not None:
+                    self._wait(request)
                 add_all(chunks[i - 1].sums)
-                counters.reach(SUMMED, first + i)
+                counters.count(SUMMED, first + i)
             if i > 1:
-                counters.wait_all(SUMMED, first + i - 1, wait)
+                if (request := counters.awaited(SUMMED, first + i - 1)) is not None:
+                    self._wait(request)
                 copy_all(chunks[i - 2].drains)
         self._step = first + n

@@ -32,6 +32,7 @@ from mpikv.runtime.interface import mpirun_variables
 from mpikv.runtime.launcher import OPEN_MPI
 
 BAD_INPUT = 2
+NOT_SHOWN = "***"  # by --dry-run, for a value of --env
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 
 
@@ -61,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
                 for host in job.hosts:
                     print(shlex.join(sync.command(host, os.getcwd(), options.sync_dst_dir, job.shell, _own(options))))
             print(line.shown(job.words, {**job.variables, **_told(job, [])}))
+            if NOT_SHOWN in (value for pairs in job.given.values() for value in pairs.values()):
+                print(
+                    f"mpikv launch: values of --env are not printed: put them in the places of {NOT_SHOWN}",
+                    file=sys.stderr,
+                )
             return 0
         output = Output(Path(options.output_dir) if options.output_dir else None)
     except (ConfigError, ValueError) as error:
@@ -101,8 +107,8 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     if chosen and elsewhere:
         shell = allocation.remote_shell(environ) if scheduled and not options.ssh else ()
         shell = shell or remote.shell(options.ssh or "ssh", chosen)
-    # mpirun starts its daemons through Slurm itself, and hydra through Grid Engine, which Open MPI 5 does not know.
-    alone = scheduled and not options.ssh and not ("PE_HOSTFILE" in environ and mpirun.is_open_mpi)
+    # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
+    alone = scheduled and not options.ssh and "PE_HOSTFILE" not in environ
     words = line.build(
         mpirun,
         blocks,
@@ -111,18 +117,14 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         oversubscribe=options.oversubscribe or not (chosen or scheduled),
         more=options.mpirun_options,
     )
-    number = {"MPIKV_NUM_SERVERS": str(servers)}  # else a variable set here would make servers of workers
-    told = environment.given(environ)
-    given = {
-        "all": {
-            **(environment.always(environ) if elsewhere else {}),
-            **line.package_path(environ),
-            **told["all"],
-            **environment.read_pairs("--env", options.env, environ),
-            **number,
-        },
-        "worker": {**told["worker"], **environment.read_pairs("--env-worker", options.env_worker, environ)},
-        "server": {**told["server"], **environment.read_pairs("--env-server", options.env_server, environ)},
+    given = environment.asked(options, environ)
+    if options.dry_run:
+        given = {role: dict.fromkeys(pairs, NOT_SHOWN) for role, pairs in given.items()}
+    given["all"] = {
+        **(environment.always(environ) if elsewhere else {}),
+        **line.package_path(environ),
+        **given["all"],
+        "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers
     }
     variables, addresses = mpirun.environment(() if alone else shell), []
     if elsewhere:

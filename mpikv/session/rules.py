@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpikv.checks import shown
+from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
 from mpikv.session.agreement import Disagreement, Name, Rule, first, grouped
 
 
 def _describe_init(payload: Sequence[Any]) -> str:
-    return f"{payload[1]} {tuple(payload[0])}"
+    shape, dtype, codec = payload
+    return f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
 
 
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
+    if payloads.count(payloads[0]) < len(payloads):
         brought = grouped([_describe_init(payload) for payload in payloads], labels)
         raise Disagreement(
             ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"

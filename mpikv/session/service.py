@@ -40,6 +40,7 @@ from mpikv.session.stop import Answer, Leader, Order, Reader
 from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
+BLOCK = 100  # verdicts in one message: a worker acts on as many in some milliseconds
 ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds
 
 
@@ -234,17 +235,22 @@ class Control:
         by_worker: dict[int, list[Verdict]] = {}
         for verdict in verdicts:
             by_worker.setdefault(verdict.worker, []).append(verdict)
-        mine = by_worker.pop(self._workers.rank, [])
-        for worker, some in by_worker.items():  # first: they act on them while this worker does
-            self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": some})
-        for verdict in mine:
-            self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+        # In blocks, on which all act side by side. This worker first: then the first value of a key is there.
+        for begin in range(0, max(map(len, by_worker.values()), default=0), BLOCK):
+            for verdict in by_worker.get(self._workers.rank, ())[begin : begin + BLOCK]:
+                self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+            for worker, some in by_worker.items():
+                block = some[begin : begin + BLOCK]
+                if block and worker != self._workers.rank:
+                    self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": block})
 
     def _decided(self, item: Item, reply: Reply) -> None:
         self._on_verdict(item, reply)
-        found = next((proposal for proposal in self._proposals if proposal.take(item, reply)), None)
-        if found is not None and found.test():
-            self._proposals.remove(found)
+        for proposal in self._proposals:
+            if proposal.take(item, reply):
+                if proposal.test():
+                    self._proposals.remove(proposal)
+                break
         if item[0] == "close" and reply.error is None:
             self._ended = True
             if self._leader is not None:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import dtype_of
+from mpikv.arrays import HostArray, dtype_of
 from mpikv.checks import shown
+from mpikv.codecs.named import Codecs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -30,6 +31,7 @@ from mpikv.session.base import Pending, Session, Updater
 from mpikv.session.own_updates import OwnUpdates
 from mpikv.session.rules import RULES
 from mpikv.session.service import Control, Reply
+from mpikv.spaces.base import Space
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -41,20 +43,23 @@ class KeyEvents(NamedTuple):
     """What a strategy does with keys as they are agreed on, as functions. Called under the engine's lock.
 
     reserve: at worker 0: what all ranks must know of a new key beyond what they brought, as JSON. begin: the key exists
-    from now on, with what was reserved for it: its first verdict has come, maybe a provisional one. agreed: all workers
-    agreed on it; called in the same order on every worker. broken: workers did not agree on a key that has begun.
-    pushes: how often this worker has pushed each key, by number.
+    from now on, with what was reserved for it: its first verdict has come, maybe a provisional one. broken: workers did
+    not agree on a key that has begun. pushes: how often this worker has pushed each key, by number. agreed: all workers
+    agreed on it; called in the same order on every worker.
     """
 
     reserve: Callable[[KeyInfo], Any]
     begin: Callable[[KeyInfo, Any], None]
-    agreed: Callable[[KeyInfo], None]
     broken: Callable[[KeyInfo], None]
     pushes: Callable[[], dict[int, int]]
+    agreed: Callable[[KeyInfo], None] | None = None
 
 
 class Workers(Session):
-    """The session of one worker of several. links: the transport through memory to servers of this host, if any."""
+    """The session of one worker of several. links: the transport through memory to servers of this host, if any.
+
+    codecs: those that it knows; the same on all workers and servers.
+    """
 
     def __init__(
         self,
@@ -65,10 +70,13 @@ class Workers(Session):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
+        codecs: Codecs | None = None,
+        space: Space | None = None,
     ) -> None:
-        super().__init__(name, members.config.stop_file)
+        super().__init__(name, members.config.stop_file, space)
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
+        self.codecs = Codecs() if codecs is None else codecs
         self._go_with(members)
         self.attributes = AttributeLog()
         self._events: KeyEvents
@@ -76,7 +84,7 @@ class Workers(Session):
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
-        self._next_id = 0
+        self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
         self._threaded = threaded
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         if links is not None:
@@ -134,10 +142,9 @@ class Workers(Session):
 
     def _reserve(self, name: Name, payload: Any) -> Any:
         key_id = self._next_id
-        limit = wire.max_keys(self.transport.max_tag)
-        if key_id >= limit:
+        if key_id >= self._most_keys:
             raise Disagreement(
-                MpikvError, f"init of key {shown(name)}: this MPI library has tags for {limit} keys only"
+                MpikvError, f"init of key {shown(name)}: this MPI library has tags for {self._most_keys} keys only"
             )
         self._next_id += 1
         result = [key_id, *payload]
@@ -145,7 +152,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]))
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -155,10 +162,11 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[3])
+                self._events.begin(info, reply.result[4])
             if reply.final:
                 self._released.discard(name)
-                self._events.agreed(info)
+                if self._events.agreed is not None:
+                    self._events.agreed(info)
             else:
                 self._released.add(name)
         elif name in self._released:
@@ -168,16 +176,18 @@ class Workers(Session):
             self._events.broken(self.infos.pop(name))
 
     def agree_on_keys(
-        self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
+        self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]
     ) -> tuple[list[KeyInfo], MpikvError | None]:
         """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
 
         Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
         different values.
         """
-        items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
+        names_of = {dtype: str(dtype) for dtype in {value.dtype for _, _, value in values}}
+        codec = self.codecs.of_new_keys
+        items = [("init", key, [list(shape), names_of[value.dtype], codec]) for key, shape, value in values]
         proposal = self.control.propose(items)
-        names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        names = ", ".join(shown(key) for key, _, _ in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = [(item[1], proposal.replies[item]) for item in proposal.items]
         agreed = [

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.engine.running import Running
@@ -53,7 +53,7 @@ class AllreduceStrategy(Strategy):
         """Agree, then give every worker the value of worker 0."""
         if self._session.rank == 0:
             self.keys.first_values.update((key, value) for key, _, value in values)
-        agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):
                 continue  # it may be forgotten already
@@ -69,12 +69,12 @@ class AllreduceStrategy(Strategy):
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
-        pending = []
+        pending, codecs, space = [], self._session.codecs, self._session.space
         for info, total, sink in entries:
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    running = self._push(queue, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op))
+                    running = self._push(queue, info, Round(codecs.added(info, total, space), op=op))
                     if running is not None:
                         queue.running = self._session.engine.take(running)
             if sink is not None:
@@ -100,7 +100,12 @@ class AllreduceStrategy(Strategy):
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
-        """The direct way, where all keys go it; else rounds in the caller's arrays."""
+        """The direct way, where all keys go it; else rounds in the caller's arrays.
+
+        None where other arrays than these are to be added.
+        """
+        if not all(self._session.codecs.plain(info) for info in infos):
+            return None
         paths = {self._queues[info.id].way.placement.path for info in infos}
         if self.keys.direct is not None and paths == {"direct"}:
             return self.keys.direct.prepare(infos, values, outs, op)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
@@ -24,17 +22,18 @@ from mpikv.optimizers.owner import Owner
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers
+from mpikv.spaces.base import Space
 from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders
 
 
 class Bucket(RoundQueue):
     """A queue of several keys of one dtype."""
 
-    def __init__(self, infos: Sequence[KeyInfo]) -> None:
+    def __init__(self, infos: Sequence[KeyInfo], space: Space) -> None:
         begins = buckets.offsets([info.n_elems for info in infos])
         # It goes by the number of its first key, whose tags it uses.
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
-        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype))
+        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype), space)
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
@@ -68,7 +67,7 @@ class Bucket(RoundQueue):
                 )
             whole = self._open[place] = whole._replace(op=round_.op)
         self._counts[info.id] += 1
-        whole.values[self._spans[info.id]] = 0 if round_ is None else round_.values
+        self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
         while self._open and len(self._open[0].under) == len(self._infos):
@@ -85,7 +84,7 @@ class Bucket(RoundQueue):
 
     def _buffer(self) -> HostArray:
         spare, self._spare = self._spare, None
-        return np.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
+        return self.space.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
 
     def labels(self, under: Unders) -> Labels:
         """Of a round, key by key."""
@@ -115,7 +114,7 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
     for info in infos:
         session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
     found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-    return [Bucket(group) for group in found if len(group) > 1]
+    return [Bucket(group, session.space) for group in found if len(group) > 1]
 
 
 class Bucketed:

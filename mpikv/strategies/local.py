@@ -23,7 +23,8 @@ class LocalStrategy(Strategy):
     def __init__(self, session: Session) -> None:
         self._session, self._infos = session, session.infos
         self._stored: dict[int, HostArray] = {}
-        self._owner = Owner(own=False)
+        self._space = session.space
+        self._owner = Owner(self._space, own=False)
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Store the values."""
@@ -38,7 +39,7 @@ class LocalStrategy(Strategy):
             if total is not None:
                 self.push(info, total)
             if sink is not None:
-                sink.deliver(self._stored[info.id])
+                sink.deliver(self._stored[info.id], self._space)
         return []
 
     def push(self, info: KeyInfo, total: HostArray) -> None:
@@ -47,7 +48,7 @@ class LocalStrategy(Strategy):
         if self._session.updater is not None:
             self._session.updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
-            self._owner.apply(info, stored, total.astype(sum_dtype(info.dtype), copy=False), AS_SET)
+            self._owner.apply(info, stored, self._space.cast(total, sum_dtype(info.dtype)), AS_SET)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """The user's own object, so that a changed attribute needs no carrying."""

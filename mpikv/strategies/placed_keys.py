@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpikv.arrays import HostArray
+from mpikv.checks import shown
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
@@ -20,8 +21,8 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.placement import Members, Placement, place
+from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
-from mpikv.session.contests import Labels
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
@@ -43,14 +44,16 @@ class PlacedKeys:
     def __init__(self, session: Workers, memory: HostMemory | None) -> None:
         self._session = session
         self.queues: dict[int, RoundQueue] = {}
-        self.owner = Owner()
+        self._space = session.space
+        self.owner = Owner(self._space)
         self.first_values: dict[Key, HostArray] = {}
         self._listening: Running[Any] | None = None
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
         self._follow(memory)
-        session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
+        agreed = None if self.communicators is None else self.communicators.agreed
+        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
 
     # --- the ranks
 
@@ -65,8 +68,10 @@ class PlacedKeys:
             self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
-        self._means = Means(session.group, self.hosts, self.communicators)
-        self._rounds = RoundSteps(session.rank, session.num_workers, self.owner, session.control.dispute)
+        self._means = Means(session.group, self._space, self.hosts, self.communicators)
+        self._rounds = RoundSteps(
+            session.rank, session.num_workers, self.owner, self._comparison, session.control.dispute
+        )
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
         """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
@@ -100,27 +105,28 @@ class PlacedKeys:
             for queue, reserved in zip(queues, places, strict=True):
                 value = queue.own
                 self._place(queue, reserved)
-                queue.own[...] = value
+                self._space.copy(queue.own, value)
 
     # --- keys as they are agreed on
 
     def _reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
+        if not self._session.codecs.can_be_added(info):
+            raise Disagreement(
+                UnsupportedError,
+                f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
+                "and without servers workers add what travels",
+            )
         return None if self.hosts is None else self.hosts.reserve_key(info.n_bytes)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
-        queue = RoundQueue(info)
+        queue = RoundQueue(info, self._space)
         self._place(queue, reserved)
         if self._session.rank == 0:
-            queue.own[...] = self.first_values.pop(info.key)
+            self._space.copy(queue.own, self.first_values.pop(info.key))
         self.queues[info.id] = queue
-        self.start(queue)
-
-    def _agreed(self, info: KeyInfo) -> None:
-        """Communicators are made in the order of the verdicts."""
-        if self.communicators is not None:
-            self.communicators.agreed(info)
+        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
@@ -130,20 +136,22 @@ class PlacedKeys:
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
-        # Labels of rounds are compared where there are other workers and something to add.
-        queue.comparison = None
-        if self._session.num_workers > 1 and queue.info.n_elems:
-            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
         placement = self._placement(queue.info, room=reserved is not None)
-        queue.go(WAYS[placement.path](self._means, queue.info, placement, queue.comparison, reserved))
+        way = WAYS[placement.path](self._means, queue.info, placement, reserved)
+        queue.way, queue.own, queue.comparison = way, way.value, None
 
     def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
         """With the optimizer that serves the key."""
         optimizer = self.owner.optimizer_of(info.id)
         return place(self._session.members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
 
-    def _labels_as_set(self, queue: RoundQueue) -> Labels:
-        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
+    def _comparison(self, queue: RoundQueue) -> Comparison | None:
+        """Of the labels of its rounds, where there are other workers and something to add."""
+        session = self._session
+        if session.num_workers == 1 or not queue.info.n_elems:
+            return None
+        labels = [session.attributes.as_set(session.slot_of(info)) for info in queue.keys]  # as all workers have them
+        return Comparison(tuple(labels), exact=queue.info.dtype.kind in "iu")
 
     # --- rounds
 
@@ -201,8 +209,7 @@ class PlacedKeys:
                 self.direct.reset()
             for queue in self.all():
                 queue.way.cut(self._placement(queue.info, room=queue.way.shared))
-                if queue.comparison is not None:
-                    queue.comparison.restart(self._labels_as_set(queue))
+                queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
         """Let the keys of buckets, which were never pushed, go in these from now on. Collective, blocks."""
@@ -216,7 +223,7 @@ class PlacedKeys:
             for bucket, reserved in zip(buckets, places, strict=True):
                 self._place(bucket, reserved)
                 for info in bucket.keys:
-                    bucket.own[bucket.span(info)] = self.queues[info.id].value()
+                    self._space.copy(bucket.own[bucket.span(info)], self.queues[info.id].value())
                     self.queues[info.id] = bucket
                 bucket.has_value = True
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
@@ -33,7 +32,8 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
-from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
+from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
@@ -91,7 +91,7 @@ class PsStrategy(Strategy):
         self._client = Client(session.transport if self._local is None else self._local, self._servers)
         self._engine = session.engine
         self._engine.serves = self._local is not None and service is not None
-        session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
+        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
@@ -106,12 +106,11 @@ class PsStrategy(Strategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        key = self._keys[info.id] = ClientKey(info, as_told(self._members, info, reserved))
+        session = self._session
+        placement = as_told(self._members, info, reserved)
+        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info), session.space)
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
-
-    def _agreed(self, info: KeyInfo) -> None:
-        """Nothing to do in the order of the verdicts."""
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
@@ -157,7 +156,7 @@ class PsStrategy(Strategy):
         """Agree; worker 0 sends the values to their servers."""
         if self._rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        _, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        _, error = self._session.agree_on_keys(values)
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -236,14 +235,14 @@ class PsStrategy(Strategy):
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
         item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
-        value = sink.buffer()
+        value = sink.buffer(item.key.space)
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
             done = glance(answer)
         if not done:
             self._wait_or_leave(Exchange(_until(answer)), [self._waiting("pushpull", item.key)])
         self._client.reply_tags.give([tag])
-        sink.deliver(value)
+        sink.deliver(value, item.key.space)
 
     def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
         try:
@@ -294,7 +293,7 @@ class PsStrategy(Strategy):
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
             if self._rank == 0:
-                value: HostArray = np.empty(info.n_elems, info.dtype)
+                value = key.space.empty(info.n_elems, info.dtype)
                 self._session.wait(self.exchange([Entry(info, None, Sink(info, [value]))], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))

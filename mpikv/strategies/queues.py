@@ -23,6 +23,7 @@ from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.contests import Labels
+from mpikv.spaces.base import Space
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
 from mpikv.strategies.ways import Way
@@ -55,18 +56,18 @@ class Round(NamedTuple):
 
 
 class RoundQueue:
-    """One key: its value, and the rounds this worker has pushed, done one after another."""
+    """One key: its value, and the rounds this worker has pushed, done one after another. space: where they are."""
 
-    def __init__(self, info: KeyInfo) -> None:
-        self.info = info
+    def __init__(self, info: KeyInfo, space: Space) -> None:
+        self.info, self.space = info, space
         self.way: Way  # of its rounds, once it is placed
-        self.own: HostArray  # its value's place, from then on
+        self.own: HostArray  # its value's place, where the way has it
         self.calls = KeyCalls(info.id)
         self.waiting: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
-        self.comparison: Comparison | None = None  # of labels; None: nobody else is there, or there are no elements
+        self.comparison: Comparison | None = None  # of labels; None: before the first round, or there are none
         self.running: Running[None] | None = None
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
@@ -109,10 +110,6 @@ class RoundQueue:
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
         return self.way.held_bytes + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
-
-    def go(self, way: Way) -> None:
-        """From the next round on go this way. The value is where the way has it, and has to be set there."""
-        self.way, self.own = way, way.value
 
     # --- rounds
 
@@ -188,7 +185,7 @@ class Delivery:
     def take(self, value: HostArray) -> None:
         """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
         try:
-            self._sink.deliver(value[self._span])
+            self._sink.deliver(value[self._span], self._lane.space)
         except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
             self.error = error
         self._done = True
