@@ -40,11 +40,11 @@ class OwnUpdates(Protocol):
         ...
 
     def begin(self, *, separate: bool = False, contributed: bool = False) -> float:
-        """The next step begins: what to multiply one's gradients by."""
+        """Begin the next step. Returns what to multiply this worker's gradients by."""
         ...
 
     def end(self) -> float | None:
-        """The factor to update with."""
+        """End the step. Returns the factor to update with."""
         ...
 
     def settle(self) -> None:
@@ -123,9 +123,8 @@ class Session:
     # --- what updates keys
 
     def serve(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> tuple[int, list[int]]:
-        """From now on `optimizer` serves `keys` (None: all that have no other). Its slot, and the keys' numbers. Local.
-
-        A slot is what owners of values know it by (optimizers/owner).
+        """Let `optimizer` serve `keys` from now on (None: all that have no other). Returns its slot, and the keys'
+        numbers. Local.
         """
         slot, key_ids = DEFAULT_SLOT, [self.infos[key].id for key in keys or ()]
         if keys is not None:
@@ -152,7 +151,7 @@ class Session:
         return self._optimizers.get(self.slot_of(info))
 
     def optimizers(self) -> dict[Key, Optimizer]:
-        """Those of all keys that have one. Local."""
+        """Return the optimizers of all keys that have one. Local."""
         found = {key: self.optimizer_of(info) for key, info in self.infos.items()}
         return {key: optimizer for key, optimizer in found.items() if optimizer is not None}
 
@@ -168,9 +167,8 @@ class Session:
         """Wait for all workers. Collective, blocks."""
 
     def decide(self, call: str, attempt: Callable[[], Any]) -> Any:
-        """Worker 0 tries something; its result (JSON), or MpikvError or OSError, on every worker. Collective, blocks.
-
-        call: the name of what is tried, the same on all workers.
+        """Let worker 0 try something; its result (JSON), or MpikvError or OSError, comes to every worker. Collective,
+        blocks.
         """
         self.check_open(call)
         return attempt()

@@ -51,7 +51,7 @@ class LocalStrategy(Strategy):
             self._owner.apply(info, stored, self._space.cast(total, sum_dtype(info.dtype)), AS_SET)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
-        """The user's own object, so that a changed attribute needs no carrying."""
+        """Use the user's own object, so that a changed attribute has effect without being sent."""
         slot, key_ids = self._session.serve(optimizer, keys)
         self._owner.set_optimizer(slot, optimizer, key_ids)
 
@@ -59,11 +59,11 @@ class LocalStrategy(Strategy):
         return [(info, 0, info.n_elems) for info in self._infos.values()]
 
     def save_states(self, write: Write) -> None:
-        """Those of the only owner."""
+        """Write the states of this process, the only owner."""
         write([collect(self._owner, self._all())])
 
     def load_states(self, read: Read) -> Loaded:
-        """Read and check first, then change."""
+        """Read and check the file first, and only then change the states."""
         file = read()
         loaded = restored(file)
         for key in loaded[0]:
@@ -73,4 +73,4 @@ class LocalStrategy(Strategy):
         return loaded
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is nothing to end."""

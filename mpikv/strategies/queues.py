@@ -79,12 +79,12 @@ class RoundQueue:
 
     @property
     def may_start(self) -> bool:
-        """Whether nothing does its rounds now."""
+        """Return whether nothing does the rounds of this queue now."""
         return self.running is None or self.running.done
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """What errors call the queue."""
         return f"key {shown(self.info.key)}"
 
     @property
@@ -122,13 +122,13 @@ class RoundQueue:
         return self.pushed
 
     def add(self, info: KeyInfo, round_: Round) -> bool:
-        """One more push of a key; whether that completed a round."""
+        """Add a push of a key, and return whether it completed a round."""
         self.pushed += 1
         self.waiting.append(round_)
         return True
 
     def labels(self, under: Unders) -> Labels:
-        """Of a round, key by key."""
+        """Return the labels of a round, key by key."""
         return (under.label,)
 
     def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
@@ -137,7 +137,7 @@ class RoundQueue:
         owner.apply(self.info, self.own[begin:end], buf[begin:end], (0, under.number), factor=factor)
 
     def finish(self, buf: HostArray) -> None:
-        """A round is done, and its buffer free."""
+        """Note that a round is done, and its buffer free."""
         self.done += 1
 
     def reached(self, round_: int) -> bool:
@@ -154,14 +154,16 @@ class RoundQueue:
             delivery.take(self.value())
 
     def refuse(self, error: ConfigError) -> None:
-        """Nothing was updated in this round, and no other follows: all pulls get the value as it is, and the error."""
+        """End a round that updated nothing, and after which none follows: all pulls get the value as it is, and the
+        error.
+        """
         self.refused = error
         for delivery in self.deliveries:
             self.refuse_pull(delivery)
         self.deliveries = []
 
     def refuse_pull(self, delivery: Delivery) -> None:
-        """The same for a pull that comes after it."""
+        """Refuse a pull that comes after the round that was refused."""
         delivery.take(self.value())
         delivery.error = self.refused
 
