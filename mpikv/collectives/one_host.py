@@ -21,6 +21,7 @@ from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES
 from mpikv.engine.request import Done, Steps
+from mpikv.hostmemory.sums import in_order, scaled
 
 
 def _rows(bounds: Sequence[int], itemsize: int) -> Iterator[list[slice]]:
@@ -82,12 +83,7 @@ def reduce_scatter(
                     ratio = comparison.ratio(key.said_by(place))
                 sources.append((theirs, ratio))
         part = slice(at, min(at + step, end))
-        first, *rest = (
-            theirs[part] if ratio == 1.0 else theirs[part] * theirs.dtype.type(ratio) for theirs, ratio in sources
-        )
-        for source in rest:
-            combine(first, source, out=own[part])
-            first = own[part]
+        in_order(own[part], [scaled(theirs[part], ratio) for theirs, ratio in sources], combine)
     return own
 
 

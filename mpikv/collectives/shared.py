@@ -20,15 +20,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat
 from operator import setitem
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.hostmemory.counters import Counters, Reached
+from mpikv.hostmemory.sums import Way, way_of
 from mpikv.hostmemory.together import FREE
 from mpikv.reductions import SUM, Reduction
 
@@ -45,16 +45,13 @@ WORDS = FREE + 2  # of the decision on calls, and of their steps
 
 
 class Sum(NamedTuple):
-    """`out` becomes the sum of `sources`, in this order; then it is copied to `copies`, then `after` is called.
-
-    how(out, sources): what is done in place of adding in the dtype of the arrays.
-    """
+    """`out` becomes what `way` makes of `sources`; then it is copied to `copies`, then `after` is called."""
 
     out: HostArray
     sources: tuple[HostArray, ...]
     copies: tuple[HostArray, ...]
     after: Callable[[], None] | None
-    how: Callable[[HostArray, Sequence[HostArray]], None] | None
+    way: Way
 
 
 def summed(
@@ -65,20 +62,8 @@ def summed(
     op: Reduction = SUM,
 ) -> Sum:
     """A `Sum`, or what another reduction makes of one array of each rank."""
-    wide = sum_dtype(sources[0].dtype) != sources[0].dtype
-    how = partial(_reduce, op, wide) if wide or op is not SUM else None
-    return Sum(out, tuple(sources), tuple(copies), after, how)
-
-
-def _reduce(op: Reduction, wide: bool, out: HostArray, sources: Sequence[HostArray]) -> None:
-    """wide: float16 and bfloat16, reduced in float32; rounded once, if `out` is one of them."""
-    first, second, *others = sources
-    total = op.combine(first, second, dtype=np.float32) if wide else op.combine(first, second, out=out)
-    for source in others:
-        op.combine(total, source, out=total)
-    op.finish(total, len(sources))
-    if wide:
-        np.copyto(out, total, casting="unsafe")
+    way = way_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
+    return Sum(out, tuple(sources), tuple(copies), after, way)
 
 
 class Copies:
@@ -142,13 +127,8 @@ def copy_all(copies: Copies) -> None:
 
 def add_all(sums: Sequence[Sum]) -> None:
     """Do sums one after another."""
-    for out, sources, copies, after, how in sums:
-        if how is not None:
-            how(out, sources)
-        else:
-            np.add(sources[0], sources[1], out)
-            for source in sources[2:]:
-                np.add(out, source, out)
+    for out, sources, copies, after, way in sums:
+        way(out, sources)
         for copy in copies:
             copy[...] = out
         if after is not None:

@@ -144,10 +144,11 @@ class SharedCalls:
         return self._chunked(arrays, partial(self._allreduce, operator))
 
     def _allreduce(self, operator: Operator, i: int, values: HostArray) -> Chunk:
+        way = operator.way(values.dtype)
         slots = [self._slot(rank, i, values.dtype)[: values.size] for rank in range(self.size)]
         if values.nbytes <= TINY_BYTES:
             fills = [_copy(slots[self.rank], values)]
-            return Chunk(fills, [partial(operator.into, values, slots)])
+            return Chunk(fills, [partial(way, values, slots)])
         parts = [slice(*part_of(rank, self.size, values.size, values.itemsize)) for rank in range(self.size)]
         own = parts[self.rank]
         sources = [values[own] if rank == self.rank else slots[rank][own] for rank in range(self.size)]
@@ -157,10 +158,7 @@ class SharedCalls:
                 continue
             if rank == self.rank:
                 # A temporary result in the cache, and not in `values`, which is a source.
-                chunk.combines += [
-                    partial(operator.into, slots[rank][part], sources),
-                    _copy(values[part], slots[rank][part]),
-                ]
+                chunk.combines += [partial(way, slots[rank][part], sources), _copy(values[part], slots[rank][part])]
             else:
                 chunk.fills.append(_copy(slots[self.rank][part], values[part]))
                 chunk.drains.append(_copy(values[part], slots[rank][part]))
@@ -168,14 +166,14 @@ class SharedCalls:
 
     def reduce(self, values: HostArray, out: HostArray, operator: Operator, root: int) -> list[Chunk]:
         """Combine `values` over all ranks into the root's `out`."""
-        chunks = []
+        chunks, way = [], operator.way(values.dtype)
         for i, part in enumerate(_parts(values)):
             slots = [self._slot(rank, i, values.dtype)[: part.stop - part.start] for rank in range(self.size)]
             if self.rank != root:
                 chunks.append(Chunk([_copy(slots[self.rank], values[part])]))
                 continue
             sources = [values[part] if rank == root else slots[rank] for rank in range(self.size)]
-            temporary = partial(operator.into, slots[root], sources)
+            temporary = partial(way, slots[root], sources)
             chunks.append(Chunk([], [temporary, _copy(out[part], slots[root])]))
         return chunks
 
@@ -205,7 +203,7 @@ class SharedCalls:
 
     def reduce_scatter(self, parts: Sequence[HostArray], out: HostArray, operator: Operator) -> list[Chunk]:
         """`out` becomes part number `rank` of every rank, combined. parts: one for each rank."""
-        room = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES
+        room, way = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES, operator.way(out.dtype)
         chunks: list[Chunk] = []
         for dest, values in enumerate(parts):
             for i, part in enumerate(_parts(values, room)):
@@ -217,7 +215,7 @@ class SharedCalls:
                     chunks[i].fills.append(_copy(slots[self.rank], values[part]))
                     continue
                 sources = [values[part] if rank == dest else slots[rank] for rank in range(self.size)]
-                chunks[i].combines += [partial(operator.into, slots[dest], sources), _copy(out[part], slots[dest])]
+                chunks[i].combines += [partial(way, slots[dest], sources), _copy(out[part], slots[dest])]
         return chunks
 
     def _chunked(self, arrays: Sequence[HostArray], plan: Callable[[int, HostArray], Chunk]) -> list[Chunk]:

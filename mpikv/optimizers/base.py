@@ -158,7 +158,11 @@ class Optimizer(Declared):
         return made
 
     def work_in(self, space: Space) -> None:
-        """Weights are in that space from now on, and so are states and temporaries."""
+        """Weights are in that space from now on, and so are states and temporaries. Local; the store calls it.
+
+        >>> from mpikv.spaces.host import HostSpace
+        >>> optimizers.SGD().work_in(HostSpace())
+        """
         object.__setattr__(self, "_space", space)
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
