@@ -13,7 +13,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
-    """A whole number from `minimum` on, up to `most`."""
+    """Make a reader of whole numbers from `minimum` on, up to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -30,7 +30,7 @@ def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, more than 0 and at most `LONGEST_S`."""
+    """Read a number of seconds, more than 0 and at most `LONGEST_S`."""
     try:
         number = float(text)
     except ValueError:
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """`4`, `64K`, `1.5MiB` in bytes, at least one."""
+    """Read `4`, `64K`, `1.5MiB` as bytes, at least one."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes; write 4, 64K, 256M or 1G")

@@ -19,25 +19,28 @@ from mpikv.bench.stores import Way, forced, store_contender
 
 
 def sizes_of(session: Session) -> list[int]:
-    """The sizes of the sweep."""
+    """Return the sizes of the sweep."""
     options = session.options
     return sweep(options.min_bytes, options.max_bytes, options.factor, session.dtype.itemsize)
 
 
 def titles(session: Session) -> None:
-    """Of the table, and why there is no raw MPI in it."""
+    """Print the titles of the table, and say why there is no raw MPI in it, if so."""
     session.titles(TABLE)
     if not mpi_can_add(session.dtype):
         session.note(f"no raw MPI: MPI libraries cannot add {session.dtype.name}")
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective, blocks."""
     compare_sizes(session, _contenders)
 
 
 def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int], list[Contender]]) -> None:
-    """One array of each size of the sweep. contenders(session, pattern, n_bytes): who takes turns. Collective."""
+    """Measure one array of each size of the sweep. Collective, blocks.
+
+    contenders(session, pattern, n_bytes): makes those that take turns.
+    """
     titles(session)
     pattern = Pattern(session.dtype, session.job.rank, session.job.size)
     for n_bytes in sizes_of(session):
@@ -46,7 +49,7 @@ def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int]
 
 
 def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
-    """All on the same ordinary array, the shared one excepted."""
+    """Make the contenders, all on the same ordinary array, except the one with a shared array."""
     job, dtype = session.job, session.dtype
     array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
     way = Way("ordinary", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)

@@ -42,7 +42,7 @@ COUNTERS = Table(
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective, blocks."""
     job = session.job
     measured = pairs.measure_pairs(job)
     session.titles(pairs.TABLE)
@@ -71,7 +71,7 @@ def run(session: Session) -> None:
 
 
 def _tcp(session: Session) -> list[dict[str, Any]]:
-    """From each host to the next; on one host from rank 0 to rank 1."""
+    """Measure TCP from each host to the next; on one host from rank 0 to rank 1."""
     job = session.job
     ends = job.leaders() if len(job.host_names) > 1 else [0, 1]
     found = []
@@ -92,7 +92,7 @@ def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Conten
 
 
 def _rested(prepare: Callable[[], None]) -> Callable[[], None]:
-    """`prepare`, and a moment in which a shaped link's queue empties and its tokens come back."""
+    """Call `prepare`, and wait a moment, in which a shaped link's queue empties and its tokens come back."""
 
     def rested() -> None:
         prepare()
@@ -102,7 +102,7 @@ def _rested(prepare: Callable[[], None]) -> Callable[[], None]:
 
 
 def _count(session: Session, contenders: Sequence[Contender], n_bytes: int) -> list[dict[str, Any]]:
-    """What one exchange of each puts on each host's interfaces. Collective."""
+    """Count what one exchange of each puts on each host's interfaces. Collective."""
     job = session.job
     found = []
     for contender in contenders:
@@ -128,7 +128,7 @@ def _traffic(job: Job) -> interfaces.Traffic:
 
 
 def _show_counters(session: Session, counters: Sequence[dict[str, Any]], links: int) -> None:
-    """Bytes that crossed each host's interfaces, over the size, beside what the ring needs."""
+    """Print the bytes that crossed each host's interfaces, over the size, beside what the ring needs."""
     if not counters:
         return
     needed = 2 * (links - 1) / links

@@ -20,7 +20,7 @@ def run_model(session: Session) -> None:
 
 
 def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:
-    """One call with all arrays, ordinary and shared, beside raw MPI, packed raw MPI and Gloo. Collective."""
+    """Measure one call with all arrays, ordinary and shared, beside raw MPI, packed raw MPI and Gloo. Collective."""
     job, dtype = session.job, session.dtype
     n_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     session.progress.say(f"# {len(shapes)} arrays, {n_bytes} bytes")

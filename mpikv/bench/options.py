@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.ArgumentParser:
-    """A subcommand with what all have."""
+    """Add a subcommand with the options that all have."""
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, help=title, description=description, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -172,7 +172,7 @@ def _train(kinds: Any) -> None:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, as in 4,32."""
+    """Read whole numbers, as in 4,32."""
     return tuple(map(at_least(1), text.split(",")))
 
 

@@ -29,7 +29,7 @@ TYPES = {"sync": ("dist_sync", ""), "sync-sgd": ("dist_sync", "sgd"), "async-sgd
 
 
 def run(session: Session) -> None:
-    """Collective over workers and servers."""
+    """Measure what the options ask for. Collective over workers and servers."""
     everybody, options = session.job, session.options
     config = everybody.config.with_(num_servers=options.servers)
     roles = assign(everybody.hosts, options.servers, config.server_placement)
@@ -60,13 +60,13 @@ def run(session: Session) -> None:
 
 
 def _serve(everybody: Job, type_: str, config: Config) -> None:
-    """Be a server of one store, and come back."""
+    """Be a server of one store, and return when the workers have closed it."""
     with contextlib.suppress(SystemExit):
         kv.create(type_, comm=everybody.comm, config=config)
 
 
 def _remote(everybody: Job, roles: Roles) -> int:
-    """Workers on other hosts than a server, for the server with most."""
+    """Return how many workers are on other hosts than a server, for the server with most."""
     return max(
         sum(everybody.hosts[worker] != everybody.hosts[server] for worker in roles.workers) for server in roles.servers
     )

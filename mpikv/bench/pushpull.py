@@ -19,7 +19,7 @@ from mpikv.bench.stores import Way, store_contender
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective."""
     options = session.options
     if options.keys:
         compare_lists(session, ((max(1, options.key_bytes // session.dtype.itemsize),),) * options.keys)

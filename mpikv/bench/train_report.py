@@ -14,9 +14,10 @@ from mpikv.tables import Column, Table
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One way with one batch size. Times in seconds, of one step. n_bytes: of all gradients. iterations: rounds.
+    """One way with one batch size.
 
-    difference: None where it is no number.
+    Times in seconds, of one step. n_bytes: of all gradients. iterations: rounds. difference: None where it is no
+    number.
     """
 
     model: str
@@ -48,7 +49,7 @@ TABLE = Table(
 
 
 def line(row: TrainRow) -> str:
-    """A row of the table; a wrong result says so at its end."""
+    """Return a row of the table; a wrong result says so at its end."""
     return TABLE.line(
         row.batch,
         row.what,

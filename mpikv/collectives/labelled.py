@@ -1,7 +1,7 @@
 """Groups whose messages say under which labels the values in them were pushed; the collectives know nothing of it.
 
 Every rank adds in the *units* of its own factor. A message of a reduce-scatter ends with a *note* of 32 bytes where its
-sender has anything to say that its last message to this receiver, in the rounds of the same lane, did not say: the
+sender has anything to say that its last message to this receiver, in the rounds of the same queue, did not say: the
 digest of what must be equal on all workers, the factor that the values are in, and whether any of what has come to the
 sender so far was in other units (MIXED) or of another digest (WRONG). The receiver brings the values into its own units
 before they are combined with its own. The messages by which one chunk is added connect all ranks. So where digests
@@ -59,9 +59,9 @@ def _said_of(label: Label, *, exact: bool) -> Said:
 
 
 class Comparison:
-    """One worker's side of a lane: what it has said to whom and heard from whom, and what it knows of the round.
+    """One worker's side of a queue: what it has said to whom and heard from whom, and what it knows of the round.
 
-    labels: of each key of the lane, as all workers have them before the first round; None: it takes no part in a round.
+    labels: of each key of the queue, as all workers have them before the first round; None: it takes no part in rounds.
     exact: values are integers, which cannot be scaled.
     """
 

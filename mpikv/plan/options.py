@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _read(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """With argparse's own error."""
+    """Read a number with units; a mistake is argparse's own error."""
 
     def read(text: str) -> T:
         try:

@@ -53,7 +53,7 @@ class HostKeys:
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
-        self._n_lanes = found.carriers
+        self._n_rings = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
         words_begin = table_bytes(self._most, WORDS)
         self._logs = [
@@ -93,7 +93,7 @@ class HostKeys:
             Place(*place),
             n_elems,
             (dtype, sum_dtype(dtype)),
-            self._n_lanes,
+            self._n_rings,
             room=self._room,
             on_count=self._count,
             on_wait=self._waiting.__setitem__,

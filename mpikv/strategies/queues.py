@@ -40,12 +40,7 @@ Unders = Any  # of a round: what it was pushed under, or by its number for each 
 
 
 class Round(NamedTuple):
-    """One push of a queue's values.
-
-    values: flat, in the dtype they are added in. callers: they are the array of a caller who blocks until the round has
-    ended. The round may change such an array only where it is `changeable`. outs: arrays of the caller's that the
-    result is written to. op: what the values of all workers become.
-    """
+    """One push of a queue's values."""
 
     values: HostArray
     under: Unders = None
@@ -176,7 +171,7 @@ class Delivery:
 
     def __init__(self, queue: RoundQueue, info: KeyInfo, sink: Sink) -> None:
         self.round = queue.pushes_of(info)
-        self._lane = queue
+        self._queue = queue
         self._span = queue.span(info)
         self._sink = sink
         self._done = False
@@ -185,7 +180,7 @@ class Delivery:
     def take(self, value: HostArray) -> None:
         """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
         try:
-            self._sink.deliver(value[self._span], self._lane.space)
+            self._sink.deliver(value[self._span], self._queue.space)
         except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
             self.error = error
         self._done = True
@@ -195,7 +190,7 @@ class Delivery:
         if self.error is not None:
             raise self.error
         if not self._done:
-            self._lane.reached(self.round)
+            self._queue.reached(self.round)
         return self._done
 
 
@@ -203,9 +198,9 @@ class Reached:
     """A request that is done when a queue has done a round."""
 
     def __init__(self, queue: RoundQueue, round_: int) -> None:
-        self._lane = queue
+        self._queue = queue
         self._round = round_
 
     def test(self) -> bool:
         """Whether the round is done; raises what went wrong in the queue."""
-        return self._lane.reached(self._round)
+        return self._queue.reached(self._round)
