@@ -36,7 +36,7 @@ GENERATED = "tests/unit/test_generated_calls.py"  # of it, too, every run makes 
 OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
 FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
-FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop", "unmet"))
+FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop_jobs", "unmet"))
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.

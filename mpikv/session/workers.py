@@ -29,8 +29,9 @@ from mpikv.placement import Members
 from mpikv.session.agreement import Agreement, Disagreement, Item, Name
 from mpikv.session.base import Pending, Session, Updater
 from mpikv.session.own_updates import OwnUpdates
+from mpikv.session.proposals import Reply
 from mpikv.session.rules import RULES
-from mpikv.session.service import Control, Reply
+from mpikv.session.service import Control
 from mpikv.spaces.base import Space
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport

@@ -70,7 +70,7 @@ class PlacedKeys:
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._means = Means(session.group, self._space, self.hosts, self.communicators)
         self._rounds = RoundSteps(
-            session.rank, session.num_workers, self.owner, self._comparison, session.control.dispute
+            session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
         )
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:

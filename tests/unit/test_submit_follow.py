@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -333,7 +332,6 @@ def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
     assert process.stderr is not None
     while "running" not in process.stderr.readline():
         assert process.poll() is None
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
