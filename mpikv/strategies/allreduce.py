@@ -77,6 +77,7 @@ class AllreduceStrategy(DistributedStrategy):
             self._listening = session.engine.serve(self._hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self._direct = Direct(session, self._hosts, self._queues, self._owner)
+        self._placements: dict[tuple[int, Any, bool], Placement] = {}  # of keys that are alike in this
         self._means = Means(session.group, self._hosts, self._communicators)
         self._rounds = RoundSteps(session.rank, session.num_workers, self._owner, session.control.dispute)
 
@@ -133,7 +134,9 @@ class AllreduceStrategy(DistributedStrategy):
         if self._session.rank == 0:
             queue.own[...] = self._first_values.pop(info.key)
         self._queues[info.id] = queue
-        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+        queue.has_value = queue.way.share_now()
+        if not queue.has_value:
+            queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def _labels_as_set(self, queue: RoundQueue) -> Labels:
         return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
@@ -164,15 +167,21 @@ class AllreduceStrategy(DistributedStrategy):
         """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
         # Labels of rounds are compared where there are other workers and something to add.
         queue.comparison = None
-        if self._session.num_workers > 1 and queue.info.n_elems:
-            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
-        placement = self._placement(queue.info, room=reserved is not None)
-        queue.go(WAYS[placement.path](self._means, queue.info, placement, queue.comparison, reserved))
+        info = queue.info
+        if self._session.num_workers > 1 and info.n_elems:
+            queue.comparison = Comparison(self._labels_as_set(queue), exact=info.dtype.kind in "iu")
+        placement = self._placement(info, room=reserved is not None)
+        queue.go(WAYS[placement.path](self._means, info, placement, queue.comparison, reserved))
 
     def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
         """With the optimizer that serves the key."""
         optimizer = self._owner.optimizer_of(info.id)
-        return place(self._session.members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
+        if optimizer is not None and not optimizer.elementwise:
+            return place(self._session.members, info, whole=True, room=room)
+        alike = info.n_elems, info.dtype, room
+        if alike not in self._placements:
+            self._placements[alike] = place(self._session.members, info, room=room)
+        return self._placements[alike]
 
     # --- keys
 
