@@ -139,6 +139,8 @@ class HostKeys:
 
     def replicas(self, array: HostArray) -> list[HostArray] | None:
         """The same place in every worker's part of a block, in rank order, where `array` lies in this worker's."""
+        if not self._blocks:
+            return None
         offset = self.memory.offset_of(array)
         block = None if offset is None else self._block_at(offset, array.nbytes)
         if offset is None or block is None:
