@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs.base import Codec
 from mpikv.codecs.identity import IDENTITY
 from mpikv.keys import KeyInfo
+from mpikv.spaces.base import Space
 
 
 class Codecs:
@@ -31,12 +30,15 @@ class Codecs:
         """Whether ranks can add what travels while it travels, as an allreduce does, or must decode it first."""
         return self.of(info).wire_dtype(info.dtype) is not None
 
-    def added(self, info: KeyInfo, values: HostArray) -> HostArray:
-        """What such ranks add of a push: what it is encoded to, in the dtype that the key is added in."""
+    def added(self, info: KeyInfo, values: HostArray, space: Space) -> HostArray:
+        """What such ranks add of a push: what it is encoded to, in the dtype that the key is added in.
+
+        space: where the values are, and what they are decoded into.
+        """
         codec, dtype = self.of(info), sum_dtype(info.dtype)
         data = codec.encode(values)
         if data.dtype == dtype:
             return data
-        out: HostArray = np.empty(values.size, dtype)
+        out = space.empty(values.size, dtype)
         codec.decode(data, out)
         return out

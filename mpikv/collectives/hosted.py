@@ -27,6 +27,7 @@ from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.engine.request import Steps, Waiter
+from mpikv.hostmemory.sums import in_order, newest_first, scaled
 from mpikv.topology import topology
 from mpikv.transports.base import Group
 
@@ -82,7 +83,9 @@ class _Collect(_OnCount):
         combine: np.ufunc,
         comparison: Comparison | None,
     ) -> None:
-        self._key, self._segments, self._combine, self._comparison = key, segments, combine, comparison
+        # What comes first, what is there second, as for messages.
+        self._combine = newest_first(combine)
+        self._key, self._segments, self._comparison = key, segments, comparison
         self._values, self._totals = values, totals
         self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
         self._ratios = [1.0] * len(self._others)
@@ -100,16 +103,13 @@ class _Collect(_OnCount):
         if self._comparison is not None and not self.count:
             self._ratios = [self._comparison.ratio(self._key.said_by(place)) for place in self._others]
         begin, end = self._segments[self.count]
-        own, total = self._values[begin:end], self._totals[begin:end]
-        for place, ratio in zip(self._others, self._ratios, strict=True):
-            values = self._key.array_of(place, VALUES)[begin:end]
-            if ratio != 1.0:
-                values = values * values.dtype.type(ratio)
-            # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
-            self._combine(values, own, out=total)
-            own = total
-        if own is not total and self._values is not self._totals:
-            total[...] = own
+        own = self._values[begin:end]
+        total = own if self._values is self._totals else self._totals[begin:end]
+        others = [
+            scaled(self._key.array_of(place, VALUES)[begin:end], ratio)
+            for place, ratio in zip(self._others, self._ratios, strict=True)
+        ]
+        in_order(total, [own, *others], self._combine)
         self.count += 1
         self.done = self.count == len(self._segments)
         return True

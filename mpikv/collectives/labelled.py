@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.digests import digest
 from mpikv.engine.request import Request, Waiter, Waking, wakes
-from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.broadcast import broadcast
+from mpikv.digests import digest
 from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Steps
@@ -30,7 +31,6 @@ from mpikv.groups import messages
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import Chunk, SharedCalls
-from mpikv.hostmemory.counters import digest
 from mpikv.transports.base import Group
 
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32

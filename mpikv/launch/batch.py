@@ -23,7 +23,7 @@ from pathlib import Path
 from mpikv.config import VARIABLES
 from mpikv.errors import ConfigError
 
-SCHEDULERS = {"slurm": "Slurm", "sge": "Grid Engine"}
+SCHEDULERS = ("slurm", "sge")
 DISTRIBUTIONS = ("block", "cyclic")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  # Grid Engine's rule for job names, the narrower of the two
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -98,11 +98,6 @@ class Job:
     def ranks(self) -> int:
         """Workers and servers: the slots that the job needs."""
         return self.workers + self.servers
-
-    @property
-    def scheduler_name(self) -> str:
-        """As its users call it."""
-        return SCHEDULERS[self.scheduler]
 
     def output(self, job_id: str) -> Path:
         """The file that the scheduler writes the job's output to. job_id: a number or the scheduler's pattern."""

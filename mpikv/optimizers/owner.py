@@ -15,14 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import PLAIN, Label, label_of
 from mpikv.optimizers.base import FACTOR, Optimizer, State
+from mpikv.spaces.base import Space
 
 DEFAULT_SLOT = 0
 KEPT_ATTRIBUTES = (
@@ -134,12 +133,12 @@ def _plain(optimizer: Optimizer) -> list[Any] | None:
 class Owner:
     """Applies pushed sums to owned values. Knows no MPI; not thread-safe.
 
-    own: whether the optimizers are this owner's copies, which follow the numbers; else they are the user's own objects,
-    which he changes himself.
+    space: where the values are. own: whether the optimizers are this owner's copies, which follow the numbers; else
+    they are the user's own objects, which he changes himself.
     """
 
-    def __init__(self, *, own: bool = True) -> None:
-        self._own = own
+    def __init__(self, space: Space, *, own: bool = True) -> None:
+        self._space, self._own = space, own
         self.states: dict[int, State] = {}  # key id -> state of the part owned here
         self._optimizers: dict[int, Optimizer] = {}
         self._slots: dict[int, int] = {}
@@ -157,6 +156,7 @@ class Owner:
 
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
+        optimizer.work_in(self._space)
         self._optimizers[slot] = optimizer
         self._as_set[slot] = Kept(optimizer.attributes())
         self._in_force[slot] = AS_SET, None
@@ -222,7 +222,7 @@ class Owner:
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
             (total,) = terms
-            np.copyto(weight, total, casting="unsafe")
+            self._space.copy(weight, total)
             return state
         slot = self.slot_of(info.id)
         if self._own and self._in_force[slot] != (attributes, factor):

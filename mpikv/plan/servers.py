@@ -35,8 +35,11 @@ from mpikv.server.core import ServerCore
 from mpikv.server.loop import serve
 from mpikv.server.memory import Pool
 from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 from mpikv.strategies.base import Sink
-from mpikv.strategies.exchange import Client, ClientKey, Item
+from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.exchange import Client, Item
 
 EVERY_WORKER = 16  # up to so many workers are all simulated
 STANDING = 8  # of more, so many stand for all
@@ -64,7 +67,7 @@ class _Memory(Pool):
     """Memory of servers whose values nobody looks at: all their arrays lie in `array`, and adding only costs."""
 
     def __init__(self, simulation: Simulation, array: HostArray) -> None:
-        super().__init__()
+        super().__init__(None, HostSpace())
         self._simulation = simulation
         self._array = array
 
@@ -73,6 +76,9 @@ class _Memory(Pool):
 
     def give(self, array: HostArray) -> None:
         """Nothing to give back."""
+
+    def copy(self, values: HostArray) -> HostArray:
+        return self._array[: values.size]
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
         self._simulation.added(total.nbytes)
@@ -106,7 +112,7 @@ class _IgnoringSink(Sink):
         super().__init__(info, [])
         self._value = value
 
-    def buffer(self) -> HostArray:
+    def buffer(self, space: Space) -> HostArray:
         return self._value
 
 

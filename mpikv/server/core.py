@@ -27,6 +27,8 @@ from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.shard import Shard
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 
 Waiting = tuple[int, wire.Header, HostArray]
 _Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is
@@ -37,7 +39,7 @@ class ServerCore:
     """All that one server owns.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process. codecs: what pushes may travel as.
+    to be, default memory of this process. codecs: what pushes may travel as. space: how all that is worked on.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class ServerCore:
         policy: Callable[[int], Policy],
         memory: Source | None = None,
         codecs: Codecs | None = None,
+        space: Space | None = None,
     ) -> None:
-        self.owner = Owner()
-        self.pool = Pool(memory)
+        space = HostSpace() if space is None else space
+        self.owner = Owner(space)
+        self.pool = Pool(memory, space)
         self._codecs = Codecs() if codecs is None else codecs
         self._labels = labels
         self._policy = policy

@@ -110,14 +110,10 @@ class Shard:
         self._pulls: list[Answer] = []
         bounds = self._bounds()
         self.units = [
-            Unit(b, Block(self._copy(values[b:e]), pool), policy(), version, [version] * len(labels)) for b, e in bounds
+            Unit(b, Block(self._pool.copy(values[b:e]), pool), policy(), version, [version] * len(labels))
+            for b, e in bounds
         ]
         self._counts = self.units[0].policy.counts
-
-    def _copy(self, values: HostArray) -> HostArray:
-        array = self._pool.take(values.size, values.dtype)
-        np.copyto(array, values)
-        return array
 
     # --- cutting
 
@@ -140,7 +136,7 @@ class Shard:
             joined = np.concatenate(arrays)
             for array in arrays:
                 self._pool.give(array)
-            return [self._copy(joined[begin:end]) for begin, end in bounds]
+            return [self._pool.copy(joined[begin:end]) for begin, end in bounds]
 
         policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
         values = np.concatenate([unit.block.array for unit in old])
@@ -148,7 +144,9 @@ class Shard:
         for unit in old:
             unit.block.leave()
         self.units = [
-            Unit(begin, Block(self._copy(values[begin:end]), self._pool), policy, old[0].version, list(old[0].seen))
+            Unit(
+                begin, Block(self._pool.copy(values[begin:end]), self._pool), policy, old[0].version, list(old[0].seen)
+            )
             for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
         if states:
@@ -321,7 +319,7 @@ class Shard:
             unit.block = Block(self._pool.own(terms[0]), self._pool)
             return
         if unit.block.readers:
-            block = Block(self._copy(unit.block.array), self._pool)
+            block = Block(self._pool.copy(unit.block.array), self._pool)
             unit.block.leave()
             unit.block = block
         given = terms

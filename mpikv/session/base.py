@@ -17,6 +17,8 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 
 
 class Pending(NamedTuple):
@@ -50,11 +52,11 @@ class OwnUpdates(Protocol):
 class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
-    name: the store's type. infos: what was agreed on each key. synchronous: whether all workers make the same steps.
-    shares_memory: whether all workers add in memory that they share, so that no value travels over a link.
-    pid: the process whose session it is; 0: a child that is forked has a copy that is as good. stop_file: where a
-    trainer saves when the workers stop. stopped: whether they have. before_close, after_close: called by `close` of
-    the store, before anything else and at its end, whatever happened.
+    name: the store's type. space: where this worker's part of its values is. infos: what was agreed on each key.
+    synchronous: whether all workers make the same steps. shares_memory: whether all workers add in memory that they
+    share, so that no value travels over a link. pid: the process whose session it is; 0: a child that is forked has a
+    copy that is as good. stop_file: where a trainer saves when the workers stop. stopped: whether they have.
+    before_close, after_close: called by `close` of the store, before anything else and at its end, whatever happened.
     """
 
     rank = 0
@@ -64,8 +66,9 @@ class Session:
     pid = 0
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
-    def __init__(self, name: str, stop_file: str = "") -> None:
+    def __init__(self, name: str, stop_file: str = "", space: Space | None = None) -> None:
         self.name, self.stop_file = name, stop_file
+        self.space = HostSpace() if space is None else space
         self.infos: dict[Key, KeyInfo] = {}
         self.stopped = self.closed = False
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves

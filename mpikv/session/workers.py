@@ -31,6 +31,7 @@ from mpikv.session.agreement import Agreement, Disagreement, Item, Name, Rule, f
 from mpikv.session.base import Pending, Session
 from mpikv.session.own_updates import OwnUpdates
 from mpikv.session.service import Control, Reply
+from mpikv.spaces.base import Space
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -165,8 +166,9 @@ class Workers(Session):
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
         codecs: Codecs | None = None,
+        space: Space | None = None,
     ) -> None:
-        super().__init__(name, members.config.stop_file)
+        super().__init__(name, members.config.stop_file, space)
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
         self.codecs = Codecs() if codecs is None else codecs

@@ -55,7 +55,8 @@ class AllreduceStrategy(DistributedStrategy):
     def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
         super().__init__(session)
         self._queues: dict[int, RoundQueue] = {}
-        self._owner = Owner()
+        self._space = session.space
+        self._owner = Owner(self._space)
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._listening: Running[Any] | None = None
         self._communicators = None
@@ -78,7 +79,7 @@ class AllreduceStrategy(DistributedStrategy):
             if members.path == "direct":
                 self._direct = Direct(session, self._hosts, self._queues, self._owner)
         self._placements: dict[tuple[int, Any, bool], Placement] = {}  # of keys that are alike in this
-        self._means = Means(session.group, self._hosts, self._communicators)
+        self._means = Means(session.group, self._space, self._hosts, self._communicators)
         self._rounds = RoundSteps(session.rank, session.num_workers, self._owner, session.control.dispute)
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
@@ -113,7 +114,7 @@ class AllreduceStrategy(DistributedStrategy):
             for queue, reserved in zip(queues, places, strict=True):
                 value = queue.own
                 self._place(queue, reserved)
-                queue.own[...] = value
+                self._space.copy(queue.own, value)
 
     # --- keys as they are agreed on
 
@@ -129,17 +130,18 @@ class AllreduceStrategy(DistributedStrategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
-        queue = RoundQueue(info)
+        queue = RoundQueue(info, self._space)
         self._place(queue, reserved)
         if self._session.rank == 0:
-            queue.own[...] = self._first_values.pop(info.key)
+            self._space.copy(queue.own, self._first_values.pop(info.key))
         self._queues[info.id] = queue
         queue.has_value = queue.way.share_now()
         if not queue.has_value:
             queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def _labels_as_set(self, queue: RoundQueue) -> Labels:
-        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
+        session = self._session
+        return tuple([session.attributes.as_set(session.slot_of(info)) for info in queue.keys])
 
     def _agreed(self, info: KeyInfo) -> None:
         """Communicators are made in the order of the verdicts."""
@@ -188,7 +190,7 @@ class AllreduceStrategy(DistributedStrategy):
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree, then give every worker the value of worker 0."""
         if self._session.rank == 0:
-            self._first_values.update((key, value) for key, _, value in values)
+            self._first_values.update({key: value for key, _, value in values})
         agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):
@@ -210,7 +212,7 @@ class AllreduceStrategy(DistributedStrategy):
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    if self._push(queue, info, Round(self._session.codecs.added(info, total), op=op)):
+                    if self._push(queue, info, Round(self._session.codecs.added(info, total, self._space), op=op)):
                         queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
@@ -354,7 +356,7 @@ class AllreduceStrategy(DistributedStrategy):
         for info in infos:
             self._session.wait(Pending(Reached(self._queues[info.id], 0), Waiting("bucket", info.key, info.id)))
         found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-        joined = [Bucket(group) for group in found if len(group) > 1]
+        joined = [Bucket(group, self._space) for group in found if len(group) > 1]
         places: Sequence[Any] = [None] * len(joined)
         if self._hosts is not None:
             if self._session.rank == 0:
@@ -367,7 +369,7 @@ class AllreduceStrategy(DistributedStrategy):
     def _join(self, bucket: Bucket, reserved: Any) -> None:
         self._place(bucket, reserved)
         for info in bucket.keys:
-            bucket.own[bucket.span(info)] = self._queues[info.id].value()
+            self._space.copy(bucket.own[bucket.span(info)], self._queues[info.id].value())
             self._queues[info.id] = bucket
         bucket.has_value = True
 

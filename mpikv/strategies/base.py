@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray, write
+from mpikv.arrays import HostArray
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers.base import Optimizer
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
+from mpikv.spaces.base import Space
 
 Updater = Callable[[Key, Any, Any], None]
 
@@ -41,19 +42,19 @@ class Sink:
         self._outs = outs
         self._direct: HostArray | None = None  # the array of the caller's that is the buffer
 
-    def buffer(self) -> HostArray:
-        """Memory for the flat value, (n,)."""
+    def buffer(self, space: Space) -> HostArray:
+        """Memory for the flat value, (n,); new memory of this space, if it is no array of the caller's."""
         for out in self._outs:
             if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
                 self._direct = out
                 return np.asarray(out).reshape(-1)  # of a subclass of ndarray, too, the plain view
-        return np.empty(self._info.n_elems, self._info.dtype)
+        return space.empty(self._info.n_elems, self._info.dtype)
 
-    def deliver(self, value: HostArray) -> None:
-        """Write the flat value into every array."""
+    def deliver(self, value: HostArray, space: Space) -> None:
+        """Write the flat value, which is in this space, into every array."""
         for out in self._outs:
             if out is not self._direct:
-                write(out, value, "out")
+                space.write(out, value, "out")
 
 
 class PreparedCall(Protocol):

@@ -1,9 +1,9 @@
 """A worker's messages to servers and their answers.
 
 Every shard of a key travels in the way that was fixed when the key was agreed on: a small one behind its header, those
-of one call for one server in one message; a large one in partitions, straight from the array that it is in, which the
-server fetches one after the other. Answers come in the same partitions, straight into the array that is asked for;
-those to the small keys of one message come in one message.
+of one call for one server in one message; a large one in partitions, straight from the array that it is in or that the
+key's codec has made of it, which the server fetches one after the other. Answers come in the same partitions, straight
+into the array that is asked for; those to the small keys of one message come in one message.
 
 Servers on the same host are reached through memory (transports/memory.py), with the same messages.
 
@@ -12,34 +12,29 @@ Cost: one copy of a small shard, none of a large one. A tag for each large shard
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.codecs.base import Codec
-from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
-from mpikv.keys import KeyInfo, partitions
 from mpikv.observe.stall import Waiting
-from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
+from mpikv.strategies.client_key import ClientKey, Route
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
 GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in the ordinary way begins with as many
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
-INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
 # Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
 # waits for a worker, and few enough that MPI finds the one that it looks for at once.
@@ -57,48 +52,6 @@ def glance(request: Request) -> bool:
         if request.test():
             return True
     return False
-
-
-class Route(NamedTuple):
-    """How one shard travels. parts: bounds in the key's value. inline: behind its header.
-
-    n_bytes: of a push of it, on its way.
-    """
-
-    owner: int
-    begin: int
-    end: int
-    parts: tuple[tuple[int, int], ...]
-    inline: bool
-    n_bytes: int
-
-
-class ClientKey:
-    """One key as its client sees it. codec: what its pushes travel as."""
-
-    def __init__(self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY) -> None:
-        self.info, self.codec = info, codec
-        self.pushed = 0
-        self.move(placement)
-
-    def move(self, placement: Placement) -> None:
-        """The key lives there from now on."""
-        self.placement = placement
-        self.routes = []
-        for shard in placement.shards:
-            parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = sum(self.codec.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
-            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
-        self.small = len(self.routes) == 1 and self.routes[0].inline
-
-    def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
-        """What tells each server that it owns a part of the key, and the values there: server, header, payload."""
-        info = self.info
-        for shard in self.placement.shards:
-            text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text |= {"part": self.placement.part_elems, "version": self.pushed, "codec": info.codec}
-            payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
-            yield shard.owner, wire.Header(wire.INIT, info.id), payload
 
 
 class Item(NamedTuple):
@@ -241,7 +194,7 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.sink.buffer() for item in items]
+        values = [None if item.sink is None else item.sink.buffer(item.key.space) for item in items]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -252,7 +205,7 @@ class Client:
         yield from transfer.end()
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
-                item.sink.deliver(value)
+                item.sink.deliver(value, item.key.space)
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:

@@ -20,11 +20,12 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
 from mpikv.engine.request import Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
-from mpikv.hostmemory.counters import WORDS_PER_RANK
+from mpikv.hostmemory.counters import table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
 from mpikv.topology import topology
 
@@ -72,7 +73,7 @@ class HostKeys:
         self.size = memory.size
         self._n_lanes = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
-        words_begin = self._most * WORDS_PER_RANK * WORD_BYTES
+        words_begin = table_bytes(self._most, WORDS)
         self._logs = [
             memory.words(words_begin + rank * LOG_WORDS * WORD_BYTES, LOG_WORDS) for rank in range(memory.size)
         ]

@@ -24,7 +24,8 @@ class LocalStrategy:
     def __init__(self, session: Session) -> None:
         self._session, self._infos = session, session.infos
         self._stored: dict[int, HostArray] = {}
-        self._owner = Owner(own=False)
+        self._space = session.space
+        self._owner = Owner(self._space, own=False)
         self._updater: Updater | None = None
         self._slots = 0
 
@@ -65,7 +66,7 @@ class LocalStrategy:
             if total is not None:
                 self.push(info, total)
             if sink is not None:
-                sink.deliver(self._stored[info.id])
+                sink.deliver(self._stored[info.id], self._space)
         return []
 
     def push(self, info: KeyInfo, total: HostArray) -> None:
@@ -74,7 +75,7 @@ class LocalStrategy:
         if self._updater is not None:
             self._updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
-            self._owner.apply(info, stored, total.astype(sum_dtype(info.dtype), copy=False), AS_SET)
+            self._owner.apply(info, stored, self._space.cast(total, sum_dtype(info.dtype)), AS_SET)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """The user's own object, so that a changed attribute needs no carrying."""

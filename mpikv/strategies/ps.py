@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
@@ -33,8 +32,9 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Sink
+from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.distributed import DistributedStrategy
-from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
+from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
@@ -106,9 +106,9 @@ class PsStrategy(DistributedStrategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        key = self._keys[info.id] = ClientKey(
-            info, as_told(self._members, info, reserved), self._session.codecs.of(info)
-        )
+        session = self._session
+        placement = as_told(self._members, info, reserved)
+        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info), session.space)
         if self.rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
@@ -238,14 +238,14 @@ class PsStrategy(DistributedStrategy):
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
         item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
-        value = sink.buffer()
+        value = sink.buffer(item.key.space)
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
             done = glance(answer)
         if not done:
             self._wait_or_leave(Exchange(_until(answer)), [self._waiting("pushpull", item.key)])
         self._client.reply_tags.give([tag])
-        sink.deliver(value)
+        sink.deliver(value, item.key.space)
 
     def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
         try:
@@ -296,7 +296,7 @@ class PsStrategy(DistributedStrategy):
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
             if self.rank == 0:
-                value: HostArray = np.empty(info.n_elems, info.dtype)
+                value = key.space.empty(info.n_elems, info.dtype)
                 self._session.wait(self.exchange([Entry(info, None, Sink(info, [value]))], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpikv import buckets
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
@@ -27,6 +25,7 @@ from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.contests import Labels
+from mpikv.spaces.base import Space
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
 from mpikv.strategies.ways import Way
@@ -59,10 +58,10 @@ class Round(NamedTuple):
 
 
 class RoundQueue:
-    """One key: its value, and the rounds this worker has pushed, done one after another."""
+    """One key: its value, and the rounds this worker has pushed, done one after another. space: where they are."""
 
-    def __init__(self, info: KeyInfo) -> None:
-        self.info = info
+    def __init__(self, info: KeyInfo, space: Space) -> None:
+        self.info, self.space = info, space
         self.way: Way  # of its rounds, once it is placed
         self.own: HostArray  # its value's place, from then on
         self.calls = KeyCalls(info.id)
@@ -181,11 +180,11 @@ class RoundQueue:
 class Bucket(RoundQueue):
     """A queue of several keys of one dtype."""
 
-    def __init__(self, infos: Sequence[KeyInfo]) -> None:
+    def __init__(self, infos: Sequence[KeyInfo], space: Space) -> None:
         begins = buckets.offsets([info.n_elems for info in infos])
         # It goes by the number of its first key, whose tags it uses.
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
-        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype))
+        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype), space)
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
@@ -219,7 +218,7 @@ class Bucket(RoundQueue):
                 )
             whole = self._open[place] = whole._replace(op=round_.op)
         self._counts[info.id] += 1
-        whole.values[self._spans[info.id]] = 0 if round_ is None else round_.values
+        self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
         while self._open and len(self._open[0].under) == len(self._infos):
@@ -236,7 +235,7 @@ class Bucket(RoundQueue):
 
     def _buffer(self) -> HostArray:
         spare, self._spare = self._spare, None
-        return np.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
+        return self.space.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
 
     def labels(self, under: Unders) -> Labels:
         """Of a round, key by key."""
@@ -270,7 +269,7 @@ class Delivery:
     def take(self, value: HostArray) -> None:
         """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
         try:
-            self._sink.deliver(value[self._span])
+            self._sink.deliver(value[self._span], self._lane.space)
         except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
             self.error = error
         self._done = True

@@ -23,6 +23,7 @@ from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Path, Placement
+from mpikv.spaces.base import Space
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.transports.base import Group
@@ -31,10 +32,12 @@ from mpikv.transports.base import Group
 class Means(NamedTuple):
     """What the ways of one worker's keys are made with. hosts, communicators: where the store has ways that need them.
 
-    hosts: the keys in memory that the ranks of a host share. communicators: those for MPI's own collectives.
+    space: where values are, unless they are in memory that the ranks of a host share. hosts: the keys in such memory.
+    communicators: those for MPI's own collectives.
     """
 
     group: Group
+    space: Space
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
 
@@ -132,7 +135,8 @@ class _Alone(_OfKey):
         self, means: Means, info: KeyInfo, placement: Placement, comparison: Comparison | None, place: Any
     ) -> None:
         super().__init__(means, info, placement, comparison, place)
-        self.value: HostArray = np.empty(info.n_elems, info.dtype)
+        self._space = means.space
+        self.value = means.space.empty(info.n_elems, info.dtype)
 
     @property
     def held_bytes(self) -> int:
@@ -215,7 +219,7 @@ class Native(_Alone):
         if self._comparison is not None:
             ratio = yield from native.ratio(self._comm, self._comparison)
             if ratio != 1.0:
-                values *= values.dtype.type(ratio)
+                self._space.scale(values, ratio, values)
         yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
         return None
 

@@ -22,9 +22,13 @@ def spawn_groups(
     hosts: Sequence[str] | None = None,
     config: Config | None = None,
 ) -> list[T]:
-    """Run `body(world, group of all ranks)` on thread ranks, and return its results in rank order.
+    """Run `body(world, group of all ranks)` on thread ranks, and return its results in rank order. Blocks.
 
     hosts: of each rank; those of one host share memory, unless config says `shared_memory="off"`. Raises RankError.
+
+    >>> from mpikv.testing.groups import spawn_groups
+    >>> spawn_groups(2, lambda world, group: (group.rank, group.size))
+    [(0, 2), (1, 2)]
     """
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
     places = hosts or ["localhost"] * size

@@ -12,6 +12,7 @@ from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.roles import assign
+from mpikv.spaces.base import Space
 from mpikv.testing.ranks import memories_of, spawn
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric
@@ -31,12 +32,22 @@ def spawn_stores(
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
     codecs: Codecs | None = None,
+    spaces: Sequence[Space] | None = None,
 ) -> list[T]:
-    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
+    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
-    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts. codecs: what their
-    pushes may travel as, default as they are.
-    The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
+    hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
+    one on these hosts. codecs: what their pushes may travel as, by default as they are. spaces: where the
+    values of each rank are. The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`)
+    with ranks of the transport.
+
+    >>> from mpikv.testing.stores import spawn_stores
+    >>> def body(store):
+    ...     store.init('g', np.zeros(2))
+    ...     store.pushpull('g', grad := np.full(2, store.rank + 1.0))
+    ...     return grad.tolist()
+    >>> spawn_stores('dist_sync', 2, body, num_servers=1)
+    [[3.0, 3.0], [3.0, 3.0]]
     """
     spec = store_spec.parse(name)
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
@@ -58,6 +69,7 @@ def spawn_stores(
             on_fatal=fatal.append,
             memory=memory,
             codecs=codecs,
+            space=None if spaces is None else spaces[transport.rank],
         )
         if store is None:
             return None

@@ -14,7 +14,8 @@ from mpikv.arrays import sum_dtype
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.named import Codecs
 from mpikv.keys import KeyInfo
-from mpikv.strategies.exchange import INLINE_BYTES
+from mpikv.spaces.host import HostSpace
+from mpikv.strategies.client_key import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
 
 FLOAT16 = np.dtype(np.float16)
@@ -94,7 +95,7 @@ def test_the_identity_copies_nothing() -> None:
     values = np.ones(5, np.float32)
     info = KeyInfo("w", 0, (5,), FLOAT32)
     assert IDENTITY.encode(values) is values
-    assert Codecs().added(info, values) is values
+    assert Codecs().added(info, values, HostSpace()) is values
     assert Codecs().plain(info)
 
 
@@ -122,7 +123,7 @@ def run(mode: Mode, body: Any, codec: str, **changes: Any) -> list[Any]:
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_through_servers_and_back(mode: Mode, inline: bool, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and cut over the servers, in partitions and behind their headers, alone and as lists, blocking or not."""
-    monkeypatch.setattr("mpikv.strategies.exchange.INLINE_BYTES", INLINE_BYTES if inline else 0)
+    monkeypatch.setattr("mpikv.strategies.client_key.INLINE_BYTES", INLINE_BYTES if inline else 0)
     W, keys = mode.workers, [str(n) for n in SIZES]
 
     def body(store: Any) -> Any:
