@@ -150,7 +150,7 @@ class CallForms:
             why = ""
             if not self._session.synchronous:
                 why = "an asynchronous store applies every push by itself"
-            elif self._strategy.updates(info):
+            elif self._session.updates(info):
                 why = "it is updated by an optimizer or an updater, which take sums"
             elif found.is_mean and info.dtype.kind != "f" and info.dtype != BFLOAT16:
                 why = f"{info.dtype} holds whole numbers, a mean is none: divide the sum as you want it rounded"

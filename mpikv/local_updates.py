@@ -17,6 +17,7 @@ from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
 from mpikv.session.base import Session
 from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.states import load_file, save_file
 
 
 class LocalUpdates:
@@ -52,8 +53,8 @@ class LocalUpdates:
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""
-        self._strategy.save_states(path, None, dump_optimizer=True)
+        save_file(self._session, self._strategy, path, dump_optimizer=True)
 
     def load_states(self, path: str) -> None:
         """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError."""
-        self._strategy.load_states(path)
+        load_file(self._session, self._strategy, path)

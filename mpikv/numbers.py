@@ -1,4 +1,4 @@
-"""Numbers on the command line: readers for argparse, whose ArgumentTypeError says what is wrong."""
+"""Numbers and words on the command line: readers for argparse, whose ArgumentTypeError says what is wrong."""
 
 from __future__ import annotations
 
@@ -49,3 +49,19 @@ def size(text: str) -> int:
     if n_bytes < 1 or n_bytes != int(n_bytes):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of bytes, at least 1")
     return int(n_bytes)
+
+
+def words(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Some of these words, with commas, each once; `all` for all of them."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+        if found == ("all",):
+            return known
+        unknown = [word for word in found if word not in known]
+        if unknown or not found:
+            wrong = repr(unknown[0]) if unknown else "nothing"
+            raise argparse.ArgumentTypeError(f"{wrong} is none of {', '.join(known)}; write some with commas, or all")
+        return found
+
+    return parse

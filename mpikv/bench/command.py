@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpikv.bench import allreduce, gloo, link, model, output, plot, ps, pushpull
+from mpikv.bench import allreduce, gloo, link, lists, output, plot, ps, pushpull
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -34,7 +34,7 @@ def train(session: Session) -> None:
 BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "allreduce": allreduce.run,
     "pushpull": pushpull.run,
-    "model": model.run,
+    "model": lists.run_model,
     "train": train,
     "ps": ps.run,
     "link": link.run,

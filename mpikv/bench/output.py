@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def document(
         "format": FORMAT,
         "command": command,
         **found,
-        "rows": [row.as_dict() for row in rows],
+        "rows": [asdict(row) for row in rows],
         "notes": list(notes),
         **more,
     }

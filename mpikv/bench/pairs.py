@@ -8,8 +8,7 @@ other ranks sleep meanwhile.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,10 +35,6 @@ class Pair:
     n_bytes: int
     latency_s: float
     bytes_per_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def classes(hosts: tuple[str, ...]) -> dict[str, tuple[int, int]]:

@@ -9,8 +9,7 @@ much of that bound is reached (100: nothing is faster). "-": not known.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mpikv.bench.counts import Counts
 from mpikv.bench.limits import Limit, Rates
@@ -51,10 +50,6 @@ class Row:
     latency_s: float
     link_bytes_per_s: float | None
     wrong: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def rows_of(

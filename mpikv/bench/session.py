@@ -33,7 +33,7 @@ class Session:
     job: Job
     progress: Progress
     link_bytes_per_s: float | None = None  # the slowest link between hosts; None on one host
-    rows: list[Any] = field(default_factory=list)  # Row, or a kind's own with `what`, `wrong` and `as_dict`
+    rows: list[Any] = field(default_factory=list)  # Row, or a kind's own a dataclass with `what` and `wrong`
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # what a command adds to the JSON file
     draw: Callable[[str, str, Sequence[Any]], None] = plot.bandwidths  # for --plot: path, title, rows

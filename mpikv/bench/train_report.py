@@ -7,8 +7,7 @@ were from the reference's at most, relative to how far they have moved.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mpikv.tables import Column, Table
 
@@ -34,10 +33,6 @@ class TrainRow:
     ratio_p95: float
     difference: float | None
     wrong: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 TABLE = Table(

@@ -67,31 +67,17 @@ class Comparison:
 
     def __init__(self, labels: Sequence[Label | None], *, exact: bool) -> None:
         self._exact = exact
-        self.restart(labels)
-
-    def restart(self, labels: Sequence[Label | None]) -> None:
-        """All workers have agreed on new labels."""
-        self._labels = labels
-        self._own: Said | None = None
-        self._begun = False  # what rounds need is made for the first one, which of most keys never comes
-        self.flags = 0
-
-    @property
-    def own(self) -> Said:
-        """What this worker says of its values in this round."""
-        if self._own is None:
-            self._own = self._facts(self._labels)
-        return self._own
+        self._labels, self.own = labels, self._facts(labels)
+        self._first = self.own
+        self._said: dict[int, Said] = {}
+        self._heard: dict[int, Said] = {}
+        self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
+        self.begin(labels)
 
     def begin(self, labels: Sequence[Label | None]) -> None:
         """The next round, which this worker has pushed under these labels."""
-        if not self._begun:
-            self._begun, self._first = True, self.own
-            self._said: dict[int, Said] = {}
-            self._heard: dict[int, Said] = {}
-            self.met: set[tuple[int, int]] = set()  # receiver and sender of messages of this allgather
         if labels != self._labels:
-            self._labels, self._own = labels, None
+            self._labels, self.own = labels, self._facts(labels)
         self.flags = 0
         self.units = self.own.factor  # of the sums of this rank's chunk
         self.met.clear()

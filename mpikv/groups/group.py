@@ -11,7 +11,6 @@ options), so that different calls do not meet. Who waits for long asks the other
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -92,7 +91,7 @@ class Call:
         self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
         self.finish = options.finish
         self.running: Running[Any] = Running(_nothing(), text)
-        self.started_s = time.monotonic()
+        self.started_s = group.engine.clock.now_s()
         self.waited_s = 0.0  # as watch.py counts it
         self.asked = False
         self._callbacks: list[Callable[[], None]] = []
@@ -332,14 +331,16 @@ class RankGroup:
 
     def _spin(self, running: Running[Any]) -> None:
         """Make a call on the spot while the others come soon: no other transfer is moved on meanwhile."""
-        backoff, deadline_s = Backoff(), 0.0
+        clock = self.engine.clock
+        backoff, deadline_s = Backoff(clock=clock), None
         while not running.done:
             if running.advance():
                 backoff.reset()
-                deadline_s = 0.0
+                deadline_s = None
                 continue
-            now_s = time.monotonic()
-            deadline_s = deadline_s or now_s + PATIENCE_S
+            now_s = clock.now_s()
+            if deadline_s is None:
+                deadline_s = now_s + PATIENCE_S
             if now_s > deadline_s:
                 return
             backoff.pause()

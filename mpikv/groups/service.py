@@ -10,7 +10,6 @@ Cost: two messages per request; one probe per step of the engine.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,10 +107,11 @@ class Service:
     ) -> Steps[list[bytes]]:
         self._number = number = self._number + 1
         request = self._transport.isend(_packed({**header, "number": number}, values), rank, SERVICE_TAG)
-        deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        now_s = self._transport.clock.now_s
+        deadline_s = None if limit_s is None else now_s() + limit_s
         while True:
             arrival = Arrival(self._transport, REPLY_TAGS[number % len(REPLY_TAGS)])
-            yield Predicate(lambda: arrival.test() or (deadline_s is not None and time.monotonic() > deadline_s))  # noqa: B023
+            yield Predicate(lambda: arrival.test() or (deadline_s is not None and now_s() > deadline_s))  # noqa: B023
             if arrival.incoming is None:
                 return []
             message: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)

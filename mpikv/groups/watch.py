@@ -8,7 +8,6 @@ Cost: nothing but a look at the clock, until a call has waited ASK_AFTER_S; then
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,10 +43,11 @@ class Watch:
 
     def serve(self) -> Steps[None]:
         """Look after the calls, for ever. To be run as a service of the engine."""
-        last_s = time.monotonic()
+        clock = self._engine.clock
+        last_s = clock.now_s()
         while True:
-            yield Predicate(lambda: time.monotonic() >= last_s + TICK_S)  # noqa: B023
-            now_s = time.monotonic()
+            yield Predicate(lambda: clock.now_s() >= last_s + TICK_S)  # noqa: B023
+            now_s = clock.now_s()
             elapsed_s, last_s = min(now_s - last_s, 2 * TICK_S), now_s
             for group in tuple(self._groups.values()):
                 for call in tuple(group.under_way):

@@ -2,9 +2,10 @@
 
 It has three parts of the same length. The first begins with the counters and slots of the direct way; then come the
 values of the keys, and blocks for arrays of `store.empty`, in which every worker has a part of the same length. The
-second holds the keys' counters (collectives/host_key). Worker 0 gives places in these two out, the same on every host,
-one behind the other; the others learn them when they agree on a key or an array. Nothing is ever given back. The third
-is cut into parts, one for each worker, for values that the others are to read.
+second holds the keys' counters (collectives/host_key), behind a word that says that the key's first value is there.
+Worker 0 gives places in these two out, the same on every host, one behind the other; the others learn them when they
+agree on a key or an array. Nothing is ever given back. The third is cut into parts, one for each worker, for values
+that the others are to read.
 
 No message calls a worker that waits for another of its host. So each worker keeps a log, a ring of words: the key that
 it has counted something of, each time, and how many entries it has made in all. The progress engine reads the new
