@@ -7,7 +7,7 @@ checked before anything is sent. Local.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,13 +67,9 @@ def finished(form: Any) -> Any:
     return [finished(one) for one in form] if isinstance(form, list) else form
 
 
-def leaves(form: Any) -> Iterator[Any]:
-    """Return everything in the lists of a form."""
-    if isinstance(form, list):
-        for one in form:
-            yield from leaves(one)
-    else:
-        yield form
+def _fits(info: KeyInfo, array: Array) -> bool:
+    """Whether an array is NumPy's, in the shape and the dtype of a key, as nearly all are."""
+    return type(array) is np.ndarray and array.shape == info.shape and array.dtype == info.dtype
 
 
 class CallForms:
@@ -135,6 +131,8 @@ class CallForms:
 
     def check_value(self, call: str, info: KeyInfo, array: Array, *, dtype: bool) -> None:
         """Raise ShapeMismatch where an array has another shape than the key, or (dtype=True) another dtype."""
+        if _fits(info, array):
+            return
         shape, found = shape_and_dtype(array, f"{call}: the value of key {shown(info.key)}")
         if shape != info.shape or (dtype and found != info.dtype):
             raise ShapeMismatch(
@@ -241,13 +239,18 @@ class CallForms:
         if out is not None:
             targets, form = self.outs("pushpull", key, out)
         else:
+            made = []
 
             def place(info: KeyInfo, array: Array) -> Array | New:
-                what = f"pushpull: the value of key {shown(info.key)}"
-                return array if is_writable(array, what) else self.new("pushpull", info, array)
+                if _fits(info, array) and array.flags.writeable:
+                    return array
+                if is_writable(array, f"pushpull: the value of key {shown(info.key)}"):
+                    return array
+                made.append(self.new("pushpull", info, array))
+                return made[-1]
 
             targets, form = self.placed("pushpull", key, value, place)
-            if not any(isinstance(array, New) for array in leaves(form)):
+            if not made:
                 form = None
         if {item.key for item in items} != {info.key for info, _ in targets}:
             raise ValueError("pushpull: `out` is for other keys than `value`")
@@ -257,7 +260,8 @@ class CallForms:
         """Return a shorter way for a call with these arguments, if there is one. Raises what is wrong with them."""
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
-        if not items or any(len(item.arrays) != 1 for item in items) or any(is_device(array) for array in arrays):
+        others = [array for array in arrays if type(array) is not np.ndarray]
+        if {len(item.arrays) for item in items} != {1} or any(map(is_device, others)):
             return None
         infos = [self.info("pushpull", item.key) for item in items]
         for info, item in zip(infos, items, strict=True):

@@ -52,7 +52,7 @@ class AllreduceStrategy(Strategy):
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree, then give every worker the value of worker 0."""
         if self._session.rank == 0:
-            self.keys.first_values.update((key, value) for key, _, value in values)
+            self.keys.first_values.update({key: value for key, _, value in values})
         agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):

@@ -68,6 +68,7 @@ class PlacedKeys:
             self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
+        self._placements: dict[tuple[int, Any, bool], Placement] = {}  # of keys that are alike in this
         self._means = Means(session.group, self._space, self.hosts, self.communicators)
         self._rounds = RoundSteps(
             session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
@@ -126,7 +127,9 @@ class PlacedKeys:
         if self._session.rank == 0:
             self._space.copy(queue.own, self.first_values.pop(info.key))
         self.queues[info.id] = queue
-        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+        queue.has_value = queue.way.share_now()
+        if not queue.has_value:
+            queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
@@ -143,7 +146,12 @@ class PlacedKeys:
     def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
         """With the optimizer that serves the key."""
         optimizer = self.owner.optimizer_of(info.id)
-        return place(self._session.members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
+        if optimizer is not None and not optimizer.elementwise:
+            return place(self._session.members, info, whole=True, room=room)
+        alike = info.n_elems, info.dtype, room
+        if alike not in self._placements:
+            self._placements[alike] = place(self._session.members, info, room=room)
+        return self._placements[alike]
 
     def _comparison(self, queue: RoundQueue) -> Comparison | None:
         """Of the labels of its rounds, where there are other workers and something to add."""

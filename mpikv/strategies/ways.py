@@ -17,6 +17,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.collectives import hosted, one_host
 from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
@@ -69,6 +70,10 @@ class Way(Protocol):
         """Bring the value of worker 0 to all. Collective; once, before the first round."""
         ...
 
+    def share_now(self) -> bool:
+        """Do what `share` does, where nothing has to be waited for. False: nothing was done."""
+        ...
+
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray | None]:
@@ -102,6 +107,10 @@ class _OfKey:
         """From the next round on the owners own other parts."""
         self.placement = placement
         self._labelled = None
+
+    def share_now(self) -> bool:
+        """By messages it takes time."""
+        return False
 
     def _tag(self, use: int) -> int:
         return wire.key_tag(self._key_id, use)
@@ -142,13 +151,21 @@ class _InMemory(_OfKey):
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement, place)
         assert means.hosts is not None
-        self._key = means.hosts.key(place, info.n_elems, info.dtype)
-        self.value = self._key.value
+        self._hosts, self._info, self._place = means.hosts, info, place
+        self._shared_key: HostKey | None = None
+        self.value = means.hosts.value(place, info.n_elems, info.dtype)
+
+    @property
+    def _key(self) -> HostKey:
+        """What its rounds need. Made by the first one, which may come late."""
+        if self._shared_key is None:
+            self._shared_key = self._hosts.key(self._place, self._info.n_elems, self._info.dtype)
+        return self._shared_key
 
     @property
     def held_bytes(self) -> int:
         """Where it copies its values to, for the others to add."""
-        return self._key.held_bytes
+        return 0 if self._shared_key is None else self._shared_key.held_bytes
 
 
 # Where a way has nothing to add to a collective, it returns the generator: one more in the chain would be one more
@@ -218,7 +235,14 @@ class OneHost(_InMemory):
 
     def share(self) -> Steps[None]:
         """The value is in the memory: the others are told that it is."""
-        return one_host.share(self._key, self._group.rank)
+        if not self.share_now():
+            yield self._hosts.published(self._place)
+
+    def share_now(self) -> bool:
+        """The others look whether they have been told."""
+        if self._group.rank == 0:
+            self._hosts.publish(self._place)
+        return self._group.rank == 0 or self._hosts.is_published(self._place)
 
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool

@@ -11,6 +11,7 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.engine.request import wakes
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.keys import even_bounds, whole_bounds
@@ -213,6 +214,25 @@ def test_who_waits_for_a_key_is_woken_by_its_counts_alone() -> None:
     assert sleepers[2].woken == 1
 
 
+def test_who_waits_for_the_first_value_of_a_key_is_woken_when_it_is_there() -> None:
+    ranks = [HostKeys(memory, "aa") for memory in private_memory(2)]
+    places = [ranks[0].reserve_key(n_bytes) for n_bytes in (40, 0, 40)]
+    sleepers = [Sleeper() for _ in places]
+    waits = [ranks[1].published(place) for place in places]
+    for wait, sleeper in zip(waits, sleepers, strict=True):
+        assert not wait.test()
+        assert wakes(wait, sleeper)
+    ranks[0].value(places[1], 0, F32)[...] = 1
+    ranks[0].value(places[2], 10, F32)[...] = 3
+    ranks[0].publish(places[1])
+    ranks[0].publish(places[2])
+    assert [wait.test() for wait in waits] == [False, True, True]
+    ranks[1].test()
+    assert [sleeper.woken for sleeper in sleepers] == [0, 1, 1]
+    assert list(ranks[1].value(places[2], 10, F32)) == [3] * 10
+    assert ranks[1].key(places[2], 10, F32).counted(0, 3) == 0  # no counter of a round
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -223,7 +243,6 @@ def test_on_one_host_the_bits_are_those_of_the_order_of_ranks(size: int, n: int,
     def steps(group):
         me = group.rank
         key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), rings=size, most=size)
-        yield from one_host.share(key, me)
         results = []
         for round_ in range(3):
             values = parts(me, n, round_, np.dtype(dtype))
