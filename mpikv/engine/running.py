@@ -81,10 +81,10 @@ class Running(Waking, Generic[T]):
 
     def wakes(self, waiter: Waiter) -> bool:
         """Promise to wake `waiter` when the generator has ended."""
+        # In this order: another thread may be about to end it.
+        self._waiters.append(waiter)
         if self.done:
             waiter.wake()
-        else:
-            self._waiters.append(waiter)
         return True
 
     def test(self) -> bool:
@@ -106,6 +106,21 @@ class Running(Waking, Generic[T]):
             self._steps.close()
             self._end()
             self.wake()
+
+
+class Ended(Waking):
+    """A request that is done when something under way has ended, well or not: it raises nothing."""
+
+    def __init__(self, running: Running[Any]) -> None:
+        self._running = running
+
+    def test(self) -> bool:
+        """Whether it has ended."""
+        return self._running.done
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When it has ended."""
+        return self._running.wakes(waiter)
 
 
 def run(steps: Steps[T], timeout_s: float, on_timeout: Callable[[], BaseException]) -> T:

@@ -24,8 +24,8 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.digests import digest
 from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate, Steps
-from mpikv.engine.running import Running
+from mpikv.engine.request import Steps
+from mpikv.engine.running import Ended, Running
 from mpikv.errors import MpikvError, ShapeMismatch, UnsupportedError
 from mpikv.groups import messages
 from mpikv.groups.mailbox import Mailbox
@@ -278,7 +278,7 @@ class RankGroup:
             yield self.group.isend(array, dest, self.tags.of_user(tag))
 
         self.tags.of_user(tag)
-        return self._begin(Call(self, -1, f"send to {dest} with tag {tag}", options), steps())
+        return self._begin(self._prepare(Call(self, -1, f"send to {dest} with tag {tag}", options), steps()))
 
     def receive(self, array: HostArray, source: int | None, tag: int, options: Options = DEFAULT) -> Call:
         """Receive exactly `array` from a rank of the group, None: from any. The call's result is that rank."""
@@ -287,7 +287,7 @@ class RankGroup:
         with self.engine.lock:
             mailbox = self._mailboxes.setdefault(tag, Mailbox(self.group, found))
             steps = mailbox.receive(array, source)
-        return self._begin(Call(self, -1, f"recv from {sender} with tag {tag}", options), steps)
+        return self._begin(self._prepare(Call(self, -1, f"recv from {sender} with tag {tag}", options), steps))
 
     # --- how a call is made
 
@@ -316,13 +316,19 @@ class RankGroup:
                 self._window.append(call)
             else:
                 before, self._last = self._last, call
-        if shared is None or by_messages:
-            return self._begin(call, _after(before, steps(self.tags.of_call(call.number, code))))
-        made = through(shared) if through is not None else shared.run(code, lambda: plan(shared))  # type: ignore[misc]
-        return self._begin(call, _after(before, made), on_the_spot=True)
+            if shared is None or by_messages:
+                made = steps(self.tags.of_call(call.number, code))
+            else:
+                made = through(shared) if through is not None else shared.run(code, lambda: plan(shared))  # type: ignore[misc]
+            self._prepare(call, _after(before, made))  # before another thread's call can come after it
+        return self._begin(call, on_the_spot=not by_messages)
 
-    def _begin(self, call: Call, steps: Steps[Any], *, on_the_spot: bool = False) -> Call:
-        call.running = running = Running(self._watched(call, steps), call.text)
+    def _prepare(self, call: Call, steps: Steps[Any]) -> Call:
+        call.running = Running(self._watched(call, steps), call.text)
+        return call
+
+    def _begin(self, call: Call, *, on_the_spot: bool = False) -> Call:
+        running = call.running
         if on_the_spot:
             self._spin(running)
         if not running.done:
@@ -389,7 +395,7 @@ class RankGroup:
 def _after(before: Call | None, steps: Steps[None]) -> Steps[None]:
     """Yield from the steps, once an earlier call is done."""
     if before is not None and not before.done:
-        yield Predicate(lambda: before.done)
+        yield Ended(before.running)
         if before.error is not None:
             raise MpikvError(f"the call before it has failed: {before.error}") from before.error
     yield from steps

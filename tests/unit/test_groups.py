@@ -11,6 +11,7 @@ import pytest
 
 from mpikv.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
+from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups.group import Options, RankGroup, Tags
 from mpikv.groups.operators import OPERATORS
@@ -183,6 +184,36 @@ def test_many_calls_under_way_in_any_order_of_groups(way: str) -> None:
             assert [array[0] for array in arrays[one.number]] == [2.0 + 2 * i for i in range(80)]
 
     run(way, 2, body)
+
+
+def test_calls_that_wait_for_earlier_ones_are_left_alone(monkeypatch) -> None:
+    """A step of the engine costs nothing for each of them."""
+    advance, ready, found = Running.advance, threading.Event(), []
+    count = 0
+
+    def counted(running: Running) -> bool:
+        nonlocal count
+        count += running.name.startswith("all_reduce")
+        return advance(running)
+
+    monkeypatch.setattr(Running, "advance", counted)
+
+    def body(world: World, group: RankGroup):
+        assert group.rank == 0 or ready.wait(20)
+        arrays = [np.full(9, 1.0 + i) for i in range(80)]
+        calls = [group.allreduce([array], SUM) for array in arrays]
+        if group.rank == 0:
+            before = count
+            for _ in range(100):
+                group.engine.step()
+            found.append(count - before)
+            ready.set()
+        for call in reversed(calls):
+            call.wait()
+        assert [array[0] for array in arrays] == [2.0 + 2 * i for i in range(80)]
+
+    run("messages", 2, body)
+    assert found[0] <= 80
 
 
 def test_a_rank_that_waits_in_a_receive_is_met_by_a_call_made_before_the_send() -> None:
