@@ -8,7 +8,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
 | `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_PARTITION_BYTES` | 1048576 | bytes of the pieces in which a big value travels to a server and back |
+| `MPIKV_PARTITION_BYTES` | 1048576 | bytes of a piece of a big value on its way to a server and back; see settings.md |
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |

@@ -17,8 +17,9 @@ from mpikv.checks import shown
 from mpikv.errors import KeyExists, UnsupportedError
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending, Session
-from mpikv.strategies.base import Entry, Sink, Strategy, Updater
+from mpikv.session.base import Pending, Session, Updater
+from mpikv.strategies.base import Entry, Sink, Strategy
+from mpikv.strategies.states import load_file, save_file
 
 SUM_NAME = SUM.name
 
@@ -277,7 +278,7 @@ class KVStore:
         >>> kv.create('local').stats()
         {'messages_sent': 0, 'bytes_sent': 0, 'control_messages_sent': 0}
         """
-        return self.strategy.stats()
+        return {**self.session.stats(), **self.strategy.stats()}
 
     # --- push and pull
 
@@ -491,7 +492,7 @@ class KVStore:
         self._check_open("set_updater")
         if not callable(updater):
             raise checks.wrong("set_updater: updater", "a function (key, pushed_sum, stored)", updater)
-        self.strategy.set_updater(updater)
+        self.session.set_updater(updater)
         self._has_optimizer = True
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
@@ -519,7 +520,7 @@ class KVStore:
         """
         self._check_open("save_optimizer_states")
         checks.flag("dump_optimizer", dump_optimizer)
-        self.strategy.save_states(checks.path("fname", fname), None, dump_optimizer=dump_optimizer)
+        save_file(self.session, self.strategy, checks.path("fname", fname), dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_optimizer_states` wrote, with any number of workers and servers.
@@ -534,7 +535,7 @@ class KVStore:
         >>> store.load_optimizer_states('states')
         """
         self._check_open("load_optimizer_states")
-        self.strategy.load_states(checks.path("fname", fname))
+        load_file(self.session, self.strategy, checks.path("fname", fname))
 
     # --- barrier and end
 
@@ -546,7 +547,6 @@ class KVStore:
         >>> kv.create('local').barrier()
         """
         self._check_open("barrier")
-        self.strategy.flush("barrier")
         self.session.barrier()
 
     _barrier = barrier

@@ -158,6 +158,10 @@ class Members:
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
 
+MOST_PARTS = 1024  # of a value: each costs a server some 0.1 ms for each worker, however short it is
+SHORT_PART_BYTES = 1 << 16  # from here on what a piece costs is little beside its bytes
+
+
 class Placement(NamedTuple):
     """One key's. Part i of its flat value, `[bounds[i], bounds[i+1])`, belongs to `owners[i]`; it may be empty.
 
@@ -208,11 +212,18 @@ def place(
 
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:
     """A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all."""
-    part_elems = max(1, members.config.partition_bytes // info.dtype.itemsize)
     n_servers = len(members.owners)
+    part_elems = _part_elems(members, info)
     if n_servers == 1 or whole or info.n_elems < members.config.bigarray_bound_elems:
         return on_server(info, least_loaded(load_bytes), part_elems)
     return _evenly(info, n_servers, part_elems)
+
+
+def _part_elems(members: Members, info: KeyInfo) -> int:
+    """As many as are asked for, or more where the value would travel in more than MOST_PARTS short pieces."""
+    item_bytes = info.dtype.itemsize
+    least = min(-(-info.n_elems // MOST_PARTS), SHORT_PART_BYTES // item_bytes)
+    return max(1, least, members.config.partition_bytes // item_bytes)
 
 
 def _evenly(info: KeyInfo, n_servers: int, part_elems: int) -> Placement:

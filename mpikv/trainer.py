@@ -29,6 +29,7 @@ from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import list_data, list_grad, named
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
+from mpikv.strategies.base import Travelling
 from mpikv.torch_parameter import TorchBuffer, TorchParameter
 from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_ends import in_steps
@@ -131,8 +132,8 @@ class Trainer(TrainerFiles):
         self._handed_with: Mapping[str, Any] = {}  # attributes of the optimizer
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
         self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
-        self._bucketed: list[str] = []
-        self._frozen: list[str] = []  # of these, in the last step
+        self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
+        self._travelling: Travelling | None = None
         self._own: OwnUpdates | None = None  # where all workers update by themselves
         self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
         self._start()
@@ -166,7 +167,7 @@ class Trainer(TrainerFiles):
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
             self._bucketed = list(reversed(trained))
-            self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
+            self._travelling = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
 
     # --- the step
 
@@ -398,10 +399,8 @@ class Trainer(TrainerFiles):
 
     def _skip_frozen(self) -> None:
         """Tell the store which parameters are not trained any more, so that other keys of their buckets do not wait."""
-        frozen = [name for name in self._bucketed if self._is_frozen(name)]
-        if self._store is not None and (frozen or self._frozen):
-            self._store.strategy.skip([self._keys[name] for name in frozen], changed=frozen != self._frozen)
-        self._frozen = frozen
+        if self._travelling is not None:
+            self._travelling.skip([self._keys[name] for name in self._bucketed if self._is_frozen(name)])
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()

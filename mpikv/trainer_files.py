@@ -22,6 +22,7 @@ from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
 from mpikv.parameter import data_written, list_data
+from mpikv.strategies.states import save_file
 from mpikv.torch_parameter import TorchBuffer
 
 STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
@@ -66,7 +67,8 @@ class TrainerFiles:
         """
         if self._on_store and self._store is not None:
             trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-            self._store.strategy.save_states(checks.path("fname", fname), trained, dump_optimizer=True)
+            session, strategy = self._store.session, self._store.strategy
+            save_file(session, strategy, checks.path("fname", fname), trained, dump_optimizer=True)
         else:
             self._local.save_states(checks.path("fname", fname))
 

@@ -32,12 +32,11 @@ import jobs  # noqa: E402
 import report  # noqa: E402
 
 RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
-# What needs no MPI is two stages, which run beside each other: one process of Python uses one core.
-HALVES = ("tests/unit/test_[a-r]*", "tests/unit/test_[s-z]*")
+GENERATED = "tests/unit/test_generated_calls.py"  # of it, too, every run makes a third of the examples
 OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
 FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
-FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop", "unmet"))
+FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop_jobs", "unmet"))
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
@@ -112,10 +111,7 @@ def stages(
         """The tests that all ranks run together, with each number of ranks."""
         return [Stage(group, f"{name}, {n} ranks", mpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
 
-    unit = [
-        Stage("unit", "without MPI", openmpi, units, LIMIT_S, options=[*without_runner, f"--ignore-glob={HALVES[1]}"]),
-        Stage("unit", "without MPI, s to z", openmpi, units[:1], LIMIT_S, options=[f"--ignore-glob={HALVES[0]}"]),
-    ]
+    unit = [Stage("unit", title, openmpi, paths, LIMIT_S) for title, paths in without_mpi().items()]
     if quick:
         return [without_full(stage) for stage in unit + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
     # The longest first, and no two beside each other whose ranks use more cores than there are.
@@ -138,15 +134,35 @@ def stages(
             Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=ONLY_FULL),
             Stage("full", "whole jobs, the rest", openmpi, others, LIMIT_S, options=ONLY_FULL),
             *under(openmpi, "Open MPI", FULL_OPENMPI_SIZES, "full"),
-            Stage("full", "without MPI, the rest", openmpi, units[:1], LIMIT_S, options=[*ONLY_FULL, *without_runner]),
+            Stage(
+                "full",
+                "without MPI, the rest",
+                openmpi,
+                units[:1],
+                LIMIT_S,
+                options=[*ONLY_FULL, *without_runner, f"--ignore={GENERATED}"],
+            ),
             *under(mpich, "MPICH", FULL_MPICH_SIZES, "full"),
-            Stage("full", "properties, all examples", openmpi, units[1:], LIMIT_S),
+            Stage("full", "properties, all examples", openmpi, [*units[1:], GENERATED], LIMIT_S),
         ]
     if oldest is not None:
         paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths]
         found.append(without_full(Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S)))
     return found
+
+
+def without_mpi() -> dict[str, list[str]]:
+    """The files of three stages, which run beside each other: one process of Python uses one core, and waits, too."""
+    files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit").glob("test_*.py"))]
+    stores = [file for file in files if file.startswith("tests/unit/test_store_")]
+    first = [file for file in files if file < "tests/unit/test_s" and file not in RUNNER]
+    last = [file for file in files if file > "tests/unit/test_s" and file not in stores]
+    return {
+        "without MPI, stores": stores,
+        "without MPI, a to r": first,
+        "without MPI, s to z and properties": [*last, "tests/property"],
+    }
 
 
 def without_full(stage: Stage) -> Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from pathlib import Path
 
@@ -37,3 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in WHOLE_JOBS):
             item.add_marker(WHOLE_JOB)
+
+
+def pytest_collection_finish() -> None:
+    """The modules and the tests stay until the end: let no garbage collection look through them again and again."""
+    gc.freeze()

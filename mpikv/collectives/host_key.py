@@ -29,8 +29,8 @@ from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory
 
 # Words of each rank. Where its values are, and where it adds up, and DIGEST and FACTOR, what it says of its values
 # (labelled.py). Then counters: segments of the further ranks' chunks that are added up; that a further rank has updated
-# its chunk; segments of its lane that are in the result; FLAGS, what it knows of the labels, for even and for odd
-# rounds; and from FILLED on, for each lane, segments that its carrier may read.
+# its chunk; segments of its ring that are in the result; FLAGS, what it knows of the labels, for even and for odd
+# rounds; and from FILLED on, for each ring, segments that its carrier may read.
 VALUES, TOTALS, DIGEST, FACTOR, REDUCED, UPDATED, GATHERED, FLAGS, _, FILLED = range(10)
 ROUND_BITS = 32  # a round's count stays below
 MOST = (1 << ROUND_BITS) - 1
@@ -68,7 +68,7 @@ class HostKey:
         place: Place,
         n_elems: int,
         dtypes: tuple[np.dtype[Any], np.dtype[Any]],
-        n_lanes: int,
+        n_rings: int,
         *,
         room: Callable[[int], HostArray],
         on_count: Callable[[int], None] = lambda _name: None,
@@ -77,7 +77,7 @@ class HostKey:
         dtype, wire_dtype = dtypes
         assert place.value_bytes % ALIGN_BYTES == place.counters_bytes % ALIGN_BYTES == 0
         self._memory, self._n_elems, self._wire_dtype = memory, n_elems, wire_dtype
-        self._counters = Counters(memory, place.counters_bytes, FILLED + n_lanes)
+        self._counters = Counters(memory, place.counters_bytes, FILLED + n_rings)
         self.place = place
         self.value = memory.array(place.value_bytes, n_elems, dtype)
         self._room = room

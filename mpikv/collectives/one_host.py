@@ -32,14 +32,6 @@ def _rows(bounds: Sequence[int], itemsize: int) -> Iterator[list[slice]]:
         yield [slice(begin + at, min(begin + at + step, end)) for begin, end in pairwise(bounds) if begin + at < end]
 
 
-def share(key: HostKey, rank: int) -> Steps[None]:
-    """Wait until rank 0 has written the key's first value. Collective; before the first round."""
-    if key.value.size and rank:
-        yield key.awaited([0], GATHERED, 1)
-    elif key.value.size:
-        key.count(GATHERED, 1)
-
-
 def reduce_scatter(
     rank: int,
     values: HostArray,

@@ -6,6 +6,7 @@ added where they are. Where an optimizer owns the keys, sums go through its upda
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
     room = limit_bytes
     for region in regions:
         itemsize = region.result.itemsize
-        pieces, begin, left = list(region.pieces), 0, region.result.size
+        pieces, begin, left = deque(region.pieces), 0, region.result.size
         while left:
             take = min(left, room // itemsize)
             if take == 0 or (take < left and take * itemsize < limit_bytes and left * itemsize <= limit_bytes):
@@ -75,12 +76,11 @@ def cut(regions: Sequence[Region], limit_bytes: int) -> list[list[Region]]:
             head: list[Piece] = []
             missing = take
             while missing:
-                piece = pieces.pop(0)
+                piece = pieces.popleft()
                 if piece.n_elems > missing:
                     rest = piece.n_elems - missing
                     value = piece.value
-                    pieces.insert(
-                        0,
+                    pieces.appendleft(
                         Piece(
                             rest, None if value is None else value[missing:], tuple(out[missing:] for out in piece.outs)
                         ),

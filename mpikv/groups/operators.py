@@ -16,7 +16,7 @@ from mpikv.hostmemory.sums import Way, way_of
 
 
 class Operator(NamedTuple):
-    """combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
+    """An operator. combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
 
     name: str
     combine: np.ufunc
@@ -24,17 +24,17 @@ class Operator(NamedTuple):
     mean: bool = False
 
     def check(self, dtype: np.dtype[Any]) -> None:
-        """Raises UnsupportedError where it means nothing for this dtype."""
+        """Raise UnsupportedError where it means nothing for this dtype."""
         kind = "f" if dtype == BFLOAT16 else dtype.kind
         if kind not in self.kinds:
             raise UnsupportedError(f"{self.name} of {dtype}: it is defined for NumPy's kinds {', '.join(self.kinds)}")
 
     def way(self, dtype: np.dtype[Any]) -> Way:
-        """How all ranks' arrays of this dtype are combined."""
+        """Return how all ranks' arrays of this dtype are combined."""
         return way_of(dtype, self.combine, self.finish if self.mean else None)
 
     def finish(self, total: HostArray, size: int) -> None:
-        """What is left when everything has been combined."""
+        """Make the result of what everything has been combined to."""
         if self.mean:
             np.divide(total, total.dtype.type(size), out=total)
 

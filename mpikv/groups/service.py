@@ -81,7 +81,7 @@ class Service:
     # --- asking
 
     def ask(self, verb: str, keys: Sequence[str] = (), values: Sequence[bytes] = ()) -> Steps[list[bytes]]:
-        """Ask the board; returns its answer."""
+        """Ask the board, and return its answer."""
         if self._transport.rank != HOLDER:
             return (yield from self._request(HOLDER, {"verb": verb, "keys": list(keys)}, values))
         answers: list[list[bytes]] = []
@@ -91,12 +91,12 @@ class Service:
         return answers[0]
 
     def ask_status(self, rank: int, about: dict[str, Any], limit_s: float) -> Steps[dict[str, Any] | None]:
-        """What `rank` says of itself; None if it has said nothing within `limit_s`."""
+        """Return what `rank` says of itself; None if it has said nothing within `limit_s`."""
         answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
         return json.loads(answer[0]) if answer else None
 
     def leave(self) -> Steps[None]:
-        """Tell the holder of the board that this rank goes."""
+        """Tell the holder of the board that this rank leaves."""
         if self._transport.rank == HOLDER:
             self.left.add(HOLDER)
         else:

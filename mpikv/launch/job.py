@@ -27,7 +27,7 @@ from mpikv.launch.processes import JOB
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import FAILED
 from mpikv.launch.watch import Limits, Watch
-from mpikv.mpirun import Mpirun, find_mpirun, identify
+from mpikv.mpirun import find_mpirun, identify
 from mpikv.runtime.interface import mpirun_variables
 from mpikv.runtime.launcher import OPEN_MPI
 
@@ -39,7 +39,6 @@ PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 class Job(NamedTuple):
     """What is to be started. shell: what runs a command on another host, () where there is none."""
 
-    mpirun: Mpirun
     hosts: list[Host]
     blocks: list[Block]
     words: list[str]
@@ -132,7 +131,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         variables |= mpirun_variables(family, config.interface)
         addresses = remote.addresses(config.interface)
     return Job(
-        mpirun, chosen, blocks, words, variables, shell,
+        chosen, blocks, words, variables, shell,
         options.sync_dst_dir or os.getcwd(), given, secrets.token_hex(16), secrets.token_hex(8),
         addresses, options.grace,
     )  # fmt: skip

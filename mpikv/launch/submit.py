@@ -198,16 +198,8 @@ def submit_and_follow(
         say(f"{scheduler.name} job {job_id}: {job.workers} workers, {job.servers} servers; output in {path}")
         if not wait:
             return 0
-        follower = Follower(
-            scheduler.name,
-            job_id,
-            output=job.output,
-            ask=scheduler.state,
-            cancel=scheduler.cancel,
-            say=say,
-            out=out,
-        )
-        return follower.run()
+        follow = Follower(scheduler.name, job_id, job.output, scheduler.state, scheduler.cancel, say, out)
+        return follow.run()
     finally:
         if variables and (wait or not submitted):
             with contextlib.suppress(OSError):

@@ -18,12 +18,12 @@ _WIDE = (_FLOAT64, np.dtype(np.int32), np.dtype(np.int64))
 
 
 def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that an update of weights of `dtype` calculates in."""
+    """Return the dtype that an update of weights of `dtype` calculates in."""
     return _FLOAT64 if dtype in _WIDE else _FLOAT32
 
 
 def check_array(owner: str, what: str, array: object) -> None:
-    """TypeError for anything but a NumPy array of a supported dtype."""
+    """Raise TypeError for anything but a NumPy array of a supported dtype."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{owner}: {what} is a NumPy array, not {type(array).__name__}")
     if array.dtype not in SUPPORTED_DTYPES:

@@ -72,10 +72,6 @@ class AttributeLog:
             self._as_set[slot] = label_of(optimizer.attributes(), FACTOR)
             self._relabel(slot, self._as_set[slot])
 
-    def optimizer(self, slot: int) -> Optimizer | None:
-        """The user's optimizer in a slot."""
-        return self._optimizers.get(slot)
-
     @staticmethod
     def _text(optimizer: Optimizer) -> str:
         return json.dumps(optimizer.attributes(), sort_keys=True)
@@ -152,7 +148,7 @@ class Owner:
 
     def optimizer_of(self, key_id: int) -> Optimizer | None:
         """The optimizer that serves this key, None where the stored value becomes the sum."""
-        return self._optimizers.get(self.slot_of(key_id))
+        return self._optimizers.get(self._slots.get(key_id, DEFAULT_SLOT))
 
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""

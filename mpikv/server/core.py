@@ -50,9 +50,9 @@ class ServerCore:
         codecs: Codecs | None = None,
         space: Space | None = None,
     ) -> None:
-        space = HostSpace() if space is None else space
-        self.owner = Owner(space)
-        self.pool = Pool(memory, space)
+        self.space = HostSpace() if space is None else space
+        self.owner = Owner(self.space)
+        self.pool = Pool(memory, self.space)
         self._codecs = Codecs() if codecs is None else codecs
         self._labels = labels
         self._policy = policy

@@ -168,7 +168,7 @@ class _Traffic:
         data = request.view.view(fetch.shard.wire_dtype)
         if peer.held >= HELD or not fetch.shard.borrows:
             array = self._core.target(fetch)
-            np.copyto(array, data)
+            self._core.space.copy(array, data)
             request.release()
             return array
 

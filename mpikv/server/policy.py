@@ -49,11 +49,11 @@ class Memory(Protocol):
     """Whose memory gradients are in (memory.Pool)."""
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
-        """What `how` makes of them; both are given up."""
+        """Combine two arrays as `how` does, and return the result; both arrays are given up."""
         ...
 
     def scaled(self, array: HostArray, ratio: float) -> HostArray:
-        """The array times `ratio`; it is given up."""
+        """Return the array times `ratio`; the array is given up."""
         ...
 
 
@@ -63,10 +63,7 @@ class Policy(Protocol):
     counts: bool
 
     def push(self, worker: int, part: Contribution, memory: Memory) -> Update | None:
-        """One worker's contribution, which becomes the policy's own.
-
-        memory: combines, and takes back what is not needed any more.
-        """
+        """Take one worker's contribution, which becomes the policy's own."""
         ...
 
     def relabel(self, label: Callable[[AttributesId], Label]) -> None:

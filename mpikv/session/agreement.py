@@ -61,7 +61,7 @@ Rule = Callable[[Name, Sequence[Any], Sequence[str]], Any]
 
 
 def call_text(topic: str, name: Name) -> str:
-    """A proposal as the user wrote it."""
+    """Write a proposal as the user wrote it."""
     return f"init({shown(name)})" if topic == "init" else f"{topic}()"
 
 
@@ -74,7 +74,7 @@ def grouped(payloads: Sequence[Any], labels: Sequence[str]) -> str:
 
 
 def first(_name: Name, payloads: Sequence[Any], _labels: Sequence[str]) -> Any:
-    """A rule: what worker 0 brought is the result."""
+    """A rule by which the result is what worker 0 brought."""
     return payloads[0]
 
 
@@ -94,7 +94,7 @@ class Agreement:
         self._closed: set[int] = set()
 
     def propose(self, worker: int, items: Sequence[tuple[str, Name, Any]]) -> list[Verdict]:
-        """What follows from a worker's proposals; it waits for a verdict on each of them."""
+        """Take a worker's proposals, and return the verdicts that follow; it waits for a verdict on each of them."""
         verdicts: list[Verdict] = []
         for topic, name, payload in items:
             item = (topic, name)
@@ -123,7 +123,7 @@ class Agreement:
         return verdicts
 
     def blocked(self) -> set[int]:
-        """The workers that wait for a verdict."""
+        """Return the workers that wait for a verdict."""
         return {worker for worker, items in self._waiting.items() if items}
 
     def _stuck(self) -> set[int]:
@@ -143,7 +143,7 @@ class Agreement:
         return stuck
 
     def _decide(self, item: Item) -> list[Verdict]:
-        """Every worker has come."""
+        """Decide on a proposal for which every worker has come."""
         proposal = self._open[item]
         payloads = [proposal.payloads[worker] for worker in range(len(self._labels))]
         try:
@@ -184,7 +184,7 @@ class Agreement:
         return verdicts
 
     def _untangle(self, stuck: set[int]) -> list[Verdict]:
-        """These workers wait for each other in different calls."""
+        """Find a way on for workers that wait for each other in different calls."""
         waiting = {worker: sorted(self._waiting[worker], key=str) for worker in sorted(stuck)}
         inits = {worker: [item for item in items if item[0] == "init"] for worker, items in waiting.items()}
         elsewhere = {worker for worker, items in inits.items() if not items}
@@ -224,7 +224,7 @@ class Agreement:
         return verdicts
 
     def _disagreement(self, item: Item) -> Disagreement | None:
-        """What those who have come so far disagree about."""
+        """Say what those who have come so far disagree about."""
         payloads = self._open[item].payloads
         come = sorted(payloads)
         try:

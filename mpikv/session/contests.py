@@ -37,12 +37,7 @@ Labels = tuple[Label | None, ...]  # of a round, one for each of its keys; None:
 
 
 class Verdict(NamedTuple):
-    """How a round is added.
-
-    series: its number, or the id of a key in a dispute. units: the factor that contributions are brought to. text: who
-    brought which labels, where they differ. mixed: they differ. wrong: in more than the factor, or in a way that cannot
-    be scaled.
-    """
+    """What worker 0 decided about how a round is added."""
 
     series: int
     round: int
@@ -62,7 +57,7 @@ class Brought(NamedTuple):
 
 
 def disagreement(labels: Sequence[Label], names: Sequence[str]) -> str:
-    """Who brought what, where labels differ in more than their factors: the first attribute in which they do; or ''."""
+    """Say who brought what, by the first attribute but the factor in which the labels differ; '' if none does."""
     if all(label.rest == labels[0].rest for label in labels):
         return ""
     facts: list[dict[str, Any]] = [{"op": label.op, **json.loads(label.text)} for label in labels]
@@ -74,19 +69,19 @@ def disagreement(labels: Sequence[Label], names: Sequence[str]) -> str:
 
 
 def factors_text(labels: Sequence[Label], names: Sequence[str]) -> str:
-    """Who brought which factor."""
+    """Say which worker brought which factor."""
     return grouped([f"rescale_grad={label.factor!r}" for label in labels], names)
 
 
 def refusal(what: str, round_: int, why: str, *, late: bool = False) -> str:
-    """The text of the error. why: of `disagreement` or `factors_text`. late: this worker has updated already."""
+    """Make the text of the error. why: of `disagreement` or `factors_text`. late: this worker has updated already."""
     then = "those with the former ones have updated" if late else "nothing was updated"
     kind = "another op of pushpull" if ": op=" in why else "different attributes of the optimizer"
     return f"{what}, round {round_}: {kind} on different workers{why}; {then}"
 
 
 def judged(found: Sequence[Brought], names: Sequence[str]) -> Verdict:
-    """The verdict on what all workers brought for one round. found: in the order of the workers."""
+    """Return the verdict on what all workers brought for one round. found: in the order of the workers."""
     series, round_ = found[0][:2]
     # Those who hold nothing back have contributed in the factor that was common in the round before.
     reference = next((one for one in found if not one.held), found[0])
@@ -116,7 +111,7 @@ class Judge:
         self._open: dict[tuple[int, int], _Open] = {}
 
     def bring(self, worker: int, found: Sequence[Brought], now_s: float) -> list[Verdict]:
-        """A worker's labels; the verdicts, for all workers, on the rounds that are now complete."""
+        """Take a worker's labels, and return the verdicts, for all workers, on the rounds that are now complete."""
         verdicts = []
         for one in found:
             item = one[:2]
@@ -128,7 +123,7 @@ class Judge:
         return verdicts
 
     def due(self, now_s: float) -> dict[int, list[tuple[int, int]]]:
-        """Whom to ask for which rounds now: those who have not come by themselves."""
+        """Return which workers to ask for which rounds now: those who have not brought theirs by themselves."""
         asks: dict[int, list[tuple[int, int]]] = {}
         for item, open_ in self._open.items():
             # All workers come to a dispute, of a key, by themselves.
@@ -147,15 +142,15 @@ class Dispute:
         self._verdict: Verdict | None = None
 
     def decide(self, verdict: Verdict) -> None:
-        """Worker 0 has."""
+        """Take what worker 0 has said."""
         self._verdict = verdict
 
     def test(self) -> bool:
-        """Whether it has."""
+        """Return whether worker 0 has said it."""
         return self._verdict is not None
 
     def error(self, what: str, round_: int, *, exact: bool) -> ConfigError:
-        """Once it is done. exact: values are integers."""
+        """Return the error that follows, once worker 0 has said it. exact: values are integers."""
         assert self._verdict is not None
         why = ", which integers cannot be scaled by" if exact and not self._verdict.wrong else ""
         return ConfigError(refusal(what, round_, f"{why}: {self._verdict.text}"))
@@ -184,10 +179,7 @@ class Series:
         self.late = False  # the verdict came after that
 
     def begin(self, label: Label, *, contributed: bool = False) -> None:
-        """The next round; its contribution must be held back until this request is done.
-
-        contributed: some of it has left already, when the next round was `usual`.
-        """
+        """Begin the next round; its contribution must be held back until this request is done."""
         self.round += 1
         self._contested = not self.usual(label, self.round)
         self._label, self._verdict, self._over, self.late = label, None, False, False
@@ -195,11 +187,11 @@ class Series:
             self._bring(Brought(self.number, self.round, not contributed, (label,)))
 
     def usual(self, label: Label, round_: int) -> bool:
-        """Whether a round under this label is as the one before, as far as is known here."""
+        """Return whether a round under this label is like the one before, as far as is known here."""
         return not self._mixed and self._asked != round_ and label == self._base
 
     def ask(self, round_: int) -> None:
-        """Worker 0 wants this worker's label of a round."""
+        """Answer worker 0, which wants this worker's label of a round."""
         if round_ > self.round:
             self._asked = round_
         elif round_ == self.round and not self._contested:
@@ -207,12 +199,12 @@ class Series:
             self._bring(Brought(self.number, round_, False, (self._label,)))
 
     def decide(self, verdict: Verdict) -> None:
-        """Worker 0 has decided on a round."""
+        """Take worker 0's decision on a round."""
         if verdict.round == self.round:
             self._verdict, self.late = verdict, self._over
 
     def test(self) -> bool:
-        """Whether nothing is to be waited for."""
+        """Return whether nothing is to be waited for."""
         return not self._contested or self._verdict is not None
 
     # --- once it is done
@@ -224,17 +216,17 @@ class Series:
 
     @property
     def units(self) -> float | None:
-        """The factor to update with; None: this worker's own, as everybody's."""
+        """Return the factor to update with; None: this worker's own, as everybody's."""
         return None if self._verdict is None or self._wrong or not self._verdict.mixed else self._verdict.units
 
     @property
     def ratio(self) -> float:
-        """What this worker's contribution is to be multiplied by."""
+        """Return what this worker's contribution is to be multiplied by."""
         units = self.units
         return 1.0 if units is None or self._label.factor == units else self._label.factor / units
 
     def end(self) -> None:
-        """The round is over. Raises ConfigError, on every worker, where nothing was updated."""
+        """End the round. Raises ConfigError, on every worker, where nothing was updated."""
         self._over = True
         if not self._contested:
             return

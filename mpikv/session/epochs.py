@@ -15,7 +15,7 @@ from mpikv.session.agreement import grouped
 
 
 class Epochs:
-    """What worker 0 hears. labels: of the workers."""
+    """Worker 0's side: it hears of every worker's epochs. labels: of the workers."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = labels

@@ -34,7 +34,7 @@ class News(NamedTuple):
 
 
 class Departures:
-    """size: the number of workers. fewest: by key, of all who have left."""
+    """The workers that have closed the store. size: the number of workers. fewest: by key, of all who have left."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -45,7 +45,7 @@ class Departures:
         self._due_s = 0.0
 
     def add(self, worker: int, pushes: Mapping[int, int], now_s: float) -> None:
-        """A worker has left. pushes: key id -> how often it pushed that key."""
+        """Note that a worker has left. pushes: key id -> how often it pushed that key."""
         self._left.add(worker)
         changed = False
         for key_id in self.fewest.keys() | pushes.keys():
@@ -57,7 +57,7 @@ class Departures:
             self._untold, self._due_s = True, now_s + self._interval_s
 
     def due(self, now_s: float) -> list[News]:
-        """What is to be told now; to nobody who has left himself, nor to worker 0, who knows."""
+        """Return what is to be told now; nobody tells a worker that has left itself, nor worker 0, which knows."""
         if not self._untold or now_s < self._due_s:
             return []
         self._untold = False

@@ -56,7 +56,9 @@ class Reader:
         self._passes = False  # the held read returns, whatever has been asked since
 
     def read(self) -> tuple[bool | None, Answer | None]:
-        """One read: what it says (None: it is held; call again when something has come), and an answer to send."""
+        """Count one read. Returns what it says (None: it is held; call again when something has come), and an answer to
+        send.
+        """
         if self._passes or self.stop_at is not None or self._question is None:
             self._passes = self._held = False
             self.reads += 1
@@ -101,25 +103,25 @@ class Leader:
         return not (self.asking and self._common)
 
     def wish(self) -> list[Order]:
-        """Somebody wishes to stop. The first wish counts."""
+        """Note that somebody wishes to stop. Only the first wish counts."""
         if self.asking or self.decided or self._ended:
             return []
         return self._ask()
 
     def answer(self, worker: int, answer: Answer) -> list[Order]:
-        """What follows from an answer."""
+        """Take an answer, and return the orders that follow from it."""
         if not self.asking or answer.question != self._question:
             return []
         self._answers[worker] = answer.reads
         return self._decide()
 
     def blocked(self, workers: Iterable[int]) -> list[Order]:
-        """These workers, and no others, wait in calls that all must make."""
+        """Note that these workers, and no others, wait in calls that all must make."""
         self._blocked = set(workers)
         return self._decide()
 
     def end(self) -> None:
-        """All workers have closed the store: nobody reads any more, and nobody is told anything any more."""
+        """Note that all workers have closed the store: nobody reads any more, and nobody is told anything any more."""
         self._ended = True
 
     def _ask(self) -> list[Order]:

@@ -18,10 +18,16 @@ def flattened(infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Se
     """The arrays of a call as flat views; None where one of them cannot be used in its place, or where they overlap."""
     flat: list[Flat] = []
     for info, value, targets in zip(infos, values, outs, strict=True):
-        if not all(plain(array, info) for array in (value, *targets)):
+        if not plain(value, info):
             return None
         # As plain arrays: a reshaped np.matrix has two axes.
-        flat.append((np.asarray(value).reshape(-1), tuple(np.asarray(target).reshape(-1) for target in targets)))
+        own = np.asarray(value).reshape(-1)
+        if len(targets) == 1 and targets[0] is value:  # as in most calls
+            flat.append((own, (own,)))
+            continue
+        if not all(plain(target, info) for target in targets):
+            return None
+        flat.append((own, tuple(np.asarray(target).reshape(-1) for target in targets)))
     return None if overlap(flat) else flat
 
 
@@ -40,7 +46,9 @@ def overlap(flat: Sequence[Flat]) -> bool:
     """Whether writing a result could change a value that has not been read, or another key's result."""
     spans = []
     for value, outs in flat:
-        own = {(array.__array_interface__["data"][0], array.nbytes) for array in (value, *outs) if array.nbytes}
-        spans += [(begin, begin + n_bytes) for begin, n_bytes in own]
+        if not value.nbytes:
+            continue
+        begins = {array.__array_interface__["data"][0] for array in {id(one): one for one in (value, *outs)}.values()}
+        spans += [(begin, begin + value.nbytes) for begin in begins]
     spans.sort()
     return any(second[0] < first[1] for first, second in pairwise(spans))

@@ -20,7 +20,8 @@ from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Sink
-from mpikv.strategies.queues import Bucket, Delivery, Round, RoundQueue
+from mpikv.strategies.bucketed import Bucket
+from mpikv.strategies.queues import Delivery, Round, RoundQueue
 
 Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]
 

@@ -124,7 +124,7 @@ class Direct:
         if flat is None:
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
-        if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
+        if 0 < optimizers.count(None) < len(optimizers):
             return None
         replicas = [self._places.replicas(value) for value, _ in flat]
         where_they_are = all(

@@ -2,9 +2,10 @@
 
 It has three parts of the same length. The first begins with the counters and slots of the direct way; then come the
 values of the keys, and blocks for arrays of `store.empty`, in which every worker has a part of the same length. The
-second holds the keys' counters (collectives/host_key). Worker 0 gives places in these two out, the same on every host,
-one behind the other; the others learn them when they agree on a key or an array. Nothing is ever given back. The third
-is cut into parts, one for each worker, for values that the others are to read.
+second holds the keys' counters (collectives/host_key), behind a word that says that the key's first value is there.
+Worker 0 gives places in these two out, the same on every host, one behind the other; the others learn them when they
+agree on a key or an array. Nothing is ever given back. The third is cut into parts, one for each worker, for values
+that the others are to read.
 
 No message calls a worker that waits for another of its host. So each worker keeps a log, a ring of words: the key that
 it has counted something of, each time, and how many entries it has made in all. The progress engine reads the new
@@ -22,7 +23,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
-from mpikv.engine.request import Steps, Waiter
+from mpikv.engine.request import Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
@@ -42,6 +43,24 @@ class Block(NamedTuple):
     stride: int
 
 
+class _Published(Waking):
+    """A request that is done when a key's first value is at its place."""
+
+    __slots__ = ("_hosts", "_place")
+
+    def __init__(self, hosts: HostKeys, place: Sequence[int]) -> None:
+        self._hosts, self._place = hosts, place
+
+    def test(self) -> bool:
+        """Whether it is."""
+        return self._hosts.is_published(self._place)
+
+    def wakes(self, waiter: Waiter) -> bool:
+        """When rank 0 has published it."""
+        self._hosts.wait(self._place[1], waiter)
+        return True
+
+
 class HostKeys:
     """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do.
 
@@ -53,7 +72,7 @@ class HostKeys:
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
-        self._n_lanes = found.carriers
+        self._n_rings = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
         words_begin = table_bytes(self._most, WORDS)
         self._log = Counters(memory, words_begin, LOG_WORDS)
@@ -69,30 +88,36 @@ class HostKeys:
         self._own_part = Segment(memory, 2 * third)
         self._blocks: list[Block] = []
         self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
+        self._words = memory.words(0, memory.n_bytes // WORD_BYTES)
 
     # --- places
 
     def reserve_key(self, n_bytes: int) -> Place | None:
         """At worker 0: where a key is on every host. None when the smallest memory is full."""
         value = self._values.reserve(n_bytes)
-        counters = None if value is None else self._counters.reserve(counters_bytes(self._most))
-        return None if value is None or counters is None else Place(value, counters)
+        # In front of the counters a word, in a cache line of its own, that says whether the first value is there.
+        counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most))
+        return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
 
     def reserve_arrays(self, n_bytes: int) -> int | None:
         """The same for `n_bytes` of each worker."""
         return self._values.reserve(aligned(n_bytes) * self._most)
 
+    def value(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """The value of a key at its place: (n_elems,)."""
+        return self.memory.array(place[0], n_elems, dtype)
+
     def key(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostKey:
-        """A key at its place."""
+        """What rounds of a key at its place need."""
         return HostKey(
             self.memory,
             Place(*place),
             n_elems,
             (dtype, sum_dtype(dtype)),
-            self._n_lanes,
+            self._n_rings,
             room=self._room,
             on_count=self._count,
-            on_wait=self._waiting.__setitem__,
+            on_wait=self.wait,
         )
 
     def _room(self, n_bytes: int) -> HostArray:
@@ -112,6 +137,8 @@ class HostKeys:
 
     def replicas(self, array: HostArray) -> list[HostArray] | None:
         """The same place in every worker's part of a block, in rank order, where `array` lies in this worker's."""
+        if not self._blocks:
+            return None
         offset = self.memory.offset_of(array)
         block = None if offset is None else self._block_at(offset, array.nbytes)
         if offset is None or block is None:
@@ -139,7 +166,31 @@ class HostKeys:
         n_elems = first[0].size + second[0].size
         return [self.memory.array(self.memory.offset_of(one) or 0, n_elems, one.dtype) for one in first]
 
+    # --- first values
+
+    def publish(self, place: Sequence[int]) -> None:
+        """Say to the others of the host that the key's first value is at its place."""
+        if not ORDERED:
+            fence()
+        self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] = 1
+        self._count(place[1])
+
+    def is_published(self, place: Sequence[int]) -> bool:
+        """Whether a rank of the host has said so."""
+        there = self._words[(place[1] - ALIGN_BYTES) // WORD_BYTES] == 1
+        if not ORDERED:
+            fence()
+        return there
+
+    def published(self, place: Sequence[int]) -> Request:
+        """A request that is done when one has."""
+        return _Published(self, place)
+
     # --- waking
+
+    def wait(self, name: int, waiter: Waiter) -> None:
+        """Wake `waiter` when another rank has counted something of the key with this name: where its counters are."""
+        self._waiting[name] = waiter
 
     def _count(self, name: int) -> None:
         entries = self._log.of(self.rank, LENGTH)

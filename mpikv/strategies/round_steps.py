@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpikv.arrays import HostArray
+from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
 from mpikv.optimizers.owner import Owner
 from mpikv.session.contests import Dispute, Labels
@@ -19,26 +20,40 @@ from mpikv.strategies.queues import Round, RoundQueue
 class RoundSteps:
     """What the rounds of all queues of a worker need.
 
-    rank, size: of the worker, among so many. dispute: brings the labels of a round to worker 0.
+    rank, size: of the worker, among so many. comparison: makes that of a queue's labels; None: there is nothing to
+    compare. dispute: brings the labels of a round to worker 0.
     """
 
-    def __init__(self, rank: int, size: int, owner: Owner, dispute: Callable[[int, int, Labels], Dispute]) -> None:
-        self._rank, self._size, self._owner, self._dispute = rank, size, owner, dispute
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        owner: Owner,
+        comparison: Callable[[RoundQueue], Comparison | None],
+        dispute: Callable[[int, int, Labels], Dispute],
+    ) -> None:
+        self._rank, self._size, self._owner = rank, size, owner
+        self._comparison, self._dispute = comparison, dispute
 
     def run(self, queue: RoundQueue) -> Steps[None]:
         """Do what is in the queue; ends when it is empty."""
-        way, comparison = queue.way, queue.comparison
+        way = queue.way
         if not queue.has_value:
             yield from way.share()
             queue.has_value = True
             queue.deliver()
+        if queue.waiting and queue.comparison is None:  # keys that go the direct way alone never need it
+            queue.comparison = self._comparison(queue)
+        comparison = queue.comparison
         while queue.waiting:
             round_ = queue.waiting[0]
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
-            totals = yield from way.reduce_scatter(round_.values, round_.op.combine, changeable=round_.changeable)
+            totals = yield from way.reduce_scatter(
+                round_.values, round_.op.combine, comparison, changeable=round_.changeable
+            )
             self._apply(queue, round_.values if totals is None else totals, round_)
-            yield from way.allgather(round_.outs)
+            yield from way.allgather(round_.outs, comparison)
             if comparison is not None and comparison.wrong:
                 dispute = self._dispute(queue.info.id, queue.done, queue.labels(round_.under))  # as all workers do
                 yield dispute

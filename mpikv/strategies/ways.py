@@ -17,6 +17,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.collectives import hosted, one_host
 from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
@@ -62,22 +63,29 @@ class Way(Protocol):
         ...
 
     def cut(self, placement: Placement) -> None:
-        """From the next round on the owners own other parts. Not while a round is under way."""
+        """From the next round on the owners own other parts, and labels are compared anew. Not during a round."""
         ...
 
     def share(self) -> Steps[None]:
         """Bring the value of worker 0 to all. Collective; once, before the first round."""
         ...
 
-    def reduce_scatter(self, values: HostArray, combine: np.ufunc, *, changeable: bool) -> Steps[HostArray | None]:
+    def share_now(self) -> bool:
+        """Do what `share` does, where nothing has to be waited for. False: nothing was done."""
+        ...
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
         """Combine `values` of all workers. Returns (n,) with the result in this worker's part; None: it is in `values`.
 
         values: (n,), in the dtype of the sums; not to be changed by the caller until `allgather` of the same round has
-        ended, and by the way only where it is `changeable` or not `shared`. Collective.
+        ended, and by the way only where it is `changeable` or not `shared`. comparison: of the labels that they were
+        pushed under, the same one until `cut`; None: there are none to be compared. Collective.
         """
         ...
 
-    def allgather(self, outs: Sequence[HostArray]) -> Steps[None]:
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """Complete `value`, of which each worker has updated its own part, on all workers. Collective.
 
         outs: arrays of the caller's, (n,), to write it to; there are none where it is not `shared`.
@@ -90,11 +98,9 @@ class _OfKey:
 
     shared = False
 
-    def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, comparison: Comparison | None, place: Any
-    ) -> None:
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         self.placement = placement
-        self._group, self._key_id, self._comparison = means.group, info.id, comparison
+        self._group, self._key_id = means.group, info.id
         self._labelled: tuple[Group, Group] | None = None
 
     def cut(self, placement: Placement) -> None:
@@ -102,13 +108,17 @@ class _OfKey:
         self.placement = placement
         self._labelled = None
 
+    def share_now(self) -> bool:
+        """By messages it takes time."""
+        return False
+
     def _tag(self, use: int) -> int:
         return wire.key_tag(self._key_id, use)
 
-    def _groups(self) -> tuple[Group, Group]:
+    def _groups(self, comparison: Comparison | None) -> tuple[Group, Group]:
         """For the messages of a reduce-scatter and of an allgather. Made by the first round, which may come late."""
         if self._labelled is None:
-            group, bounds, comparison = self._group, self.placement.bounds, self._comparison
+            group, bounds = self._group, self.placement.bounds
             self._labelled = group, group
             if comparison is not None:
                 owners = frozenset(rank for i, rank in enumerate(group.ranks) if bounds[i] < bounds[i + 1])
@@ -122,10 +132,8 @@ class _OfKey:
 class _Alone(_OfKey):
     """A way with the value in this worker's own memory."""
 
-    def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, comparison: Comparison | None, place: Any
-    ) -> None:
-        super().__init__(means, info, placement, comparison, place)
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
         self._space = means.space
         self.value = means.space.empty(info.n_elems, info.dtype)
 
@@ -140,18 +148,24 @@ class _InMemory(_OfKey):
 
     shared = True
 
-    def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, comparison: Comparison | None, place: Any
-    ) -> None:
-        super().__init__(means, info, placement, comparison, place)
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
         assert means.hosts is not None
-        self._key = means.hosts.key(place, info.n_elems, info.dtype)
-        self.value = self._key.value
+        self._hosts, self._info, self._place = means.hosts, info, place
+        self._shared_key: HostKey | None = None
+        self.value = means.hosts.value(place, info.n_elems, info.dtype)
+
+    @property
+    def _key(self) -> HostKey:
+        """What its rounds need. Made by the first one, which may come late."""
+        if self._shared_key is None:
+            self._shared_key = self._hosts.key(self._place, self._info.n_elems, self._info.dtype)
+        return self._shared_key
 
     @property
     def held_bytes(self) -> int:
         """Where it copies its values to, for the others to add."""
-        return self._key.held_bytes
+        return 0 if self._shared_key is None else self._shared_key.held_bytes
 
 
 # Where a way has nothing to add to a collective, it returns the generator: one more in the chain would be one more
@@ -165,28 +179,30 @@ class Messages(_Alone):
         """By a tree."""
         return broadcast(self._group, self.value, 0, self._tag(0))
 
-    def reduce_scatter(self, values: HostArray, combine: np.ufunc, *, changeable: bool) -> Steps[HostArray | None]:
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
         """In place."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         steps: Steps[None] = algorithm.reduce_scatter(
-            self._groups()[0], values, self.placement.bounds, self._tag(1), combine
+            self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
         )
         return steps
 
-    def allgather(self, outs: Sequence[HostArray]) -> Steps[None]:
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """In place."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        steps: Steps[None] = algorithm.allgather(self._groups()[1], self.value, self.placement.bounds, self._tag(2))
+        steps: Steps[None] = algorithm.allgather(
+            self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
+        )
         return steps
 
 
 class Native(_Alone):
     """By MPI's own collectives, on a communicator of the key's own."""
 
-    def __init__(
-        self, means: Means, info: KeyInfo, placement: Placement, comparison: Comparison | None, place: Any
-    ) -> None:
-        super().__init__(means, info, placement, comparison, place)
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
         assert means.communicators is not None
         self._communicators = means.communicators
         self._comm: Any = None
@@ -196,17 +212,19 @@ class Native(_Alone):
         yield from broadcast(self._group, self.value, 0, self._tag(0))
         self._comm = yield from self._communicators.of(self._key_id)
 
-    def reduce_scatter(self, values: HostArray, combine: np.ufunc, *, changeable: bool) -> Steps[HostArray | None]:
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
         """In place, with the workers' labels gathered before."""
         native = self._communicators.native
-        if self._comparison is not None:
-            ratio = yield from native.ratio(self._comm, self._comparison)
+        if comparison is not None:
+            ratio = yield from native.ratio(self._comm, comparison)
             if ratio != 1.0:
                 self._space.scale(values, ratio, values)
         yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
         return None
 
-    def allgather(self, outs: Sequence[HostArray]) -> Steps[None]:
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """In place."""
         steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
         return steps
@@ -217,15 +235,24 @@ class OneHost(_InMemory):
 
     def share(self) -> Steps[None]:
         """The value is in the memory: the others are told that it is."""
-        return one_host.share(self._key, self._group.rank)
+        if not self.share_now():
+            yield self._hosts.published(self._place)
 
-    def reduce_scatter(self, values: HostArray, combine: np.ufunc, *, changeable: bool) -> Steps[HostArray | None]:
+    def share_now(self) -> bool:
+        """The others look whether they have been told."""
+        if self._group.rank == 0:
+            self._hosts.publish(self._place)
+        return self._group.rank == 0 or self._hosts.is_published(self._place)
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
         """From where the values are, if the others can read them there."""
         return one_host.reduce_scatter(
-            self._group.rank, values, self.placement.bounds, self._key, combine=combine, comparison=self._comparison
+            self._group.rank, values, self.placement.bounds, self._key, combine=combine, comparison=comparison
         )
 
-    def allgather(self, outs: Sequence[HostArray]) -> Steps[None]:
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy the value out."""
         return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs)
 
@@ -237,24 +264,26 @@ class Hosted(_InMemory):
         """By a tree over one rank of each host."""
         return hosted.share(self._group, self._key, self._tag(0))
 
-    def reduce_scatter(self, values: HostArray, combine: np.ufunc, *, changeable: bool) -> Steps[HostArray | None]:
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
         """From where the values are, if the others of the host can read them there."""
         return hosted.reduce_scatter(
-            self._groups()[0],
+            self._groups(comparison)[0],
             values,
             self.placement.bounds,
             self._tag(1),
             self._key,
             changeable=changeable,
             combine=combine,
-            comparison=self._comparison,
+            comparison=comparison,
         )
 
-    def allgather(self, outs: Sequence[HostArray]) -> Steps[None]:
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """The value is completed once for each host, and copied out as it comes."""
-        return hosted.allgather(self._groups()[1], self.placement.bounds, self._tag(2), self._key, outs)
+        return hosted.allgather(self._groups(comparison)[1], self.placement.bounds, self._tag(2), self._key, outs)
 
 
-Make = Callable[[Means, KeyInfo, Placement, Comparison | None, Any], Way]
+Make = Callable[[Means, KeyInfo, Placement, Any], Way]
 
 WAYS: Mapping[Path, Make] = {"direct": OneHost, "hosted": Hosted, "messages": Messages, "native": Native}

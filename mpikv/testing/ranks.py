@@ -58,11 +58,14 @@ def spawn(
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
 
+    ended = threading.Semaphore(0)
+
     def rank_body(rank: int) -> None:
         try:
             results[rank] = body(fabric.rank(rank))
         except BaseException as error:  # noqa: BLE001 - SystemExit of a server rank included
             errors[rank] = error
+        ended.release()
 
     threads = [
         threading.Thread(target=rank_body, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
@@ -71,11 +74,15 @@ def spawn(
         thread.start()
     deadline = time.monotonic() + timeout_s
     failed = False
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+    for _ in threads:  # as many ends, in any order
+        if not ended.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            break
         if errors and not failed:
             # The others may be about to fail too, or wait for this one until their own limit.
             failed, deadline = True, min(deadline, time.monotonic() + GRACE_S)
-        time.sleep(0.001)
+    else:
+        for thread in threads:
+            thread.join()
     if not failed:
         for rank, thread in enumerate(threads):
             if thread.is_alive():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 
@@ -49,8 +51,14 @@ def both_ways(workers, body, *, direct=True, **changes):
 
 def numbers(store, n, seed=0, dtype=F32):
     """Values whose sum shows the order of adding."""
-    random = np.random.default_rng([store.rank, n, seed])
-    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(dtype)
+    return values_of(store.rank, n, seed, np.dtype(dtype)).copy()
+
+
+@functools.lru_cache(maxsize=256)  # both ways take the same ones, and making them takes longer than adding them
+def values_of(rank, n, seed, dtype):
+    random = np.random.default_rng([rank, n, seed])
+    powers = np.array([0.01, 0.1, 1, 10, 100])[random.integers(0, 5, n)]
+    return (random.standard_normal(n) * powers).astype(dtype)
 
 
 def refused(call, *arguments, **named):

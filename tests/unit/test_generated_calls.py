@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+import grids
 import numpy as np
 import pytest
 from generated_arguments import argument, arguments, called, described, outcome, parameters, subtract
@@ -27,7 +28,7 @@ import mpikv
 from mpikv import Config, KVStore, Parameter, SplitSampler, Trainer, kv, optimizers
 from mpikv.data import read_idx, split_and_load, split_data
 
-CALLS = int(os.environ.get("MPIKV_TEST_CALLS", "500"))  # of each kind
+CALLS = int(os.environ.get("MPIKV_TEST_CALLS", grids.examples(500)))  # of each kind
 SEED = os.environ.get("MPIKV_TEST_SEED", "1")
 CHECKED_EVERY = 25  # calls, after which a store has to do correct ones
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives import hierarchical, hosted, one_host
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES, LINK_SEGMENT_BYTES, LINK_WINDOW
+from mpikv.engine.request import wakes
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.segment import HostMemory, private_memory
 from mpikv.keys import even_bounds, whole_bounds
@@ -32,17 +35,22 @@ def memories_of(hosts: str) -> list[HostMemory]:
     return [found[rank] for rank in range(len(hosts))]
 
 
-def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, lanes: int, most: int) -> HostKey:
+def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
     """A key whose counters lie at `begin`, its value behind them."""
     place = Place(begin + counters_bytes(most), begin)
     room = Segment(memory, memory.n_bytes // 2).take
-    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), lanes, room=room)
+    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, room=room)
 
 
 def parts(rank: int, n: int, round_: int, dtype: np.dtype = F32) -> np.ndarray:
     """Values whose sum depends on the order of adding."""
+    return values_of(rank, n, round_, dtype).copy()
+
+
+@functools.lru_cache(maxsize=64)
+def values_of(rank: int, n: int, round_: int, dtype: np.dtype) -> np.ndarray:
     random = np.random.default_rng([rank, n, round_])
-    return (random.integers(-1000, 1000, n) * 0.37 ** random.integers(0, 5, n)).astype(dtype)
+    return (random.integers(-1000, 1000, n) * (0.37 ** np.arange(5))[random.integers(0, 5, n)]).astype(dtype)
 
 
 def by_messages(hosts: str, n: int, bounds: tuple[int, ...], dtype: np.dtype = F32) -> tuple[list[list[bytes]], Fabric]:
@@ -70,7 +78,7 @@ def through_memory(
 
     def steps(group):
         me = group.rank
-        key = host_key(memories[me], begin, n, dtype, lanes=found.carriers, most=most)
+        key = host_key(memories[me], begin, n, dtype, rings=found.carriers, most=most)
         behind = 1 << 28
         results = []
         for round_ in range(ROUNDS):
@@ -147,7 +155,7 @@ def test_dtypes(dtype: str) -> None:
 
 def test_counters_that_are_behind_or_ahead() -> None:
     first, second = private_memory(2)
-    keys = [host_key(memory, 128, 10, F32, lanes=2, most=2) for memory in (first, second)]
+    keys = [host_key(memory, 128, 10, F32, rings=2, most=2) for memory in (first, second)]
     keys[0].begin(keys[0].own, keys[0].own)
     keys[0].count(3, 5)
     assert (
@@ -161,7 +169,7 @@ def test_counters_that_are_behind_or_ahead() -> None:
 
 def test_places_do_not_meet() -> None:
     memories = private_memory(3)
-    keys = [host_key(memory, 0, 33, F32, lanes=2, most=3) for memory in memories]
+    keys = [host_key(memory, 0, 33, F32, rings=2, most=3) for memory in memories]
     for i, key in enumerate(keys):
         key.begin(key.own, key.own)
         key.own[:] = i
@@ -206,6 +214,25 @@ def test_who_waits_for_a_key_is_woken_by_its_counts_alone() -> None:
     assert sleepers[2].woken == 1
 
 
+def test_who_waits_for_the_first_value_of_a_key_is_woken_when_it_is_there() -> None:
+    ranks = [HostKeys(memory, "aa") for memory in private_memory(2)]
+    places = [ranks[0].reserve_key(n_bytes) for n_bytes in (40, 0, 40)]
+    sleepers = [Sleeper() for _ in places]
+    waits = [ranks[1].published(place) for place in places]
+    for wait, sleeper in zip(waits, sleepers, strict=True):
+        assert not wait.test()
+        assert wakes(wait, sleeper)
+    ranks[0].value(places[1], 0, F32)[...] = 1
+    ranks[0].value(places[2], 10, F32)[...] = 3
+    ranks[0].publish(places[1])
+    ranks[0].publish(places[2])
+    assert [wait.test() for wait in waits] == [False, True, True]
+    ranks[1].test()
+    assert [sleeper.woken for sleeper in sleepers] == [0, 1, 1]
+    assert list(ranks[1].value(places[2], 10, F32)) == [3] * 10
+    assert ranks[1].key(places[2], 10, F32).counted(0, 3) == 0  # no counter of a round
+
+
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -215,8 +242,7 @@ def test_on_one_host_the_bits_are_those_of_the_order_of_ranks(size: int, n: int,
 
     def steps(group):
         me = group.rank
-        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), lanes=size, most=size)
-        yield from one_host.share(key, me)
+        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), rings=size, most=size)
         results = []
         for round_ in range(3):
             values = parts(me, n, round_, np.dtype(dtype))

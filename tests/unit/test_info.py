@@ -12,6 +12,7 @@ import pytest
 from jobs import ROOT, find_mpi, mpirun
 
 import mpikv
+from mpikv.__main__ import main
 from mpikv.placement_map import device, visible_gpus
 
 MPI = find_mpi()
@@ -44,12 +45,24 @@ def rows(text: str) -> dict[str, str]:
     return found
 
 
-def test_version_and_help() -> None:
-    assert mpikv_command("--version").stdout == f"mpikv {mpikv.__version__}\n"
-    assert "info" in mpikv_command("--help").stdout
-    assert mpikv_command("info", "--help").returncode == 0
-    for wrong in ((), ("nonsense",), ("info", "--nonsense")):
-        assert mpikv_command(*wrong).returncode == 2
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        (("--version",), 0, f"mpikv {mpikv.__version__}\n"),
+        (("--help",), 0, "info"),
+        (("info", "--help"), 0, "usage: mpikv info"),
+        ((), 2, "usage: mpikv"),
+        (("nonsense",), 2, "nonsense"),
+        (("info", "--nonsense"), 2, "--nonsense"),
+        (("info", "--model", "alexnet"), 2, "resnet50"),  # names the networks that are known
+    ],
+)
+def test_options(words: tuple[str, ...], status: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == status
+    out, err = capsys.readouterr()
+    assert says in (err if status else out)
 
 
 @needs_mpi
@@ -147,9 +160,3 @@ def test_no_such_interface() -> None:
     assert job.status != 0
     assert job.stdout.count("ERROR: MPIKV_INTERFACE=eth99: ") == 1  # rank 0 alone speaks
     assert "(127.0.0.1/8" in job.stdout
-
-
-def test_unknown_network_of_layers() -> None:
-    done = mpikv_command("info", "--model", "alexnet")
-    assert done.returncode == 2
-    assert "resnet50" in done.stderr

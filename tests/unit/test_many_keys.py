@@ -65,7 +65,7 @@ def counted(shared_memory: str) -> list[tuple[Counter[str], Counter[str]]]:
     return spawn_stores("dist_sync", WORKERS, body, config=config)
 
 
-@pytest.mark.parametrize(("shared_memory", "most"), [("auto", (85, 75)), ("off", (70, 175))])
+@pytest.mark.parametrize(("shared_memory", "most"), [("auto", (70, 50)), ("off", (70, 175))])
 def test_calls_of_functions_for_each_key(shared_memory: str, most: tuple[int, int]) -> None:
     for found in counted(shared_memory):
         for one, limit in zip(found, most, strict=True):

@@ -6,7 +6,6 @@ import mmap
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ MPI = find_mpi()
 pytestmark = pytest.mark.skipif(MPI is None, reason="no mpirun in this environment")
 
 RANK = "import os; rank = os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']; "
-SLEEP = RANK + "import time; print(f'rank {rank} is {os.getpid()}', flush=True); time.sleep(60)"
+SLEEP = RANK + "import signal; print(f'rank {rank} is {os.getpid()}', flush=True); signal.pause()"
 
 
 def test_both_outputs_status_and_folder() -> None:
@@ -45,11 +44,9 @@ def test_settings_of_this_process_stay_here(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_hanging_job_is_ended() -> None:
-    started = time.monotonic()
     job = mpirun(2, ["python", "-c", SLEEP], timeout_s=4)
     assert job.timed_out
     assert job.status != 0
-    assert time.monotonic() - started < 30  # not the 60 s of its ranks
     ranks = [int(pid) for pid in re.findall(r"rank \d is (\d+)", job.stdout)]
     assert len(ranks) == 2
     assert have_ended(ranks)
@@ -66,7 +63,7 @@ def test_a_killed_rank_ends_the_job() -> None:
 
 def test_segments_of_a_killed_job_are_removed() -> None:
     before = segments()
-    code = f"from mpi4py import MPI; {SLEEP}".replace("time.sleep", "MPI.COMM_WORLD.Barrier(); time.sleep")
+    code = f"from mpi4py import MPI; {SLEEP}".replace("signal.pause", "MPI.COMM_WORLD.Barrier(); signal.pause")
     with start(2, ["python", "-c", code], timeout_s=40) as running:
         running.wait_for("rank 0 is")
         running.kill(int(running.wait_for(r"rank 1 is (\d+)")[1]))

@@ -66,7 +66,7 @@ OPTIMIZERS = (
 @pytest.mark.parametrize("n", [1, 37, LARGE])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one[0])
 def test_updates_are_those_of_the_reference(patient, optimizer, n):
-    """Of ordinary and shared arrays, lanes between; sums of whole numbers are exact, so the bits must be the same."""
+    """Of ordinary and shared arrays, queues between; sums of whole numbers are exact, so the bits must be the same."""
 
     def body(store):
         store.init("w", np.linspace(-1, 1, n).astype(F32))

@@ -7,6 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from direct_stores import numbers
 
 from mpikv import Parameter, Trainer, optimizers
 from mpikv.config import Config
@@ -18,12 +19,6 @@ F32 = np.float32
 LAYOUTS = ("aab", "aabb", "abab", "aaab", "aabbc")
 HOSTS = pytest.mark.parametrize("hosts", LAYOUTS)
 LARGE = 200_000
-
-
-def numbers(store, n, seed=0, dtype=F32):
-    """Values whose sum shows the order of adding."""
-    random = np.random.default_rng([store.rank, n, seed])
-    return (random.standard_normal(n) * 10.0 ** random.integers(-2, 3, n)).astype(dtype)
 
 
 def both_ways(hosts, body, *, through_memory=True):

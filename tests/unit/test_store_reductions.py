@@ -29,8 +29,14 @@ FUNCTIONS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum
 
 def numbers(worker: int, n: int, dtype) -> np.ndarray:
     """Small whole numbers of either sign, so that every order gives the same bits; of four the sums are even."""
+    return np.tile(pattern(worker, np.dtype(dtype)), n // 12 + 1)[:n].copy()
+
+
+@functools.cache
+def pattern(worker: int, dtype: np.dtype) -> np.ndarray:
+    n = 12
     found = (np.arange(n) * 5 + worker * 7) % 4 + 1
-    return (found if np.dtype(dtype) == np.uint8 else found * (-1) ** (np.arange(n) % 3 + worker)).astype(dtype)
+    return (found if dtype == np.uint8 else found * (-1) ** (np.arange(n) % 3 + worker)).astype(dtype)
 
 
 def expected(op: str, arrays: list[np.ndarray], workers: int) -> np.ndarray:

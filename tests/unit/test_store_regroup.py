@@ -52,7 +52,7 @@ def regroup(store: KVStore, me: int, ranks: Sequence[int], memories: Sequence[Ho
     if me not in ranks:
         leave(store)
         return False
-    store.strategy.regroup(members_of(store).only(ranks), memories[ranks.index(me)])
+    store.strategy.keys.regroup(members_of(store).only(ranks), memories[ranks.index(me)])
     assert (store.rank, store.num_workers) == (ranks.index(me), len(ranks))
     return True
 
@@ -242,7 +242,7 @@ def test_refused_where_states_would_be_lost() -> None:
         store.init("w", np.zeros(5, F32))
         store.set_optimizer(optimizers.create("sgd", momentum=0.5, learning_rate=1.0))
         with pytest.raises(UnsupportedError, match="states that other workers own"):
-            store.strategy.regroup(members_of(store).only((0, 1)))
+            store.strategy.keys.regroup(members_of(store).only((0, 1)))
         store.push("w", np.ones(5, F32))  # nothing was changed
         assert store.pull("w").tolist() == [-3.0] * 5
 

@@ -58,8 +58,10 @@ SYNC = (Mode("local", 1), *FEW_DIST_SYNC, Mode("dist_sync", 2, 1), Mode("dist_sy
 WAYS = [(a, b) for a in SYNC for b in SYNC if (a is SYNC[0]) != (b is SYNC[0]) or a.servers != b.servers]
 
 
+@pytest.mark.grid
+@pytest.mark.parametrize(("saver", "loader"), WAYS, ids=mode_id)
 @pytest.mark.parametrize("name", MAKERS)
-def test_goes_on_in_another_mode_as_if_never_stopped(name, tmp_path):
+def test_goes_on_in_another_mode_as_if_never_stopped(name, saver, loader, tmp_path):
     path = str(tmp_path / "states")
 
     def whole(store):
@@ -68,16 +70,14 @@ def test_goes_on_in_another_mode_as_if_never_stopped(name, tmp_path):
         store.save_optimizer_states(path)
         return middle, bits(rounds(store, name, 3, 6))
 
-    for saver in SYNC:
-        middle, expected = saver.run(whole)[0]
+    middle, expected = saver.run(whole)[0]
 
-        def second_half(store, values=middle):
-            start(store, name, values)
-            store.load_optimizer_states(path)
-            return bits(rounds(store, name, 3, 6))
+    def second_half(store):
+        start(store, name, middle)
+        store.load_optimizer_states(path)
+        return bits(rounds(store, name, 3, 6))
 
-        for loader in (loader for one, loader in WAYS if one is saver):
-            assert loader.run(second_half) == [expected] * loader.workers, (saver, loader)
+    assert loader.run(second_half) == [expected] * loader.workers
     assert os.listdir(tmp_path) == ["states"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from mpikv import KVStore, optimizers
 from mpikv.config import Config
 from mpikv.placement import place
-from mpikv.strategies import allreduce
+from mpikv.strategies import placed_keys
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.testing.reference import ReferenceStore
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
@@ -118,7 +118,7 @@ def test_a_placement_of_each_key_alone(hosts: str, monkeypatch: pytest.MonkeyPat
         assert (by_hand.path, by_hand.algorithm) == ("messages", algorithms[info.key])
         return by_hand
 
-    monkeypatch.setattr(allreduce, "place", by_messages)
+    monkeypatch.setattr(placed_keys, "place", by_messages)
 
     def body(store: KVStore) -> Any:
         store.init([*SIZES], [np.full(size, 2, F32) for size in SIZES.values()])

@@ -78,6 +78,7 @@ def stop(number, frame):
     os._exit({status})
 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     signal.signal(number, stop)
+open(os.environ["FAKE"] + "/ready", "w").close()
 print("ready", flush=True)
 time.sleep(60)
 print("never asked", flush=True)
@@ -450,7 +451,11 @@ def test_not_requeued(site: Site, path: str, number: int, status: int) -> None:
 
 
 def test_clock_of_grid_engine(site: Site) -> None:
-    status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0), lines={"STOP_AFTER": "3"})
+    site.command(
+        "sleep",
+        'if [ "$1" = 1740 ]; then until [ -e "$FAKE/ready" ]; do /bin/sleep 0.1; done; else /bin/sleep "$1"; fi',
+    )
+    status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0))
     assert status == 0
     assert "mpikv: signal USR1: " in output
     assert "asked by SIGUSR1" in output
