@@ -27,7 +27,7 @@ from mpikv.engine.request import Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
-from mpikv.hostmemory.segment import ALIGN_BYTES, WORD_BYTES, HostMemory, Space, aligned
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
 from mpikv.topology import topology
 
 LOG_ENTRIES = 1024
