@@ -26,14 +26,14 @@ from mpikv.collectives.shared_plans import Slots
 from mpikv.engine.request import Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
-from mpikv.hostmemory.counters import table_bytes
+from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
 from mpikv.topology import topology
 
 LOG_ENTRIES = 1024
 LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
-LOG_WORDS = ALIGN_BYTES // WORD_BYTES + LOG_ENTRIES  # the number of entries, in a cache line of its own, and they
-ENTRIES = ALIGN_BYTES // WORD_BYTES
+LENGTH, ENTRIES = 0, ALIGN_BYTES // WORD_BYTES  # words: the number of entries, in a cache line of its own, and they
+LOG_WORDS = ENTRIES + LOG_ENTRIES
 
 
 class Block(NamedTuple):
@@ -75,13 +75,9 @@ class HostKeys:
         self._n_rings = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
         words_begin = table_bytes(self._most, WORDS)
-        self._logs = [
-            memory.words(words_begin + rank * LOG_WORDS * WORD_BYTES, LOG_WORDS) for rank in range(memory.size)
-        ]
-        self._log = self._logs[memory.rank]
-        self._others = [log for rank, log in enumerate(self._logs) if rank != memory.rank]
-        self._read = [0] * len(self._others)  # entries of each
-        begin = words_begin + self._most * LOG_WORDS * WORD_BYTES
+        self._log = Counters(memory, words_begin, LOG_WORDS)
+        self._read = dict.fromkeys(self._log.others, 0)  # entries of each
+        begin = words_begin + table_bytes(self._most, LOG_WORDS)
         self.slots = None
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
@@ -197,12 +193,9 @@ class HostKeys:
         self._waiting[name] = waiter
 
     def _count(self, name: int) -> None:
-        log = self._log
-        entries = log[0]
-        log[ENTRIES + entries % LOG_ENTRIES] = name
-        if not ORDERED:
-            fence()
-        log[0] = entries + 1
+        entries = self._log.of(self.rank, LENGTH)
+        self._log.say(ENTRIES + entries % LOG_ENTRIES, name)
+        self._log.count(LENGTH, entries + 1)
 
     def listen(self) -> Steps[None]:
         """For the progress engine: look in each of its steps."""
@@ -211,15 +204,16 @@ class HostKeys:
 
     def test(self) -> bool:
         """Wake the transfers of keys that somebody has counted for. Never done."""
-        for i, log in enumerate(self._others):
-            entries, read = log[0], self._read[i]
+        log = self._log
+        for rank, read in self._read.items():
+            entries = log.of(rank, LENGTH)
             if entries == read:
                 continue
-            if not ORDERED:
-                fence()
-            self._read[i] = entries
-            names = [log[ENTRIES + at % LOG_ENTRIES] for at in range(read, entries)] if entries - read < LAG else ()
-            if not names or log[0] - read > LOG_ENTRIES:  # some may have been written over
+            self._read[rank] = entries
+            names: Sequence[int] = ()
+            if entries - read < LAG:
+                names = [log.said(rank, ENTRIES + at % LOG_ENTRIES) for at in range(read, entries)]
+            if not names or log.of(rank, LENGTH) - read > LOG_ENTRIES:  # some may have been written over
                 names = [*self._waiting]
             for name in names:
                 waiter = self._waiting.pop(name, None)
