@@ -1,7 +1,13 @@
 """mpikv: an MPI-native key-value store for data-parallel training.
 
-`store = mpikv.kv.create('dist_sync')`, then `init`, `push`, `pull`, `pushpull`; started with `mpirun -n N python
-train.py`. Importing this package initialises nothing and reads no environment.
+A program makes a store by `store = mpikv.kv.create('dist_sync')`, then calls `init`, `push`, `pull` and `pushpull`; it
+is started with `mpirun -n N python train.py`. Importing this package initialises nothing and reads no environment.
+
+The examples in docstrings run after these lines:
+
+    import numpy as np
+    import mpikv
+    from mpikv import data, kv, optimizers
 """
 
 from __future__ import annotations

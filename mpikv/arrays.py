@@ -30,12 +30,12 @@ SUPPORTED_DTYPES: tuple[np.dtype[Any], ...] = (*_DTYPES, BFLOAT16)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of a name such as 'float32' or 'bfloat16'."""
+    """Return the dtype with a name such as 'float32' or 'bfloat16'."""
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
 def dtype_named(dtype: Any) -> np.dtype[Any]:
-    """A dtype that a store can hold, from a name or a type. Raises UnsupportedError."""
+    """Return the dtype for a name or a type. Raises UnsupportedError for one that a store cannot hold."""
     found = None
     if dtype is not None:  # which NumPy takes for float64
         with contextlib.suppress(Exception):  # what NumPy and odd objects raise is of many kinds
@@ -47,24 +47,25 @@ def dtype_named(dtype: Any) -> np.dtype[Any]:
 
 
 def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that values of `dtype` are added in: float32 for float16 and bfloat16, else the same."""
+    """Return the dtype that values of `dtype` are added in: float32 for float16 and bfloat16, else the same."""
     return np.dtype(np.float32) if dtype in (np.float16, BFLOAT16) else dtype
 
 
 def is_device(array: object) -> bool:
-    """Whether the array lives in device memory."""
+    """Return whether the array lives in device memory."""
     return hasattr(array, "__cuda_array_interface__") and hasattr(array, "get")
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` is one array (of any library), not a list of them or a number of Python's."""
+    """Return whether `value` is one array (of any library), not a list of arrays or a number of Python's."""
     return isinstance(value, (np.ndarray, np.generic)) or is_device(value) or hasattr(value, "__dlpack__")
 
 
 def host_view(array: Any, what: str) -> HostArray:
-    """`array` as a NumPy array: a view of the same memory where the host can see it, a copy of device memory.
+    """See `array` as a NumPy array: a view of the same memory where the host can see it, a copy of device memory.
+    Local.
 
-    Local. Raises TypeError when `what` is no array, UnsupportedError for a dtype or memory that cannot be read.
+    Raises TypeError when `what` is no array, UnsupportedError for a dtype or memory that cannot be read.
     """
     if isinstance(array, np.generic):
         array = np.asarray(array)
@@ -88,9 +89,9 @@ def host_view(array: Any, what: str) -> HostArray:
 
 
 def as_host(what: str, value: Any, dtype: Any = None) -> HostArray:
-    """What `numpy.asarray` makes of a list, a number or another library's array, in `dtype` if that is given.
+    """Make a NumPy array of a list, a number or another library's array, in `dtype` if that is given.
 
-    Raises TypeError where it makes nothing of it, UnsupportedError for a dtype that no store can hold.
+    Raises TypeError where `numpy.asarray` makes nothing of it, UnsupportedError for a dtype that no store can hold.
     """
     wanted = None if dtype is None else dtype_named(dtype)
     try:
@@ -101,7 +102,7 @@ def as_host(what: str, value: Any, dtype: Any = None) -> HostArray:
 
 
 def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of an array, without moving its values where it is a device array."""
+    """Return shape and dtype of an array, without moving its values where it is a device array."""
     if is_device(array):
         dtype = np.dtype(array.dtype)
         if dtype in SUPPORTED_DTYPES:
@@ -111,7 +112,7 @@ def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[An
 
 
 def is_writable(array: Any, what: str) -> bool:
-    """Whether a result can be written into an array."""
+    """Return whether a result can be written into an array."""
     return not isinstance(array, np.generic) and (is_device(array) or host_view(array, what).flags.writeable)
 
 
@@ -143,16 +144,16 @@ def write(out: Any, value: HostArray, what: str) -> None:
 
 
 def flat_copy(array: Any, what: str) -> HostArray:
-    """The elements of `array` in C order, as a new contiguous 1-D array of its dtype."""
+    """Return the elements of `array` in C order, as a new contiguous 1-D array of its dtype."""
     host = host_view(array, what)
     return np.array(host, copy=True, order="C").reshape(-1)
 
 
 def sum_devices(arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> HostArray:
-    """The sum of one worker's device arrays, flat, contiguous, in their dtype; always new memory.
+    """Return the sum of one worker's device arrays, flat, contiguous, in their dtype; always new memory.
 
-    Added in the order given, float16 and bfloat16 in float32 and rounded once. `on_device` adds on the first array's
-    device, so that one array crosses to the host instead of one per device. combine: what is done in place of adding.
+    They are added in the order given, float16 and bfloat16 in float32 and rounded once. `on_device` adds on the first
+    array's device, so that one array crosses to the host instead of one per device. combine: used in place of adding.
     """
     if len(arrays) == 1:
         return flat_copy(arrays[0], what)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from mpikv.codecs.named import Codecs
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
@@ -19,6 +20,7 @@ from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
+from mpikv.spaces.base import Space
 from mpikv.spec import StoreSpec
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
@@ -28,9 +30,9 @@ from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 
 
-def local_store(name: str, spec: StoreSpec, stop_file: str = "") -> KVStore:
-    """A store of this process alone."""
-    session = Session(name, stop_file)
+def local_store(name: str, spec: StoreSpec, stop_file: str = "", space: Space | None = None) -> KVStore:
+    """A store of this process alone. space: where its values are, default host memory."""
+    session = Session(name, stop_file, space)
     return KVStore(session, LocalStrategy(session), on_device=spec.on_device)
 
 
@@ -45,12 +47,16 @@ def assemble(
     memory: HostMemory | None = None,
     connect: Callable[[LocalTransport | None], None] = lambda _links: None,
     asked_to_stop: Callable[[], str | None] = lambda: None,
+    codecs: Codecs | None = None,
+    space: Space | None = None,
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
     memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
-    server asks all workers to stop, once it does. Raises MpikvError where an optimizer ended a server.
+    server asks all workers to stop, once it does. codecs: what pushes may travel as, the same on all ranks.
+    space: where this rank's part of the values is, default host memory. Raises MpikvError where an optimizer ended a
+    server.
     """
     links = None
     if members.path == "servers" and members.shares_memory:
@@ -58,9 +64,15 @@ def assemble(
             links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)
         connect(links)
     reached = transport if links is None else links
+
+    def core() -> ServerCore:
+        labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+        policy = Synchronous if members.synchronous else Asynchronous
+        return ServerCore(labels, policy, None if links is None else links.segment, codecs, space)
+
     if transport.rank in members.servers:
         try:
-            run_server(reached, members.workers, server_core(members, links), members.config.timeout_s, asked_to_stop)
+            run_server(reached, members.workers, core(), members.config.timeout_s, asked_to_stop)
         except SystemExit as error:
             raise MpikvError(f"an optimizer has called sys.exit({error.code}) at this server") from error
         if links is not None:
@@ -69,18 +81,13 @@ def assemble(
         return None
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
-    session = Workers(transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links)
+    session = Workers(
+        transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links, codecs=codecs, space=space
+    )
     strategy: Strategy
     if members.path != "servers":
         strategy = AllreduceStrategy(session, memory)
     else:
-        service = None if members.servers else serve(reached, members.workers, server_core(members, links))
+        service = None if members.servers else serve(reached, members.workers, core())
         strategy = PsStrategy(session, service)
     return KVStore(session, strategy, on_device=spec.on_device)
-
-
-def server_core(members: Members, links: LocalTransport | None) -> ServerCore:
-    """The state machine of one server."""
-    labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
-    policy = Synchronous if members.synchronous else Asynchronous
-    return ServerCore(labels, policy, None if links is None else links.segment)

@@ -24,7 +24,7 @@ def plan(
     first_bytes: int = FIRST_BYTES,
     limit_bytes: int = LIMIT_BYTES,
 ) -> list[list[int]]:
-    """Buckets as lists of positions, in the order in which they fill up. Every position is in exactly one."""
+    """Return buckets as lists of positions, in the order in which they fill up. Every position is in exactly one."""
     done: list[list[int]] = []
     open_: dict[str, tuple[list[int], int]] = {}
     for i, (n_bytes, dtype) in enumerate(zip(sizes_bytes, dtypes, strict=True)):
@@ -41,5 +41,5 @@ def plan(
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each array of a bucket begins, and where the last one ends; in elements."""
+    """Return where each array of a bucket begins, and where the last one ends; in elements."""
     return (0, *accumulate(sizes))

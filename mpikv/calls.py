@@ -20,7 +20,6 @@ from mpikv.arrays import (
     is_device,
     is_writable,
     shape_and_dtype,
-    sum_devices,
 )
 from mpikv.checks import shown
 from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
@@ -44,14 +43,17 @@ class Item(NamedTuple):
 
 
 class New(NamedTuple):
-    """A result that is a new array: memory that it is written to, and an array of the library that it is to be of."""
+    """A result that is a new array.
+
+    It has memory that the result is written to, and an array of the library that the new array is to belong to.
+    """
 
     host: np.ndarray[Any, Any]
     like: Array
     what: str
 
     def made(self) -> Array:
-        """The array, once the result is there."""
+        """Return the new array, once the result has been written."""
         return new_like(self.host, self.like, self.what)
 
 
@@ -59,14 +61,14 @@ _NUMPY: np.ndarray[Any, Any] = np.empty(0)
 
 
 def finished(form: Any) -> Any:
-    """What a call returns, from the form of it: lists as they are, each `New` as its array. None: nothing."""
+    """Return what a call returns, which `form` describes: lists as they are, each `New` as its array; None: nothing."""
     if isinstance(form, New):
         return form.made()
     return [finished(one) for one in form] if isinstance(form, list) else form
 
 
 def leaves(form: Any) -> Iterator[Any]:
-    """What is in the lists of a form."""
+    """Return everything in the lists of a form."""
     if isinstance(form, list):
         for one in form:
             yield from leaves(one)
@@ -75,7 +77,7 @@ def leaves(form: Any) -> Iterator[Any]:
 
 
 class CallForms:
-    """What the arguments of a store's calls mean. on_device: whether devices are summed on the first of them."""
+    """Finds out what the arguments of a store's calls mean. on_device: devices are summed on the first of them."""
 
     def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
         self._session, self._strategy = session, strategy
@@ -83,11 +85,11 @@ class CallForms:
         self.key_type: type | None = None  # of all keys of the store, once there are any
 
     def where(self) -> str:
-        """This worker, for errors."""
+        """Describe this worker, for errors."""
         return f"worker {self._session.rank} of {self._session.num_workers}"
 
     def key(self, key: Any) -> Key:
-        """The key itself. TypeError for what is none, or one of the other kind than the store's keys."""
+        """Return the key itself. TypeError for what is no key, or one of the other kind than the store's keys."""
         checked = check_key(key)
         if self.key_type is not None and type(checked) is not self.key_type:
             raise TypeError(
@@ -97,7 +99,7 @@ class CallForms:
         return checked
 
     def items(self, call: str, keys: Keys, values: Values) -> list[Item]:
-        """One item per key, in the order of first appearance, with all arrays of that key."""
+        """Return one item per key, in the order of first appearance, with all arrays of that key."""
         if not isinstance(keys, (list, tuple)):
             keys, values = [keys], [values]  # type: ignore[list-item]
         elif not isinstance(values, (list, tuple)):
@@ -120,7 +122,7 @@ class CallForms:
         return [Item(key, arrays) for key, arrays in found.items()]
 
     def info(self, call: str, key: Key) -> KeyInfo:
-        """What is known of a key. KeyNotInitialized where that is nothing."""
+        """Return what is known of a key. Raises KeyNotInitialized."""
         info = self._session.lookup(key)
         if info is None:
             known = [entry.key for entry in self._session.in_order()]
@@ -132,7 +134,7 @@ class CallForms:
         return info
 
     def check_value(self, call: str, info: KeyInfo, array: Array, *, dtype: bool) -> None:
-        """ShapeMismatch where an array has another shape than the key, or (dtype=True) another dtype."""
+        """Raise ShapeMismatch where an array has another shape than the key, or (dtype=True) another dtype."""
         shape, found = shape_and_dtype(array, f"{call}: the value of key {shown(info.key)}")
         if shape != info.shape or (dtype and found != info.dtype):
             raise ShapeMismatch(
@@ -141,7 +143,7 @@ class CallForms:
             )
 
     def reduction(self, call: str, keys: Keys, op: Any) -> Reduction:
-        """The reduction that is called `op`. UnsupportedError for keys that it cannot be had of."""
+        """Return the reduction that is called `op`. UnsupportedError for keys for which the store cannot do it."""
         found = named(op)
         for key in keys if isinstance(keys, (list, tuple)) else [keys]:
             if found is SUM:
@@ -150,7 +152,7 @@ class CallForms:
             why = ""
             if not self._session.synchronous:
                 why = "an asynchronous store applies every push by itself"
-            elif self._strategy.updates(info):
+            elif self._session.updates(info):
                 why = "it is updated by an optimizer or an updater, which take sums"
             elif found.is_mean and info.dtype.kind != "f" and info.dtype != BFLOAT16:
                 why = f"{info.dtype} holds whole numbers, a mean is none: divide the sum as you want it rounded"
@@ -159,15 +161,17 @@ class CallForms:
         return found
 
     def totals(self, call: str, items: list[Item], op: Reduction = SUM) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
-        """Check everything, then sum over devices; so an error leaves nothing half sent."""
+        """Check everything, and only then sum over devices, so that an error leaves nothing half sent."""
         infos = [self.info(call, item.key) for item in items]
         for info, item in zip(infos, items, strict=True):
             for array in item.arrays:
                 self.check_value(call, info, array, dtype=True)
+        space = self._session.space
+        space.ready([array for item in items for array in item.arrays])
         return [
             (
                 info,
-                sum_devices(
+                space.total(
                     item.arrays,
                     f"{call}: the value of key {shown(info.key)}",
                     on_device=self._on_device,
@@ -180,7 +184,10 @@ class CallForms:
     def placed(
         self, call: str, keys: Keys, values: Values, place: Callable[[KeyInfo, Array], Array | New]
     ) -> tuple[Targets, Any]:
-        """Where the results of each key go, which `place` says for each array of `values`; and the form of them."""
+        """Return where the results of each key go, and the form of what the call returns.
+
+        place: says for each array of `values` where its result goes.
+        """
         grouped: dict[int, tuple[KeyInfo, list[Array]]] = {}
 
         def one(key: Any, value: Any) -> Any:
@@ -194,11 +201,11 @@ class CallForms:
         return list(grouped.values()), form
 
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
-        """Room for a result."""
+        """Make room for a result."""
         return New(np.empty(info.shape, info.dtype), like, f"{call}: the result of key {shown(info.key)}")
 
     def outs(self, call: str, keys: Keys, out: Values, like: Values = None) -> tuple[Targets, Any]:
-        """The arrays to write into for each key; and where `out` is None the form of what to return."""
+        """Return the arrays to write into for each key, and where `out` is None the form of what to return."""
         if out is None:
             return self._new_outs(call, keys, like)
         if like is not None:
@@ -229,7 +236,7 @@ class CallForms:
         return self.placed(call, keys, like, place)
 
     def pushpull_arguments(self, key: Keys, value: Values, out: Values) -> tuple[list[Item], Targets, Any]:
-        """What to push, where to write the results, and the form of what to return."""
+        """Return what to push, where to write the results, and the form of what to return."""
         items = self.items("pushpull", key, value)
         if out is not None:
             targets, form = self.outs("pushpull", key, out)
@@ -247,7 +254,7 @@ class CallForms:
         return items, targets, form
 
     def prepare(self, items: list[Item], targets: Targets, op: Reduction) -> PreparedCall | None:
-        """A shorter way for these arguments. Raises what is wrong with them."""
+        """Return a shorter way for a call with these arguments, if there is one. Raises what is wrong with them."""
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
         if not items or any(len(item.arrays) != 1 for item in items) or any(is_device(array) for array in arrays):

@@ -32,7 +32,7 @@ KIND = "mpikv checkpoint"
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds. examples: that the steps were made of. states: the bytes of a file of states."""
+    """What a file holds. examples: how many the steps were made of. states: the bytes of a file of states."""
 
     steps: int
     examples: float
@@ -48,7 +48,7 @@ def write(path: str, checkpoint: Checkpoint) -> None:
 
 
 def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
-    """Read a file and hold it against a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
+    """Read a file, and compare it with a model. parameters: name -> array. Local. Raises StatesFileError, OSError."""
     with open_regular(path) as file:
         header, values = read_archive(file, KIND, path)
     steps: Any = header.get("steps")
@@ -73,12 +73,12 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
 
 
 def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:
-    """The values of arrays on any device, by name. Local."""
+    """Return the values of arrays on any device, by name. Local."""
     return {name: host_view(array, f"parameter {shown(name)}") for name, array in parameters.items()}
 
 
 def states_of(path: str) -> HostArray:
-    """The bytes of a file of states."""
+    """Return the bytes of a file of states."""
     return np.fromfile(path, np.uint8)
 
 
@@ -120,5 +120,5 @@ def _neutral(shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file to resume from."""
+    """Return whether there is a file to resume from."""
     return os.path.exists(path)

@@ -1,8 +1,8 @@
-"""Arguments: what they have to be, and how errors speak of what they are.
+"""Arguments: what they have to be, and how errors describe what they are.
 
 A checker takes what the argument is called and its value. It returns the value in one plain type (NumPy's numbers
 become Python's), or raises TypeError for another kind of thing and ValueError for one out of range, which say what was
-expected. What users gave is repeated in errors by `shown` alone, which is never long.
+expected. Errors repeat what users gave by `shown` alone, which is never long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, cut in its middle where it is long. Never raises, whatever the object's own repr does."""
+    """Return `repr(value)`, cut in its middle where it is long. Never raises, whatever the object's own repr does."""
     if type(value) is str and len(value) < _CHARS:  # as keys are, which texts are made of that no error will need
         return repr(value)
     try:
@@ -44,7 +44,7 @@ def shown(value: object) -> str:
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """' Did you mean ...?' for a name that is like a known one (its initials, its beginning, a slip), else nothing."""
+    """Return ' Did you mean ...?' for a name that is like a known one (its initials, its beginning, a slip), or ''."""
     if not isinstance(name, str):
         return ""
     text, names = name[:_CHARS].lower(), list(known)
@@ -59,12 +59,12 @@ def meant(name: object, known: Iterable[str]) -> str:
 
 
 def wrong(what: str, wanted: str, value: object) -> TypeError:
-    """The error for a value of the wrong kind."""
+    """Return the error for a value of the wrong kind."""
     return TypeError(f"{what} is {wanted}, not {type(value).__name__} ({shown(value)})")
 
 
 def whole(what: str, value: Any, least: int | None = 0, most: int | None = LARGEST) -> int:
-    """A whole number from `least` to `most` (None: any)."""
+    """Check a whole number from `least` to `most` (None: any)."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except Exception:  # noqa: BLE001 - `__index__` of anything
@@ -81,7 +81,7 @@ def whole(what: str, value: Any, least: int | None = 0, most: int | None = LARGE
 def number(
     what: str, value: Any, least: float | None = None, *, below: float | None = None, wanted: str = "a number"
 ) -> float:
-    """A finite float of at least `least` and less than `below`."""
+    """Check a finite float of at least `least` and less than `below`."""
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise wrong(what, wanted, value)
     try:
@@ -100,7 +100,7 @@ def number(
 
 
 def seconds(what: str, value: Any) -> float:
-    """A time limit: 0 to `LONGEST_S` seconds."""
+    """Check a time limit: 0 to `LONGEST_S` seconds."""
     result = number(what, value, 0.0)
     if result > LONGEST_S:
         raise ValueError(f"{what} must be at most {LONGEST_S:g} seconds, not {result:g}")
@@ -108,7 +108,7 @@ def seconds(what: str, value: Any) -> float:
 
 
 def flag(what: str, value: Any) -> bool:
-    """True or False; NumPy's too."""
+    """Check True or False; NumPy's are taken, too."""
     if isinstance(value, bool):
         return value
     if type(value).__name__ in ("bool_", "bool") and type(value).__module__ == "numpy":
@@ -117,7 +117,7 @@ def flag(what: str, value: Any) -> bool:
 
 
 def one_of(what: str, value: Any, words: Collection[str]) -> str:
-    """One of some words."""
+    """Check that the value is one of some words."""
     if not isinstance(value, str) or value not in words:
         listed = ", ".join(map(repr, words))
         raise ValueError(f"{what} must be one of {listed}; got {shown(value)}.{meant(value, words)}")
@@ -125,7 +125,7 @@ def one_of(what: str, value: Any, words: Collection[str]) -> str:
 
 
 def options(what: str, value: Any) -> dict[str, Any]:
-    """A mapping from names to values, as a new dict; None is an empty one."""
+    """Check a mapping from names to values, and return it as a new dict; None is an empty one."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -138,7 +138,7 @@ def options(what: str, value: Any) -> dict[str, Any]:
 
 
 def path(what: str, value: Any) -> str:
-    """The name of a file."""
+    """Check the name of a file."""
     try:
         text = os.fsdecode(value)
         encoded = os.fsencode(text)

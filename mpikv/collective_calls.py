@@ -1,13 +1,13 @@
 """Collective calls on NumPy arrays that need no key of the caller's: allreduce, broadcast, allgather.
 
-What the adapters for PyTorch and JAX share. A call first compares what the workers brought (one exchange of 32 bytes),
+The adapters for PyTorch and JAX share them. A call first compares what the workers brought (one exchange of 32 bytes),
 so that calls that differ are an error on every worker and not a wrong number or a wait without end; then the values
 travel through a few keys of the store that are used again and again: one for each dtype and size class. Long values go
 in pieces of 4 MiB, short ones are filled up with zeros to the next of four sizes per power of two.
 
 Broadcast and allgather are sums of bytes, to which all workers but one add zero: exact for every dtype, and twice the
-bytes of a collective of its own. They are for the start of a program and for a few values per epoch; a step's gradients
-have better ways.
+bytes of a collective of its own. They are for the start of a program and for a few values per epoch; for a step's
+gradients there are better ways.
 
 Cost of a call: two exchanges through the store (5 to 20 us each on one host), and a copy in and out.
 """
@@ -63,10 +63,11 @@ class CollectiveCalls:
     # --- the calls
 
     def allreduce(self, arrays: Sequence[HostArray], op: str = "sum", name: str | None = None) -> list[HostArray]:
-        """The sum, mean, minimum, maximum or product over the workers of each array, as new arrays. Collective, blocks.
+        """Return the sum, mean, minimum, maximum or product over the workers of each array, as new arrays.
 
-        arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean is of floating dtypes only. The
-        result has the same bits on every worker. min, max and prod bring all workers' values to every worker.
+        Collective, blocks. arrays: of any shapes, in the dtypes of the store. op: one of `OPS`. The mean is of floating
+        dtypes only. The result has the same bits on every worker. min, max and prod bring all workers' values to every
+        worker.
         """
         if op not in OPS:
             raise ValueError(f"op is one of {', '.join(OPS)}; got {op!r}")
@@ -91,7 +92,7 @@ class CollectiveCalls:
         return [result for result in results if result is not None]
 
     def broadcast(self, arrays: Sequence[HostArray], root: int = 0, name: str | None = None) -> list[HostArray]:
-        """Worker `root`'s values of each array, as new arrays. Collective, blocks.
+        """Return worker `root`'s values of each array, as new arrays. Collective, blocks.
 
         arrays: of any shapes and dtypes; on other workers than `root` only their shapes and dtypes count.
         """
@@ -108,9 +109,10 @@ class CollectiveCalls:
         return [_from_bytes(part, value) for part, value in zip(parts, values, strict=True)]
 
     def allgather(self, array: HostArray, name: str | None = None) -> HostArray:
-        """All workers' arrays behind each other, in the order of the workers, as a new array. Collective, blocks.
+        """Return all workers' arrays one behind the other, in the order of the workers, as a new array.
 
-        array: at least one dimension, any dtype; the first dimension may differ between workers, the others not.
+        Collective, blocks. array: at least one dimension, any dtype; the first dimension may differ between workers,
+        the others not.
         """
         (value,) = _arrays("allgather", [array])
         if not value.ndim:
@@ -152,7 +154,7 @@ class CollectiveCalls:
         return [int(length) for length in self._sum(lengths)]
 
     def _gather(self, mine: HostArray) -> list[HostArray]:
-        """Every worker's bytes."""
+        """Return every worker's bytes."""
         lengths = self._lengths(mine.size)
         flat = np.zeros(sum(lengths), np.uint8)
         begin = sum(lengths[: self.store.rank])
@@ -160,11 +162,11 @@ class CollectiveCalls:
         return _split(self._sum(flat), lengths)
 
     def _gather_equal(self, mine: HostArray) -> list[HostArray]:
-        """Every worker's flat values, which are equally many."""
+        """Return every worker's flat values, which are equally many on each."""
         return [_from_bytes(blob, mine) for blob in self._gather(_bytes(mine))]
 
     def _sum(self, flat: HostArray) -> HostArray:
-        """The sum over the workers, as a new flat array."""
+        """Return the sum over the workers, as a new flat array."""
         if self.store.has_optimizer:
             raise UnsupportedError(
                 "the store has an optimizer for all keys, so it gives updated weights and not sums; "
@@ -182,7 +184,7 @@ class CollectiveCalls:
         return total
 
     def _key(self, n_elems: int, dtype: np.dtype[Any]) -> tuple[str, HostArray]:
-        """The key for values of this size, and a buffer for it. The key may be another object's, too."""
+        """Return the key for values of this size, and a buffer for it. Other objects may use the same key."""
         size = size_class(n_elems * dtype.itemsize) // dtype.itemsize
         key = f"mpikv collective calls/{dtype} {size}"
         if key not in self._buffers:
@@ -194,7 +196,7 @@ class CollectiveCalls:
 
 
 def size_class(n_bytes: int) -> int:
-    """The least size of a key that holds so many bytes; there are four in each power of two."""
+    """Return the least size of a key that holds so many bytes; there are four in each power of two."""
     step = 1 << max(0, (n_bytes - 1).bit_length() - 3)
     return max(LEAST_BYTES, -(-n_bytes // step) * step)
 
@@ -233,7 +235,7 @@ def _split(flat: HostArray, sizes: Sequence[int]) -> list[HostArray]:
 
 
 def _difference(texts: Sequence[str]) -> str:
-    """The first line that is not the same everywhere, and who brought what."""
+    """Return the first line that is not the same everywhere, and who brought what."""
     rows = [text.split("\n") for text in texts]
     labels = [f"worker {i}" for i in range(len(rows))]
     for i in range(max(map(len, rows))):

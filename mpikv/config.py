@@ -8,7 +8,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_NUM_SERVERS` | 0 | server ranks among the communicator's; 0: the workers own the keys |
 | `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
-| `MPIKV_PARTITION_BYTES` | 1048576 | bytes of the pieces in which a big value travels to a server and back |
+| `MPIKV_PARTITION_BYTES` | 1048576 | bytes of a piece of a big value on its way to a server and back; see settings.md |
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
@@ -131,12 +131,22 @@ def _interface(text: str) -> str:
 
 
 def interface_entries(value: str) -> list[str]:
-    """The names and networks of a valid MPIKV_INTERFACE but `auto`. ValueError with the end of a sentence."""
+    """Return the names and networks of a valid MPIKV_INTERFACE other than `auto`.
+
+    ValueError with the end of a sentence.
+
+    >>> mpikv.config.interface_entries('eth0, 10.1.2.3/8')
+    ['eth0', '10.0.0.0/8']
+    """
     return _interface(value).split(",")
 
 
 class Variable(NamedTuple):
-    """One `MPIKV_*` variable: `parse` reads its text, or raises ValueError with the end of a sentence."""
+    """One `MPIKV_*` variable: `parse` reads its text, or raises ValueError with the end of a sentence.
+
+    >>> mpikv.config.VARIABLES[0].parse('2')
+    2
+    """
 
     name: str
     field: str
@@ -166,7 +176,11 @@ KNOWN = tuple(variable.name for variable in (*VARIABLES, TRACEBACK))
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of one store. The fields and their meaning stand in the table at the top of this file."""
+    """All settings of one store. The fields and their meaning stand in the table at the top of this file.
+
+    >>> mpikv.Config(timeout_s=60).with_(num_servers=2).num_servers
+    2
+    """
 
     num_servers: int = 0
     server_placement: str = "spread"
@@ -192,7 +206,13 @@ class Config:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """Read the variables in force. Raises ConfigError that names the variable, its text and what is valid."""
+        """Read the variables that are set, by default those of this process.
+
+        Raises ConfigError that names the variable, its text and what is valid.
+
+        >>> mpikv.Config.from_environ({'MPIKV_TIMEOUT_S': '60'}).timeout_s
+        60.0
+        """
         environ = dict(os.environ) if environ is None else options("environ", environ)
         values = {}
         for variable in (*VARIABLES, TRACEBACK):
@@ -211,7 +231,11 @@ class Config:
         return cls(**values)
 
     def with_(self, **changes: Any) -> Config:
-        """This configuration with some fields changed."""
+        """Return this configuration with some fields changed. Raises ConfigError for a field that does not exist.
+
+        >>> mpikv.Config().with_(algorithm='ring').algorithm
+        'ring'
+        """
         known = {field.name for field in fields(self)}
         unknown = sorted(set(changes) - known)
         if unknown:
@@ -221,7 +245,11 @@ class Config:
 
 
 def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Every `MPIKV_*` variable that is set, known or not, sorted by name."""
+    """Return every `MPIKV_*` variable that is set, known or not, sorted by name.
+
+    >>> mpikv.config.variables_in_force({'MPIKV_TIMEOUT_S': '60', 'HOME': '/root'})
+    {'MPIKV_TIMEOUT_S': '60'}
+    """
     environ = os.environ if environ is None else environ
     return {
         name: environ[name] for name in sorted(environ) if name.startswith(PREFIX) and not name.startswith(TEST_PREFIX)
@@ -229,7 +257,11 @@ def variables_in_force(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str | None]:
-    """Variables in force that nothing reads, each with the nearest valid name or None: most are typing errors."""
+    """Return the variables in force that nothing reads, each with the nearest valid name or None.
+
+    >>> mpikv.config.unknown_variables({'MPIKV_TIMEOUT': '60'})
+    {'MPIKV_TIMEOUT': 'MPIKV_TIMEOUT_S'}
+    """
     return {
         name: next(iter(difflib.get_close_matches(name, KNOWN, n=1)), None)
         for name in variables_in_force(environ)
@@ -238,6 +270,13 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def wants_full_tracebacks(environ: Mapping[str, str] | None = None) -> bool:
-    """What MPIKV_TRACEBACK says, when an error is told that may be one of the settings."""
+    """Return whether MPIKV_TRACEBACK asks for all frames of every rank.
+
+    It is read when an error is reported, which may itself be an error in the settings: any other text counts as
+    `short`.
+
+    >>> mpikv.config.wants_full_tracebacks({'MPIKV_TRACEBACK': 'full'})
+    True
+    """
     environ = os.environ if environ is None else environ
     return environ.get(TRACEBACK.name, "").strip().lower() == "full"

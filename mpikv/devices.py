@@ -25,7 +25,7 @@ _NAME = re.compile(r"(cpu|gpu|cuda)(?:[:(](\d+)\)?)?", re.IGNORECASE)
 
 
 def gpu_number(device: Device) -> int | None:
-    """The number of the GPU that `device` names, None for the CPU. ValueError for anything else."""
+    """Return the number of the GPU that `device` names, None for the CPU. ValueError for anything else."""
     number = -1
     with contextlib.suppress(Exception):  # of an object's own `__str__` or `__int__`
         name = _NAME.fullmatch(str(device).strip())
@@ -39,7 +39,7 @@ def gpu_number(device: Device) -> int | None:
 
 
 def several(devices: Sequence[Device] | Device) -> list[Device]:
-    """One device or a list of them, at least one, as a list."""
+    """Return a list of devices, at least one; a single device becomes a list of one."""
     listed: list[Device] = list(devices) if isinstance(devices, (list, tuple)) else [devices]  # type: ignore[list-item]
     if not listed:
         raise ValueError("devices is empty: name at least one, such as 'cpu', or leave it out")
@@ -47,10 +47,10 @@ def several(devices: Sequence[Device] | Device) -> list[Device]:
 
 
 def put(array: Any, device: Device) -> Any:
-    """`array` on `device`: a NumPy array on the CPU, a CuPy array on a GPU; the array itself where it is there already.
+    """Return `array` on `device`: a NumPy array on the CPU, a CuPy array on a GPU. Local.
 
-    array: of any library, or what `numpy.asarray` takes. Local. Raises UnsupportedError where CuPy or the GPU is
-    missing.
+    It is the array itself where that is there already. array: of any library, or what `numpy.asarray` takes. Raises
+    UnsupportedError where CuPy or the GPU is missing.
     """
     number = gpu_number(device)
     if number is None:
@@ -68,14 +68,14 @@ def put(array: Any, device: Device) -> Any:
 
 
 def use(device: Device) -> AbstractContextManager[Any]:
-    """A context in which new CuPy arrays and calculations are on `device`; does nothing for the CPU."""
+    """Return a context in which new CuPy arrays and calculations are on `device`; it does nothing for the CPU."""
     number = gpu_number(device)
     context: AbstractContextManager[Any] = nullcontext() if number is None else import_cupy(device).cuda.Device(number)
     return context
 
 
 def import_cupy(why: object) -> Any:
-    """CuPy, or UnsupportedError with the command that installs it."""
+    """Import CuPy, or raise UnsupportedError with the command that installs it."""
     try:
         import cupy  # noqa: PLC0415 - only where a GPU is asked for
     except ImportError as error:

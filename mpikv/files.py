@@ -1,10 +1,11 @@
 """Files that are written whole or not at all: beside their place first, then renamed.
 
 So a reader finds the old file or the new one, whenever the writer is killed. A rename puts a regular file in the place
-of whatever is there, so what is something else (a device, a pipe, a socket, a folder) is refused and stays as it is.
+of whatever is there, so a device, a pipe, a socket or a folder is refused and stays as it is.
 
-A symbolic link that another user has put where a file is to be written could make the writer replace any of its own
-files. So only links of this user and of root are followed, and what is written beside is made anew under a random name.
+Another user may have put a symbolic link where a file is to be written, which could make the writer replace any of its
+own files. So only links of this user and of root are followed, and the file beside the place is made anew under a
+random name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KINDS = (
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """What is known of the file at `path`, None where there is none. Follows symbolic links.
+    """Return what the system knows of the file at `path`, None where there is none. Follows symbolic links.
 
     Raises OSError for anything but a regular file (IsADirectoryError for a folder).
     """
@@ -44,24 +45,24 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result | None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
-    """`open(path, "rb")` of a regular file. OSError for anything else: a pipe would wait for somebody who writes."""
+    """Open a regular file for reading bytes. OSError for anything else: a pipe would wait for somebody who writes."""
     check_regular(path)
     return open(path, "rb")
 
 
 def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
-    """Make a file of what `write` writes, whole or not at all: beside its place first, then renamed. Local, blocks.
+    """Put a file that `write` fills at `path`, whole or not at all: beside its place first, then renamed.
 
-    The file that a symbolic link points to is replaced, not the link; a file that is there already keeps its mode.
-    Raises what `write` raises, and OSError, also where `path` is no regular file or another user's symbolic link; what
-    is there then stays as it was.
+    Local, blocks. The file that a symbolic link points to is replaced, not the link; a file that is there already keeps
+    its mode. Raises what `write` raises, and OSError, also where `path` is no regular file or another user's symbolic
+    link; what is there then stays as it was.
     """
     with replacing(path) as file:
         write(file)
 
 
 def place_of(path: str | os.PathLike[str]) -> str:
-    """Where a file that is written to `path` comes to lie: at the end of the symbolic links, if it is one.
+    """Return where a file that is written to `path` comes to lie: at the end of the symbolic links, if it is one.
 
     Raises PermissionError for a link that neither this user nor root has made.
     """
@@ -82,7 +83,10 @@ def place_of(path: str | os.PathLike[str]) -> str:
 
 
 def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A file to be written bit by bit, empty at first, not buffered. Raises OSError for a link or no regular file."""
+    """Open a file that is written bit by bit, empty at first, not buffered.
+
+    Raises OSError for a link or no regular file.
+    """
     # Not blocking, for opening a pipe waits for its reader; emptied only once it is known to be a file.
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
@@ -103,7 +107,7 @@ def write_private(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """The file that takes the place of `path` where the block ends without an error; see `replace_file`."""
+    """Open a file that takes the place of `path` if the block ends without an error; see `replace_file`."""
     target = place_of(path)
     before = check_regular(path)
     mode = 0o666 if before is None else stat.S_IMODE(before.st_mode)

@@ -1,7 +1,7 @@
 """`mpikv info`: what this installation is made of, for a reader and for a report of a problem.
 
-Alone it describes this process; under `mpirun` rank 0 describes the job, with the map of its ranks. It answers where
-things are wrong, too: without MPI it says how to get one, a wrong `MPIKV_*` variable stands beside what it should be,
+Alone it describes this process; under `mpirun` rank 0 describes the job, with the map of its ranks. It also works where
+things are wrong: without MPI it says how to get one, beside a wrong `MPIKV_*` variable it says what is valid,
 and a launcher of another MPI than the library is an error that names both.
 """
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_rank: bool = False) -> int:
-    """Print the report; the status to exit with. Collective over COMM_WORLD where there is one.
+    """Print the report, and return the status to exit with. Collective over COMM_WORLD where there is one.
 
     model: a network of `mpikv.models` whose keys the map shares out. every_rank: a line for each, however many.
     """
@@ -66,7 +66,7 @@ def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_ran
 
 
 def _own_rows() -> Iterator[Row]:
-    """What needs no MPI."""
+    """Describe what needs no MPI."""
     cores = len(os.sched_getaffinity(0))
     yield Row("mpikv", f"{__version__}, Python {platform.python_version()}, {cores} cores on {socket.gethostname()}")
     found = []
@@ -79,7 +79,7 @@ def _own_rows() -> Iterator[Row]:
 
 
 def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Row]]:
-    """This process's rank, and what is known of MPI."""
+    """Return this process's rank, and what is known of MPI."""
     said_rank = launcher.said_rank(environ)
     try:
         config = Config.from_environ(environ)
@@ -140,7 +140,7 @@ def _progress_row(config: Config, thread_level: str) -> Row:
 
 
 def _memory_row(comm: Any, hosts: list[str], config: Config) -> Row:
-    """Whether these ranks could share memory as workers of one store; found out by doing it."""
+    """Say whether these ranks could share memory as workers of one store; found out by doing it."""
     if config.shared_memory == "off":
         return Row("shared memory", "off: MPIKV_SHARED_MEMORY")
     if len(hosts) == 1:
@@ -174,7 +174,7 @@ def _host_rows(hosts: list[str]) -> Iterator[Row]:
 
 
 def _network_rows(chosen: Mapping[str, str], choice: interface.Choice, config: Config) -> Iterator[Row]:
-    """The interfaces of each host, what is set for the library, and what the user has set himself."""
+    """Describe the interfaces of each host, what is set for the library, and what the user has set."""
     if config.interface == AUTO_INTERFACE:
         yield Row("network", "auto: the library's own choice of interfaces")
         return
@@ -210,7 +210,7 @@ def _role_rows(
 
 
 def _variable_rows(environ: Mapping[str, str]) -> Iterator[Row]:
-    """Every `MPIKV_*` variable in force, what is wrong with it, and names that nothing reads."""
+    """Describe every `MPIKV_*` variable that is set, what is wrong with it, and names that nothing reads."""
     known = {variable.name: variable for variable in (*VARIABLES, TRACEBACK)}
     unknown = unknown_variables(environ)
     in_force = variables_in_force(environ)

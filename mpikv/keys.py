@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,14 +31,17 @@ class Shard(NamedTuple):
 ShardPlan = tuple[Shard, ...]
 
 
-@dataclass(frozen=True)
-class KeyInfo:
-    """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0."""
+class KeyInfo(NamedTuple):
+    """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
+
+    codec: the name of what its pushes travel as.
+    """
 
     key: Key
     id: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    codec: str = "none"
 
     @property
     def n_elems(self) -> int:

@@ -46,14 +46,19 @@ def create(
 ) -> KVStore:
     """Make a store.
 
-    name: `local`, `device`, `dist_sync`, `dist_async` and their aliases. comm: an mpi4py communicator, default
-    COMM_WORLD. num_servers: server ranks among its ranks, default `MPIKV_NUM_SERVERS`. config: default what the
-    environment says.
+    name: `local`, `device`, `dist_sync`, `dist_async` or one of their aliases. comm: an mpi4py communicator, by default
+    COMM_WORLD. num_servers: how many of its ranks are servers, by default `MPIKV_NUM_SERVERS`. config: the settings, by
+    default those of the environment.
 
-    The `dist` stores are collective over `comm` and block until all its ranks have called this. On a server rank the
-    call serves until every worker has closed its store and then ends the process with status 0 (SystemExit). Raises
-    ValueError for an unknown name, ConfigError where ranks or settings do not fit, or where some of the ranks are
-    servers of another store that is open, StallError where ranks do not come.
+    A `dist` store is made by all ranks of `comm` together: the call is collective and blocks until all have made it. On
+    a server rank it serves until every worker has closed its store, and then ends the process with status 0
+    (SystemExit). Raises ValueError for an unknown name, ConfigError where ranks or settings do not fit, or where some
+    of the ranks are servers of another store that is open, StallError where ranks do not come.
+
+    >>> with kv.create('local') as store:
+    ...     store.init('w', np.zeros(2))
+    ...     store.pull('w')
+    array([0., 0.])
     """
     try:
         spec = store_spec.parse(name)
@@ -78,7 +83,10 @@ def create(
 
 
 def serve_only(comm: MPI.Intracomm | None = None, config: Config | None = None) -> None:
-    """Be a server in somebody else's job: what `python -m mpikv.server` runs. Ends as a server rank's `create` does."""
+    """Be a server in a job whose workers run another program: this is what `python -m mpikv.server` does.
+
+    It ends as `create` does on a server rank.
+    """
     try:
         config = _config(config)
         _check_comm(comm)

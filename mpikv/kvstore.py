@@ -11,20 +11,29 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 import numpy as np
 
 from mpikv import checks, optimizers, shapes
-from mpikv.arrays import dtype_named, flat_copy, host_view
+from mpikv.arrays import dtype_named, host_view
 from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
 from mpikv.errors import KeyExists, UnsupportedError
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending, Session
-from mpikv.strategies.base import Entry, Sink, Strategy, Updater
+from mpikv.session.base import Pending, Session, Updater
+from mpikv.strategies.base import Entry, Sink, Strategy
+from mpikv.strategies.states import load_file, save_file
 
 SUM_NAME = SUM.name
 
 
 class Request:
-    """An `_async` call under way. The arrays of the call are not to be touched until it is done."""
+    """A call of the `_async` kind that is under way. The arrays of the call must not be touched until it is done.
+
+    >>> store = kv.create('local')
+    >>> store.init('w', np.zeros(2))
+    >>> request = store.pushpull_async('w', np.ones(2, 'float64'), out=(out := np.empty(2)))
+    >>> request.wait()
+    >>> request.test(), out.tolist()
+    (True, [1.0, 1.0])
+    """
 
     def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
         self._session = session
@@ -33,7 +42,7 @@ class Request:
         self._result: Any = None
 
     def test(self) -> bool:
-        """Whether it is done. Never blocks. Raises what went wrong."""
+        """Return whether the call is done. Never blocks. Raises the error that ended the call, if one did."""
         self._session.check_process("test")
         if self._pending:
             self._session.progress()
@@ -41,9 +50,10 @@ class Request:
         return not self._pending
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it is done; returns what the blocking call would return.
+        """Block until the call is done, and return what the blocking call would return.
 
-        timeout_s: default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the request then goes on.
+        timeout_s: seconds, by default MPIKV_TIMEOUT_S. Raises StallError when the time is up; the call then goes on,
+        and may be waited for again.
         """
         if timeout_s is not None:
             timeout_s = checks.seconds("timeout_s", timeout_s)
@@ -57,7 +67,7 @@ class Request:
 
 
 def _check_priority(priority: int) -> None:
-    """TypeError for what is no whole number; any will do."""
+    """Raise TypeError for a priority that is no whole number; any whole number will do."""
     if type(priority) is not int:
         checks.whole("priority", priority, None, None)
 
@@ -66,6 +76,15 @@ class KVStore:
     """A key-value store over devices and workers; `kv.create` makes one.
 
     `rank` and `num_workers` count workers. They differ from MPI's rank and size when some ranks are servers.
+
+    >>> store = kv.create('local')
+    >>> store.init('w', np.zeros(2))
+    >>> store.push('w', [np.ones(2), np.ones(2)])  # one array for each device of this worker
+    >>> store.pull('w')
+    array([2., 2.])
+    >>> store.type, store.rank, store.num_workers, 'w' in store
+    ('local', 0, 1, True)
+    >>> store.close()
     """
 
     def __init__(self, session: Session, strategy: Strategy, *, on_device: bool) -> None:
@@ -97,18 +116,26 @@ class KVStore:
         return self.session.num_workers
 
     def is_capable(self, capability: str) -> bool:
-        """Whether the store can do something: 'optimizer' is True. Other words: ValueError. Local."""
+        """Return True for 'optimizer': the store can run one. Raises ValueError for any other word. Local.
+
+        >>> kv.create('local').is_capable('optimizer')
+        True
+        """
         if not isinstance(capability, str) or capability.lower() != "optimizer":
             raise ValueError(f"unknown capability {shown(capability)}; known is 'optimizer'")
         return True
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` or `set_updater` was called, so that `pushpull` gives weights and not sums. Local."""
+        """Whether `set_optimizer` or `set_updater` was called, so that `pushpull` gives weights and not sums. Local.
+
+        >>> kv.create('local').has_optimizer
+        False
+        """
         return self._has_optimizer
 
     def __contains__(self, key: object) -> bool:
-        """Whether `init` was called for this key. TypeError for what is no key of this store. Local."""
+        """Whether `init` was called for this key. Raises TypeError for what cannot be a key of this store. Local."""
         self._check_open("in")
         return self.session.lookup(self._forms.key(key)) is not None
 
@@ -116,19 +143,33 @@ class KVStore:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether all workers stop here. To be read once per step, at the same place by every worker.
+        """Whether all workers stop here. Every worker reads it once per step, at the same place of its program.
 
-        True from the first read on at which all workers have agreed to stop, after `request_stop` or one of the
-        signals of `MPIKV_STOP_SIGNALS` at any rank; every worker then makes the same last calls (saving, `close`).
-        Synchronous: the same read, counted from the start, on every worker. Asynchronous: each worker's next one, at
-        which it waits for the others. Sends nothing until somebody asked; then blocks while the workers agree, and
-        raises StallError where one of them is out of reach.
+        `request_stop`, or one of the signals of `MPIKV_STOP_SIGNALS`, asks at any rank for a stop. The workers then
+        agree on the read from which on this is True, and after it every worker makes the same last calls (saving,
+        `close`). In a synchronous store that is the same read, counted from the start, on every worker; in an
+        asynchronous store it is each worker's next read, at which it waits for the others. Reading it sends nothing
+        until somebody has asked; then it blocks while the workers agree, and raises StallError where one of them cannot
+        be reached.
+
+        >>> store = kv.create('local')
+        >>> store.stop_requested
+        False
+        >>> store.request_stop()
+        >>> store.stop_requested
+        True
         """
         self._check_open("stop_requested")
         return self.session.stop_requested()
 
     def request_stop(self) -> None:
-        """Ask all workers to stop together, as a signal would: their `stop_requested` will tell. Local."""
+        """Ask all workers to stop together, as a signal would; they see it in `stop_requested`. Local.
+
+        >>> store = kv.create('local')
+        >>> store.request_stop()
+        >>> store.stop_requested
+        True
+        """
         self._check_open("request_stop")
         self.session.request_stop("request_stop()")
 
@@ -137,7 +178,7 @@ class KVStore:
         return f"<KVStore {self.type}: worker {self.rank} of {self.num_workers}{state}>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """No copy, no pickle: it would be of the host's shared memory, and close the same store a second time."""
+        """Refuse to be copied or pickled: a copy would share the host's memory, and close the same store again."""
         raise TypeError(f"{self!r} belongs to its process: it cannot be copied or pickled, nor what holds it")
 
     # --- call forms
@@ -149,11 +190,16 @@ class KVStore:
     # --- init
 
     def init(self, key: Keys, value: Values) -> None:
-        """Initialise one or several keys with an array each. Once per key, before any push or pull.
+        """Give one or several keys their first values, an array each. Once for each key, before any push or pull of it.
 
-        The store keeps a copy. Collective over the workers, in any order of keys; blocks until all have come. Worker
-        0's values are kept. Raises KeyExists (a KeyError) when a key is there already, and ShapeMismatch on every
-        worker when workers bring different shapes or dtypes.
+        The store keeps a copy. Collective over the workers, which may initialise their keys in any order; blocks until
+        all have come. Worker 0's values are kept. Raises KeyExists (a KeyError) when a key is there already, and
+        ShapeMismatch on every worker when workers bring different shapes or dtypes.
+
+        >>> store = kv.create('local')
+        >>> store.init(['w', 'b'], [np.ones((2, 3)), np.zeros(3)])
+        >>> store.pull('w').shape
+        (2, 3)
         """
         self._check_open("init")
         items = self._forms.items("init", key, value)
@@ -169,7 +215,9 @@ class KVStore:
                     "Push to change its value."
                 )
             what = f"init: the value of key {shown(item.key)}"
-            values.append((item.key, host_view(item.arrays[0], what).shape, flat_copy(item.arrays[0], what)))
+            self.session.space.ready(item.arrays)
+            value = self.session.space.total(item.arrays, what, on_device=False)
+            values.append((item.key, host_view(item.arrays[0], what).shape, value))
         if len({type(key) for key, _, _ in values}) > 1:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")
         if values:
@@ -177,7 +225,13 @@ class KVStore:
             self._forms.key_type = type(values[0][0])
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """`init` then `pull`: worker 0's value lands in every worker's `out`. Collective, blocks."""
+        """`init`, then `pull`: worker 0's value comes into every worker's `out`. Collective, blocks.
+
+        >>> store = kv.create('local')
+        >>> store.broadcast('w', np.ones(2), out=(out := np.empty(2)))
+        >>> out
+        array([1., 1.])
+        """
         self._check_open("broadcast")
         _check_priority(priority)
         self._forms.items("broadcast", key, out)
@@ -187,14 +241,18 @@ class KVStore:
     # --- arrays in shared memory
 
     def empty(self, shape: Any, dtype: Any = "float32") -> Any:
-        """New NumPy arrays in memory that the workers of a host share, so that `pushpull` adds them where they are.
+        """Make NumPy arrays in memory that the workers of a host share, so that `pushpull` adds them where they are.
 
-        shape: an int or a tuple, or a list of them for a list of arrays that lie side by side. Their values are
-        undefined (`zeros` sets them). Such an array is this worker's own, like any other; only a `pushpull` of it in
-        place, without an optimizer, is done without a copy. With all workers on one host the array then *is* the
-        store's value of the key until the next push: what is written into it, a later `pull` of the key returns. The
-        memory is given back at the end of the process. Where workers cannot share memory the arrays are ordinary ones.
-        Collective over the workers, same arguments on each (else ShapeMismatch on all); blocks.
+        shape: an int or a tuple, or a list of tuples for a list of arrays that lie side by side. Their values are
+        undefined (`zeros` sets them). Such an array belongs to this worker, like any other array; but a `pushpull` of
+        it in place, without an optimizer, needs no copy. With all workers on one host the array then *is* the store's
+        value of the key until the next push: what is written into it, a later `pull` of the key returns. The memory is
+        given back at the end of the process. Where workers cannot share memory the arrays are ordinary ones. Collective
+        over the workers, with the same arguments on each (else ShapeMismatch on all); blocks.
+
+        >>> weight, bias = kv.create('local').empty([(2, 3), (3,)], 'float32')
+        >>> weight.shape, bias.shape
+        ((2, 3), (3,))
         """
         self._check_open("empty")
         wanted, found = shapes.parse(shape), dtype_named(dtype)
@@ -204,16 +262,23 @@ class KVStore:
         return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
 
     def zeros(self, shape: Any, dtype: Any = "float32") -> Any:
-        """`empty`, filled with zeros."""
+        """Make arrays as `empty` does, filled with zeros. Collective, blocks.
+
+        >>> kv.create('local').zeros(3)
+        array([0., 0., 0.], dtype=float32)
+        """
         return self.empty(shape, dtype)  # shared memory is zero until it is written to, and is never given out twice
 
     def stats(self) -> dict[str, int]:
-        """Counters since the store was made: what this worker sent, and what went through shared memory.
+        """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.
 
-        direct_calls: calls that went through shared memory; declined_calls: those that could have, but workers were in
-        different calls. Local.
+        direct_calls: blocking calls that all workers of the host made together, through shared memory; declined_calls:
+        those for which that was possible, but workers were in different calls. Both only where workers share memory.
+
+        >>> kv.create('local').stats()
+        {'messages_sent': 0, 'bytes_sent': 0, 'control_messages_sent': 0}
         """
-        return self.strategy.stats()
+        return {**self.session.stats(), **self.strategy.stats()}
 
     # --- push and pull
 
@@ -221,8 +286,14 @@ class KVStore:
         """Sum arrays over this worker's devices, then over the workers.
 
         Without an optimizer the stored value becomes the sum; with one it is updated once per round. value: one array
-        per key, or a list with one per device, in the key's shape and dtype. May be changed as soon as `push` returns.
-        Does not wait for other workers. Raises KeyNotInitialized, ShapeMismatch; then nothing was sent.
+        per key, or a list with one per device, in the key's shape and dtype; it may be changed as soon as `push`
+        returns. Does not wait for other workers. Raises KeyNotInitialized or ShapeMismatch; then nothing was sent.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.zeros(2))
+        >>> store.push('w', np.array([1.0, 2.0]))
+        >>> store.pull('w')
+        array([1., 2.])
         """
         self._check_open("push")
         _check_priority(priority)
@@ -237,14 +308,20 @@ class KVStore:
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, *, like: Values = None
     ) -> Any:
-        """Write stored values into `out`: one array per key or a list of them, in the key's shape, any dtype.
+        """Write stored values into `out`: one array per key or a list of them, in the key's shape, of any dtype.
 
-        Synchronous stores: the value after the round of this worker's last push of the key. Blocks until filled.
-        out=None: returns a new array (a list of them for a list of keys) in the key's shape and dtype: NumPy's, or of
-        the library of `like` and on its device. like: one array for all keys, or arrays in the form of `out`, where a
-        list of them for a key gives a list of new ones. ignore_sparse: accepted for MXNet's sake; no value is sparse.
-        Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the library of `like`
-        has no such dtype.
+        Blocks until they are filled. A synchronous store gives the value after the round of this worker's last push of
+        the key. out=None: returns a new array (a list of them for a list of keys) in the key's shape and dtype, a NumPy
+        array, or one of the library of `like` and on its device. like: one array for all keys, or arrays in the form of
+        `out`, where a list of them for a key gives a list of new ones. ignore_sparse: accepted for MXNet's sake; no
+        value is sparse. Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the
+        library of `like` has no such dtype.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.ones(2))
+        >>> store.pull('w', out=(out := np.empty(2, 'float32')))
+        >>> out
+        array([1., 1.], dtype=float32)
         """
         checks.flag("ignore_sparse", ignore_sparse)
         return self._pull(key, out, priority, like).wait()
@@ -257,17 +334,24 @@ class KVStore:
         return Request(self.session, self.strategy.exchange(entries, priority), form)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
-        """Push, then pull, in one exchange. Without an optimizer this is allreduce.
+        """Push, then pull, in one exchange. Without an optimizer this is allreduce. Blocks until `out` is filled.
 
-        out=None writes back into `value`, and returns None. Where an array of it cannot be written to (JAX's, and
-        NumPy's that are read-only), its result is a new array of the same library, and all results are returned, in the
-        form of `value`; arrays that can be written to are, and stand there themselves. Blocks until filled.
+        out=None writes back into `value`, and returns None. Some arrays cannot be written to: those of JAX, and
+        read-only ones of NumPy. Where there is one in `value`, all results are returned in the form of `value`: a new
+        array of the same library in place of each that cannot be written to, and the others themselves, which were
+        written to.
 
         op: what the workers' arrays become, for keys without an optimizer: 'sum', 'mean', 'min', 'max' or 'prod'; the
         same on all workers. The arrays of one worker's devices are reduced likewise, but for a mean they are added, and
         the sum of all is divided by the number of workers. float16 and bfloat16 are reduced in float32, whole numbers
         wrap around and have no mean. Raises what `push` and `pull` raise, UnsupportedError, and ValueError for an
         unknown op.
+
+        >>> store = kv.create('local')
+        >>> store.init('g', np.zeros(2))
+        >>> store.pushpull('g', grad := np.ones(2))
+        >>> grad
+        array([1., 1.])
         """
         self._check_open("pushpull")
         if type(priority) is not int:
@@ -306,19 +390,35 @@ class KVStore:
         return Request(self.session, self.strategy.exchange(entries, priority, op), form)
 
     def push_async(self, key: Keys, value: Values, priority: int = 0) -> Request:
-        """`push` that returns a `Request`; `value` is not to be touched until it is done."""
+        """Do what `push` does, and return a `Request` at once; `value` must not be touched until it is done.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.zeros(2))
+        >>> store.push_async('w', np.ones(2)).wait()
+        """
         self._check_open("push")
         _check_priority(priority)
         return self._remember(Request(self.session, self.strategy.exchange(self._totals(key, value), priority)))
 
     def pull_async(self, key: Keys, out: Values = None, priority: int = 0, *, like: Values = None) -> Request:
-        """`pull` that returns a `Request` at once; its `wait` returns what `pull` returns."""
+        """Do what `pull` does, and return a `Request` at once; its `wait` returns what `pull` returns.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.ones(2))
+        >>> store.pull_async('w').wait()
+        array([1., 1.])
+        """
         return self._remember(self._pull(key, out, priority, like))
 
     def pushpull_async(
         self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME
     ) -> Request:
-        """`pushpull` that returns a `Request` at once; its `wait` returns what `pushpull` returns."""
+        """Do what `pushpull` does, and return a `Request` at once; its `wait` returns what `pushpull` returns.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.zeros(2))
+        >>> store.pushpull_async('w', np.ones(2), out=np.empty(2)).wait()
+        """
         self._check_open("pushpull")
         return self._remember(self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op)))
 
@@ -328,7 +428,15 @@ class KVStore:
         return request
 
     def wait_all(self, timeout_s: float | None = None) -> None:
-        """Block until every `_async` call is done. Raises the first error among them."""
+        """Block until every `_async` call is done. timeout_s: seconds, for each of them.
+
+        Raises the first error among them.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.zeros(2))
+        >>> request = store.push_async('w', np.ones(2))
+        >>> store.wait_all()
+        """
         self._check_open("wait_all")
         if timeout_s is not None:
             timeout_s = checks.seconds("timeout_s", timeout_s)
@@ -337,20 +445,32 @@ class KVStore:
             self._outstanding.pop(0)
 
     def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
-        """Row-sparse values are not in this version: UnsupportedError."""
+        """Raise UnsupportedError: row-sparse values are not in this version.
+
+        >>> kv.create('local').row_sparse_pull('w')
+        Traceback (most recent call last):
+        mpikv.errors.UnsupportedError: ...
+        """
         self._check_open("row_sparse_pull")
         raise UnsupportedError("row_sparse_pull: row-sparse values are not in this version of mpikv; use pull")
 
     # --- optimizers
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Apply `optimizer` where a key's owner is, once per round (asynchronous: at every push).
+        """Let the owner of a key apply `optimizer` to its value, once per round (asynchronous: at every push).
 
         optimizer: one of `mpikv.optimizers`, a name, a callable `(weight, grad, state) -> state` or a torch.optim
         class. Collective, blocks; all workers bring equal optimizers, else ConfigError on all. Attributes that are
         changed later, `learning_rate` above all, reach the owners before their next update. In a synchronous store a
         round in which workers differ in one is a ConfigError on all of them, and nothing is updated; `rescale_grad`
         alone may differ, and each worker's gradient is multiplied by its own.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.ones(2))
+        >>> store.set_optimizer(optimizers.SGD(learning_rate=0.5))
+        >>> store.push('w', np.ones(2))
+        >>> store.pull('w')
+        array([0.5, 0.5])
         """
         self._check_open("set_optimizer")
         self._optimizer = optimizers.create(optimizer)
@@ -358,56 +478,87 @@ class KVStore:
         self._has_optimizer = True
 
     def set_updater(self, updater: Updater) -> None:
-        """`updater(key, pushed_sum, stored)` changes `stored` in place at every push. Local stores only.
+        """Let `updater(key, pushed_sum, stored)` change `stored` in place at every push. Local stores only.
 
-        An exception inside reaches the caller of push.
+        An exception inside it reaches the caller of push.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.ones(2))
+        >>> store.set_updater(lambda key, total, stored: np.add(stored, total, out=stored))
+        >>> store.push('w', np.ones(2))
+        >>> store.pull('w')
+        array([2., 2.])
         """
         self._check_open("set_updater")
         if not callable(updater):
             raise checks.wrong("set_updater: updater", "a function (key, pushed_sum, stored)", updater)
-        self.strategy.set_updater(updater)
+        self.session.set_updater(updater)
         self._has_optimizer = True
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Gradient compression is not in this version: UnsupportedError."""
+        """Raise UnsupportedError: gradient compression is not in this version.
+
+        >>> kv.create('local').set_gradient_compression({'type': '2bit'})
+        Traceback (most recent call last):
+        mpikv.errors.UnsupportedError: ...
+        """
         self._check_open("set_gradient_compression")
         given = shown(checks.options("compression_params", compression_params))
         raise UnsupportedError(f"set_gradient_compression({given}): this version of mpikv does not compress")
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Write the states of all keys into one file, whole or not at all. Collective; worker 0 writes.
+        """Write the optimizer's states of all keys into one file, whole or not at all.
 
-        dump_optimizer: with the optimizer's attributes. Raises MpikvError without an optimizer, OSError; on every
-        worker.
+        Collective, blocks; worker 0 writes. dump_optimizer: write the optimizer's attributes, too. Raises MpikvError
+        without an optimizer, or OSError, on every worker.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.zeros(2))
+        >>> store.set_optimizer('adam')
+        >>> store.save_optimizer_states('states')
+        >>> store.load_optimizer_states('states')
         """
         self._check_open("save_optimizer_states")
         checks.flag("dump_optimizer", dump_optimizer)
-        self.strategy.save_states(checks.path("fname", fname), None, dump_optimizer=dump_optimizer)
+        save_file(self.session, self.strategy, checks.path("fname", fname), dump_optimizer=dump_optimizer)
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Read what `save_optimizer_states` wrote, with any number of workers and servers. Collective; worker 0 reads.
+        """Read what `save_optimizer_states` wrote, with any number of workers and servers.
 
-        Nothing in the file is executed. Raises StatesFileError or OSError on every worker, and has changed nothing
-        then.
+        Collective, blocks; worker 0 reads. Nothing in the file is executed. Raises MpikvError without an optimizer,
+        StatesFileError or OSError, on every worker; nothing is changed then.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', np.zeros(2))
+        >>> store.set_optimizer('adam')
+        >>> store.save_optimizer_states('states')
+        >>> store.load_optimizer_states('states')
         """
         self._check_open("load_optimizer_states")
-        self.strategy.load_states(checks.path("fname", fname))
+        load_file(self.session, self.strategy, checks.path("fname", fname))
 
     # --- barrier and end
 
     def barrier(self) -> None:
-        """Wait for all workers. Asynchronous stores: what any worker pushed before has been applied. Collective."""
+        """Wait until all workers have called it. Collective, blocks.
+
+        In an asynchronous store, everything that any worker pushed before has then been applied.
+
+        >>> kv.create('local').barrier()
+        """
         self._check_open("barrier")
-        self.strategy.flush("barrier")
         self.session.barrier()
 
     _barrier = barrier
 
     def close(self) -> None:
-        """End the store: waits for all workers to do the same. Collective, idempotent.
+        """End the store, and wait until all workers do the same. Collective, blocks. A second call does nothing.
 
-        Raises PeerError when workers have pushed a key unequally often in a synchronous store. Does nothing in a
+        Raises PeerError when workers of a synchronous store have pushed a key unequally often. Does nothing in a
         process that was forked from the worker.
+
+        >>> store = kv.create('local')
+        >>> store.close()
         """
         session = self.session
         if session.closed or (self._pid and self._pid != os.getpid()):
@@ -433,9 +584,10 @@ class KVStore:
     def __exit__(
         self, kind: builtins.type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        """Close; but leave it open when an exception passes: the other workers may never come to close theirs.
+        """Close the store, but leave it open when an exception passes.
 
-        The exception then ends the job, or, if somebody catches it, the interpreter's exit closes the store.
+        The other workers may never come to close theirs then. The exception then ends the job, or, if somebody catches
+        it, the interpreter's exit closes the store.
         """
         if kind is None:
             self.close()

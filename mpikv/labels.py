@@ -1,10 +1,10 @@
-"""What a worker's gradient of one round is to be updated with: the label that it is pushed under.
+"""The label under which a worker pushes: it says how the gradient of a round is to be used in the update.
 
-Workers push a round under labels of their own. Where these are equal, which is nearly always, a round is what it
+Every worker gives its own label to a round. Where these are equal, which is nearly always, a round is what it
 would be without them. Where only the factors differ (`rescale_grad`: what `Trainer.step(batch_size)` sets, and what
 differs in the last, short batch of an epoch), each worker's gradient counts with its own factor: contributions are
-brought into the *units* of one factor before they are added, and the update is made with that. Any other difference is
-an error. How it is found: collectives/labelled.py, session/contests.py, and at servers server/shard.py.
+brought into the *units* of one factor before they are added, and the update is made with that factor. Any other
+difference is an error. How it is found: collectives/labelled.py, session/contests.py, and at servers server/shard.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 
 class Label(NamedTuple):
-    """text: every attribute of the optimizer but the factor, as JSON. factor: `rescale_grad`. op: how workers' values
-    are put together.
+    """text: every attribute of the optimizer but the factor, as JSON. factor: `rescale_grad`.
+
+    op: how workers' values are put together.
     """
 
     text: str
@@ -31,7 +32,7 @@ class Label(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """64 bits that differ for different labels."""
+        """Return 64 bits that differ for different labels."""
         return int.from_bytes(hashlib.blake2b(repr(self[:]).encode(), digest_size=8).digest(), "little")
 
 
@@ -39,6 +40,9 @@ PLAIN = Label("{}", 1.0)  # of a key that no optimizer is applied to
 
 
 def label_of(attributes: Mapping[str, Any], factor: str, op: str = "sum") -> Label:
-    """The label that follows from an optimizer's attributes (`Optimizer.attributes`). factor: the name of that one."""
+    """Make the label from an optimizer's attributes (`Optimizer.attributes`).
+
+    factor: the name of the one that may differ.
+    """
     rest = {name: value for name, value in attributes.items() if name != factor}
     return Label(json.dumps(rest, sort_keys=True), float(attributes[factor]), op)

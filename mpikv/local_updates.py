@@ -17,6 +17,7 @@ from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
 from mpikv.session.base import Session
 from mpikv.strategies.local import LocalStrategy
+from mpikv.strategies.states import load_file, save_file
 
 
 class LocalUpdates:
@@ -29,7 +30,7 @@ class LocalUpdates:
         self._held: dict[Key, HostArray] = {}
 
     def add(self, key: Key, weight: Any) -> None:
-        """Begin to update the key whose weight (an array of any library) is this."""
+        """Begin to update the key with this weight (an array of any library)."""
         view = host_view(weight, f"the weight of {shown(key)}")
         flat = view.reshape(-1)  # a view where contiguous, and the updates are then made in the model's memory
         if is_device(weight) or not flat.flags.writeable:
@@ -38,7 +39,7 @@ class LocalUpdates:
         self._strategy.init([(key, view.shape, flat)])
 
     def apply(self, key: Key, weights: Sequence[Any], grad: Any) -> None:
-        """One update with `grad`, the sum over devices and workers; every array of `weights` gets the new value."""
+        """Make one update with `grad`, the sum over devices and workers; each of `weights` gets the new value."""
         info, held = self._session.infos[key], self._held[key]
         view = host_view(weights[0], f"the weight of {shown(key)}")
         # `held` is either a weight's own contiguous memory or memory of its own, so comparing bounds is exact.
@@ -52,8 +53,8 @@ class LocalUpdates:
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""
-        self._strategy.save_states(path, None, dump_optimizer=True)
+        save_file(self._session, self._strategy, path, dump_optimizer=True)
 
     def load_states(self, path: str) -> None:
-        """Read such a file, or one of a store with the same keys. StatesFileError changes nothing."""
-        self._strategy.load_states(path)
+        """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError."""
+        load_file(self._session, self._strategy, path)

@@ -21,14 +21,14 @@ STAGES = (64, 128, 256, 512)  # channels inside the blocks of the four stages of
 
 
 def _convolution(filters: int, channels: int, k: int) -> Iterator[Shape]:
-    """With its batch normalisation."""
+    """The shapes of a convolution with its batch normalisation."""
     yield (filters, channels, k, k)
     yield (filters,)
     yield (filters,)
 
 
 def _basic_block(channels: int, inside: int, _expansion: int, *, projects: bool) -> Iterator[Shape]:
-    """Two convolutions 3x3."""
+    """The shapes of two convolutions of 3x3."""
     yield from _convolution(inside, channels, 3)
     yield from _convolution(inside, inside, 3)
     if projects:
@@ -36,7 +36,7 @@ def _basic_block(channels: int, inside: int, _expansion: int, *, projects: bool)
 
 
 def _bottleneck(channels: int, inside: int, expansion: int, *, projects: bool) -> Iterator[Shape]:
-    """1x1 down, 3x3, 1x1 up."""
+    """The shapes of three convolutions: 1x1 to fewer channels, 3x3, 1x1 to more."""
     yield from _convolution(inside, channels, 1)
     yield from _convolution(inside, inside, 3)
     yield from _convolution(inside * expansion, inside, 1)
@@ -84,12 +84,12 @@ NAMES = tuple(_NETWORKS)
 
 
 def shapes(name: str) -> tuple[Shape, ...]:
-    """In the order of the forward pass. Raises ValueError that lists the known names."""
+    """Return the shapes of a network's arrays in the order of the forward pass. ValueError for an unknown name."""
     if name not in _NETWORKS:
         raise ValueError(f"unknown network {name!r}; known are {', '.join(NAMES)}")
     return tuple(_NETWORKS[name]())
 
 
 def values(name: str) -> int:
-    """How many numbers that is."""
+    """Return how many numbers these arrays have together."""
     return sum(math.prod(shape) for shape in shapes(name))

@@ -76,7 +76,8 @@ class Mpirun(NamedTuple):
             return ["--prtemca", "plm_ssh_agent", " ".join(words), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
         if self.family == OPEN_MPI_4:
             return ["--mca", "plm_rsh_agent", " ".join(words), "--mca", "plm_rsh_no_tree_spawn", "1"]
-        return ["-launcher", "ssh", "-launcher-exec", words[0]]
+        # Hydra gives an ssh the option -x, which qrsh does not know.
+        return ["-launcher", "rsh" if words[0] == "qrsh" else "ssh", "-launcher-exec", words[0]]
 
     def in_any_folder(self) -> list[str]:
         """Ranks that change to their folder themselves. Hydra fails on hosts that lack the one it was started in."""

@@ -1,7 +1,8 @@
-"""What may surprise a user, told once, by one rank, as a Python warning at the line of the program where it begins.
+"""Things that may surprise a user, each told once, by one rank, as a Python warning at the line of the program that is
+meant.
 
-Variables that look as if they said something to this library, and say nothing; and a program that was started as
-several ranks whose stores do not reach each other, so that each of them trains a model of its own.
+One is a variable that looks as if it said something to this library, and says nothing. The other is a program that was
+started as several ranks whose stores do not reach each other, so that each of them trains a model of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ COUNTERPARTS: Mapping[str, str] = {
 
 
 def unread(environ: Mapping[str, str]) -> str:
-    """What to say of variables that nothing reads, "" where there are none."""
+    """Say something about variables that nothing reads; "" where there are none."""
     found = [
         f"{name} (did you mean {nearest}?)" if nearest else f"{name} (there is no such setting)"
         for name, nearest in unknown_variables(environ).items()
@@ -56,7 +57,7 @@ def warn_of_unread(environ: Mapping[str, str] | None = None) -> None:
 def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) -> None:
     """Warn where several ranks were started, and `what` exchanges nothing between them. Local.
 
-    Not where the process has a store that does: then it is meant so.
+    There is no warning where the process has a store that does exchange something: then it is meant so.
     """
     environ = os.environ if environ is None else environ
     size = launcher.size(environ)

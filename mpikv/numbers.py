@@ -1,4 +1,4 @@
-"""Numbers on the command line: readers for argparse, whose ArgumentTypeError says what is wrong."""
+"""Numbers and words on the command line: readers for argparse, whose ArgumentTypeError says what is wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
-    """A whole number from `minimum` on, up to `most`."""
+    """Make a reader of whole numbers from `minimum` on, up to `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -30,7 +30,7 @@ def at_least(minimum: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, more than 0 and at most `LONGEST_S`."""
+    """Read a number of seconds, more than 0 and at most `LONGEST_S`."""
     try:
         number = float(text)
     except ValueError:
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """`4`, `64K`, `1.5MiB` in bytes, at least one."""
+    """Read `4`, `64K`, `1.5MiB` as bytes, at least one."""
     found = _SIZE.fullmatch(text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes; write 4, 64K, 256M or 1G")
@@ -49,3 +49,19 @@ def size(text: str) -> int:
     if n_bytes < 1 or n_bytes != int(n_bytes):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of bytes, at least 1")
     return int(n_bytes)
+
+
+def words(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Some of these words, with commas, each once; `all` for all of them."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+        if found == ("all",):
+            return known
+        unknown = [word for word in found if word not in known]
+        if unknown or not found:
+            wrong = repr(unknown[0]) if unknown else "nothing"
+            raise argparse.ArgumentTypeError(f"{wrong} is none of {', '.join(known)}; write some with commas, or all")
+        return found
+
+    return parse

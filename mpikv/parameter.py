@@ -27,14 +27,22 @@ class Parameter:
     """A weight with its gradient.
 
     value: a NumPy or CuPy array, which is then used itself and not copied, so that a model that holds it sees every
-    update; or anything that `numpy.asarray` takes. Instead of it, `shape` with `init`: a number to fill with, or a
-    function of the shape that returns the values. name: how errors and files name it; a Trainer gives one where
-    there is none. devices: where the replicas are, as in `split_and_load`; None is one replica, where the value is.
-    grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the
-    model's backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult:
-    factors on the learning rate and the weight decay of this parameter.
+    update; or anything that `numpy.asarray` takes. Instead of a value, `shape` with `init`: a number to fill with, or a
+    function of the shape that returns the values. name: what errors and files call it; a Trainer gives a name to one
+    that has none. devices: where the replicas are, as in `split_and_load`; None is one replica, where the value is.
+    grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the model's
+    backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult: factors on
+    the learning rate and the weight decay of this parameter.
 
     Local. Raises TypeError for values that are no arrays, ValueError for contradicting arguments or a read-only array.
+
+    >>> weight = mpikv.Parameter(shape=(2, 3), init=0.5, name='weight')
+    >>> weight.grad += 1.0
+    >>> weight.data.sum().item(), weight.grad.sum().item(), len(weight.list_data()), len(weight.list_grad())
+    (3.0, 6.0, 1, 1)
+    >>> weight.zero_grad()
+    >>> weight
+    Parameter(weight, shape=(2, 3), dtype=float32)
     """
 
     def __init__(
@@ -77,18 +85,35 @@ class Parameter:
         return self._grads
 
     def place_grad(self, memory: np.ndarray[Any, Any]) -> None:
-        """Keep the gradient in `memory`, zeros of its shape and dtype, unless somebody may have hold of it already."""
+        """Keep the gradient in `memory`, unless somebody has asked for the gradient before.
+
+        memory: zeros of the shape and dtype of the weight. A Trainer calls it, so that gradients lie in memory that the
+        workers of a host share. Local.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> weight.place_grad(memory := np.zeros(2))
+        >>> weight.grad is memory
+        True
+        """
         if self._grads is None and len(self._data) == 1 and isinstance(self._data[0], np.ndarray):
             self._grads = [memory]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight, the same on all devices."""
+        """The shape of the weight, the same on all devices.
+
+        >>> mpikv.Parameter(np.ones((2, 3))).shape
+        (2, 3)
+        """
         return tuple(self._data[0].shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of weight and gradient."""
+        """The dtype of the weight and of its gradient.
+
+        >>> mpikv.Parameter(np.ones(2)).dtype
+        dtype('float64')
+        """
         dtype: np.dtype[Any] = np.dtype(self._data[0].dtype)
         return dtype
 

@@ -12,6 +12,7 @@ The paths:
 - `hosted`: workers are on several hosts, several of them on some: each host adds in its memory, and messages go
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.
+- `native`: the workers own the keys, and MPI's own collectives move them.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Cost: one pass over the ranks. Input and output: none.
@@ -20,7 +21,7 @@ Cost: one pass over the ranks. Input and output: none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -30,7 +31,7 @@ from mpikv.config import Config
 from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
 from mpikv.topology import topology
 
-Path = Literal["direct", "hosted", "messages", "servers"]
+Path = Literal["direct", "hosted", "messages", "native", "servers"]
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
 
@@ -106,8 +107,8 @@ def bounds_of(algorithm: str, n_elems: int, hosts: Sequence[str]) -> tuple[int, 
 class Members:
     """The ranks of a store and its settings, alike on every rank.
 
-    hosts: of each rank. workers, servers: ranks. memory: whether the ranks of each host can share memory, as far as
-    known.
+    hosts: of each rank of the transport. workers, servers: ranks of it, not always all. memory: whether the ranks of
+    each host can share memory, as far as known.
     """
 
     hosts: tuple[str, ...]
@@ -127,6 +128,15 @@ class Members:
         """The host of each worker."""
         return tuple(self.hosts[rank] for rank in self.workers)
 
+    def only(self, workers: Sequence[int]) -> Members:
+        """The store with some of these workers alone, in this order; without servers.
+
+        workers: ranks of the transport. ValueError where they are none of this store's workers, or some come twice.
+        """
+        if self.servers or not workers or len(set(workers)) < len(workers) or not set(workers) <= set(self.workers):
+            raise ValueError(f"workers {list(workers)} of a store whose workers are {list(self.workers)}")
+        return replace(self, workers=tuple(workers))
+
     @property
     def _on_servers(self) -> bool:
         return bool(self.servers) or not self.synchronous
@@ -135,7 +145,8 @@ class Members:
     def shares_memory(self) -> bool:
         """Whether ranks of one host use memory that they share, where a host has several ranks."""
         wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.algorithm == "auto")
-        return wanted and self.memory and len(set(self.hosts)) < len(self.hosts)
+        hosts = [self.hosts[rank] for rank in (*self.workers, *self.servers)]
+        return wanted and self.memory and len(set(hosts)) < len(hosts)
 
     @cached_property
     def path(self) -> Path:
@@ -143,8 +154,12 @@ class Members:
         if self._on_servers:
             return "servers"
         if not self.shares_memory:
-            return "messages"
-        return "direct" if len(set(self.hosts)) == 1 else "hosted"
+            return "native" if self.config.algorithm == "native" else "messages"
+        return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
+
+
+MOST_PARTS = 1024  # of a value: each costs a server some 0.1 ms for each worker, however short it is
+SHORT_PART_BYTES = 1 << 16  # from here on what a piece costs is little beside its bytes
 
 
 class Placement(NamedTuple):
@@ -191,16 +206,24 @@ def place(
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
-    return Placement(members.path if room else "messages", algorithm, tuple(range(size)), bounds)
+    path = members.path if room or not members.shares_memory else "messages"
+    return Placement(path, algorithm, tuple(range(size)), bounds)
 
 
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:
     """A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all."""
-    part_elems = max(1, members.config.partition_bytes // info.dtype.itemsize)
     n_servers = len(members.owners)
+    part_elems = _part_elems(members, info)
     if n_servers == 1 or whole or info.n_elems < members.config.bigarray_bound_elems:
         return on_server(info, least_loaded(load_bytes), part_elems)
     return _evenly(info, n_servers, part_elems)
+
+
+def _part_elems(members: Members, info: KeyInfo) -> int:
+    """As many as are asked for, or more where the value would travel in more than MOST_PARTS short pieces."""
+    item_bytes = info.dtype.itemsize
+    least = min(-(-info.n_elems // MOST_PARTS), SHORT_PART_BYTES // item_bytes)
+    return max(1, least, members.config.partition_bytes // item_bytes)
 
 
 def _evenly(info: KeyInfo, n_servers: int, part_elems: int) -> Placement:

@@ -1,8 +1,8 @@
 """The map of a job: for each rank its host, role, local rank, device, and what it would hold of a network's values.
 
-What a `dist_sync` store would make of these ranks with the settings in force, from the same functions: roles and
-placements are the store's own. The keys of a network are taken as initialised one by one in the order of its layers;
-a `Trainer` puts small ones into buckets and cuts those, which moves some bytes between the owners.
+It shows what a `dist_sync` store would make of these ranks with the settings in force, and comes from the same
+functions: roles and placements are the store's own. The keys of a network count as initialised one by one in the order
+of its layers; a `Trainer` puts small ones into buckets and cuts those, which moves some bytes between the owners.
 
 A device is the CUDA device that a rank gets by its number on its host, over the devices that it may see
 (CUDA_VISIBLE_DEVICES is the driver's own matter); servers compute on the processor. Devices are counted by the driver,
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One rank."""
+    """What the map says of one rank."""
 
     rank: int
     host: str
@@ -61,7 +61,7 @@ class Line(NamedTuple):
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Gpus:
-    """The CUDA devices of this process, counted by the driver; 0 where there is none. Takes no memory on a device."""
+    """Ask the driver for the CUDA devices of this process; 0 where there is none. Takes no memory on a device."""
     number = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -74,7 +74,7 @@ def visible_gpus(environ: Mapping[str, str]) -> Gpus:
 
 
 def device(gpus: Gpus, local_rank: int) -> str:
-    """`gpu:1` for a rank by its number on its host, with its name in CUDA_VISIBLE_DEVICES; `cpu` without a device."""
+    """Name a rank's device by its number on its host: `gpu:1`, with its name in CUDA_VISIBLE_DEVICES, or `cpu`."""
     if gpus.number == 0:
         return "cpu"
     index = local_rank % gpus.number
@@ -83,7 +83,7 @@ def device(gpus: Gpus, local_rank: int) -> str:
 
 
 def plans(model: str, roles: Roles, hosts: Sequence[str], config: Config) -> list[tuple[int, ShardPlan]]:
-    """Elements and shards of each key of a network. The owners are the servers, or the workers where there are none."""
+    """Return elements and shards of each key of a network. The owners are the servers, or the workers without any."""
     members = Members(tuple(hosts), roles.workers, roles.servers, config=config)
     load_bytes = [0] * len(members.owners)
     found = []
@@ -96,7 +96,7 @@ def plans(model: str, roles: Roles, hosts: Sequence[str], config: Config) -> lis
 
 
 def holdings(keys: Sequence[tuple[int, ShardPlan]], owners: int) -> list[Held]:
-    """What each owner holds of these keys."""
+    """Return what each owner holds of these keys."""
     held = [Held(0, 0, 0)] * owners
     for n_elems, plan in keys:
         for owner, begin, end in plan:
@@ -107,7 +107,7 @@ def holdings(keys: Sequence[tuple[int, ShardPlan]], owners: int) -> list[Held]:
 
 
 def lines(hosts: Sequence[str], gpus: Sequence[Gpus], roles: Roles, config: Config, model: str = "") -> list[Line]:
-    """One for each rank. hosts, gpus: of each rank; model: one of `models.NAMES`, or "" for shares alone."""
+    """Make a line for each rank. hosts, gpus: of each rank; model: one of `models.NAMES`, or "" for shares alone."""
     owners = roles.servers or roles.workers
     if model:
         keys = plans(model, roles, hosts, config)
@@ -134,7 +134,7 @@ def lines(hosts: Sequence[str], gpus: Sequence[Gpus], roles: Roles, config: Conf
 
 
 def table(found: Sequence[Line], *, every_rank: bool = False) -> list[str]:
-    """The map as lines of text, titles first. Over `LONG` ranks equal hosts share lines, unless `every_rank`."""
+    """Return the map as lines of text, titles first. Over `LONG` ranks equal hosts share lines, unless `every_rank`."""
     cells: list[tuple[str, ...]]
     if every_rank or len(found) <= LONG:
         cells = [
@@ -149,7 +149,7 @@ def table(found: Sequence[Line], *, every_rank: bool = False) -> list[str]:
 
 
 def _shortened(found: Sequence[Line]) -> Iterator[tuple[str, ...]]:
-    """A line for the ranks of neighbouring hosts that have, at the same local ranks, the same role and device."""
+    """Make one line for the ranks of neighbouring hosts that have the same role and device at the same local ranks."""
     by_host: dict[str, list[Line]] = {}
     for one in found:
         by_host.setdefault(one.host, []).append(one)
@@ -180,7 +180,7 @@ def _kind(name: str) -> str:
 
 
 def _common(members: Sequence[Line]) -> str:
-    """What several ranks hold."""
+    """Return what several ranks hold."""
     first = members[0].held
     if all(one.held == first for one in members):
         return first if first == "none" or len(members) == 1 else f"{first} each"
@@ -204,7 +204,7 @@ def _held(held: Held, n_keys: int, total_bytes: int) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `0-3, 5`."""
+    """Write ascending numbers in short: `0-3, 5`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

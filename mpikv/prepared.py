@@ -1,10 +1,10 @@
-"""Calls that come again and again with the same arrays, as a training loop's do: checked once, then known.
+"""Calls that come again and again with the same arrays, as a training loop's do: they are checked once, then known.
 
 A call is known by its keys and by the very array objects it was made with, in order. It is kept from its second coming
 on, so that arrays that are new in every step are not held: one call per single key, and a few with lists of keys.
-What is not looked at again, for it would cost as much as the call: whether a NumPy array in a list was given another
-shape in place, or made read-only, since it was pushed last. PyTorch's tensors are looked at each time: `tensor.data =`
-and `set_` give them other memory.
+Looking at everything again would cost as much as the call. So it is not noticed if a NumPy array in a list has been
+given another shape in place, or was made read-only, since it was pushed last. PyTorch's tensors are looked at each
+time, since `tensor.data =` and `set_` give them other memory.
 
 Cost of finding a call: a comparison of identity per key; half a microsecond more for each tensor of PyTorch.
 """
@@ -29,7 +29,7 @@ Listed = (list, tuple)
 
 
 class _Tensor(NamedTuple):
-    """A tensor of PyTorch's, and where it was when the call was prepared."""
+    """A tensor of PyTorch, and where its values were when the call was prepared."""
 
     tensor: Any
     address: int
@@ -38,7 +38,7 @@ class _Tensor(NamedTuple):
     dtype: Any
 
     def is_same(self) -> bool:
-        """Whether it still has the same memory, in the same form."""
+        """Return whether the tensor still has the same memory, in the same form."""
         tensor = self.tensor
         return bool(
             tensor.data_ptr() == self.address
@@ -49,7 +49,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensors(arrays: Iterable[Any]) -> list[_Tensor]:
-    """Those of the arrays that may be given other memory."""
+    """Return the arrays that may be given other memory."""
     return [
         _Tensor(array, array.data_ptr(), array.shape, array.stride(), array.dtype)
         for array in arrays
@@ -58,7 +58,7 @@ def _tensors(arrays: Iterable[Any]) -> list[_Tensor]:
 
 
 def may_come_again(array: Any) -> bool:
-    """Whether a prepared call with this array can be known again, and then reads and writes the array's own memory."""
+    """Return whether a prepared call with this array can be known again, and then uses the array's own memory."""
     if isinstance(array, np.ndarray):
         return True
     if not tensors.is_tensor(array):
@@ -80,7 +80,7 @@ class _Single:
         self.call = call
 
     def is_same(self, value: Any, out: Any) -> bool:
-        """Whether a call with the same key is this one."""
+        """Return whether a call with the same key is this one."""
         if value is not self.value or out is not self.out or value.shape != self.shape:
             return False
         target = value if out is None else out
@@ -90,7 +90,7 @@ class _Single:
 
 
 class _List:
-    """A known call with lists."""
+    """A known call with lists of keys and arrays."""
 
     __slots__ = ("call", "keys", "nested", "outs", "tensors", "texts", "types", "unequal", "values")
 
@@ -106,7 +106,7 @@ class _List:
         self.call = call
 
     def is_same(self, keys: Any, value: Any, out: Any) -> bool:
-        """Whether a call is this one."""
+        """Return whether a call is this one."""
         return self._is_made_with(keys, value, out) and (not self.tensors or all(one.is_same() for one in self.tensors))
 
     def _is_made_with(self, keys: Any, value: Any, out: Any) -> bool:
@@ -142,7 +142,7 @@ class _List:
 
 
 def _objects(argument: Any) -> list[Any]:
-    """The arrays of a list of arrays or of lists of them, with the length of each inner list, for its form counts."""
+    """Return the arrays in a list of arrays or of lists of them, and each inner list's length: the form counts."""
     found: list[Any] = []
     for one in argument:
         if isinstance(one, Listed):
@@ -162,7 +162,7 @@ class PreparedCalls:
         self._seen: OrderedDict[Any, tuple[int, ...]] = OrderedDict()
 
     def find(self, key: Any, value: Any, out: Any) -> PreparedCall | None:
-        """The call that was made with these very arguments before."""
+        """Return the call that was made with these very arguments before, or None."""
         if type(key) is str or type(key) is int:
             known = self._singles.get(key)
             if known is not None and known.is_same(value, out) and known.call.valid:
@@ -202,7 +202,7 @@ class PreparedCalls:
             old_call.release()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Let go of all calls."""
         for call in [*(known.call for known in self._singles.values()), *(known.call for known in self._lists)]:
             call.release()
         self._singles.clear()

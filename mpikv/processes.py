@@ -1,7 +1,7 @@
 """The ranks of a job that are processes, brought together once before they make something in common.
 
-Whatever they make, a store or a world of process groups, begins in the same way: a duplicated communicator, everybody's
-settings compared, the hosts as they are or as they are pretended to be, and the memory that the ranks of a host share.
+Whatever they make, a store or a world of process groups, they begin in the same way: duplicate the communicator,
+compare everybody's settings, find out the hosts, real or pretended, and open the memory that the ranks of a host share.
 Importing this module initialises MPI.
 """
 
@@ -42,19 +42,19 @@ class Processes:
         )
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank brings, in rank order. Collective, blocks."""
+        """Return what every rank brings, in rank order. Collective, blocks."""
         return allgather_bytes(self.transport, data, self._config.timeout_s, self._nobody)
 
     def gather_here(self, data: bytes) -> list[bytes]:
-        """What the ranks of this host bring. Collective over the ranks of all hosts, blocks."""
+        """Return what the ranks of this host bring. Collective over the ranks of all hosts, blocks."""
         everybodys = self.gather(data)
         return [everybodys[rank] for rank in ranks_here(self.transport)]
 
     def compare(self, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every rank told, with the same `settings` on all. Collective, blocks.
+        """Return what every rank told; the `settings` must be the same on all. Collective, blocks.
 
-        mine: JSON. Then the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError, the
-        same on every rank, where a setting differs between ranks.
+        mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
+        the same on every rank, where a setting differs between ranks.
         """
         told = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
         for setting in told[0]["settings"]:
@@ -67,9 +67,9 @@ class Processes:
         return told
 
     def memory(self) -> HostMemory | None:
-        """The memory of this host; None where its ranks cannot share any. Collective, blocks.
+        """Open the memory of this host; None where its ranks cannot share any. Collective, blocks.
 
-        What is missing is no error: messages do the same, and `mpikv info` says why.
+        It is no error where there is none: messages do the same, and `mpikv info` says why.
         """
         here = ranks_here(self.transport)
         found, _ = segment.open_host_memory(here.index(self.transport.rank), len(here), self.gather_here)

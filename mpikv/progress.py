@@ -51,7 +51,10 @@ class Progress:
         self._bar = _bar(title, total, unit, done) if self._lines and mode == "bar" else None
 
     def update(self, n: int = 0, what: str | None = None, **values: float) -> None:
-        """`n` more are done. what: is under way now, until told otherwise. values: shown besides, such as loss=0.61."""
+        """Count `n` more as done. what: is under way now, until told otherwise.
+
+        values: shown besides, such as loss=0.61.
+        """
         self.done += n
         told = what is not None and what != self.what
         self.what = self.what if what is None else what
@@ -72,7 +75,7 @@ class Progress:
             print(self._line(now_s), file=sys.stderr, flush=True)
 
     def to(self, done: int, what: str | None = None, *, total: int | None = None) -> None:
-        """So many are done. total: where it was not known before."""
+        """Set how many are done. total: where it was not known before."""
         self.total = self.total if total is None else total
         self.update(done - self.done, what)
 
@@ -109,7 +112,7 @@ class Progress:
 
 
 def shown(batches: Collection[T], title: str, *, here: bool = True) -> Iterator[T]:
-    """The batches themselves, with their progress. here: whether this process shows it, such as `store.rank == 0`."""
+    """Yield the batches themselves, and show their progress. here: whether this process does: `store.rank == 0`."""
     with Progress(title, len(batches), "batches", shown=here) as progress:
         for batch in batches:
             yield batch
@@ -117,7 +120,7 @@ def shown(batches: Collection[T], title: str, *, here: bool = True) -> Iterator[
 
 
 def _bar(title: str, total: int, unit: str, done: int) -> rich.progress.Progress | None:
-    """A bar on standard error, drawn for the first time. None where nothing can be drawn."""
+    """Make a bar on standard error, drawn for the first time. None where nothing can be drawn."""
     if not sys.stderr.isatty():
         return None
     from rich import progress as rich_progress  # noqa: PLC0415 - needed on a terminal alone

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 
 class Reduction(NamedTuple):
-    """One of them. code: its number in requests to servers. combine(a, b, out=c): two arrays become one."""
+    """A way in which two arrays become one: combine(a, b, out=c). code: its number in requests to servers."""
 
     name: str
     code: int
@@ -23,7 +23,7 @@ class Reduction(NamedTuple):
     is_mean: bool = False
 
     def finish(self, total: npt.NDArray[Any], num_workers: int) -> None:
-        """Make the result, in place, of what all workers' arrays have been combined to."""
+        """Make the result, in place, of `total`: what all workers' arrays have been combined to."""
         if self.is_mean and num_workers > 1:
             np.divide(total, num_workers, out=total)
 
@@ -43,7 +43,7 @@ BY_CODE = {one.code: one for one in REDUCTIONS.values()}
 
 
 def named(op: Any) -> Reduction:
-    """The reduction of that name. ValueError where there is none."""
+    """Return the reduction of that name. ValueError where there is none."""
     found = REDUCTIONS.get(op) if isinstance(op, str) else None
     if found is None:
         raise ValueError(f"op={op!r} is no reduction; there are {', '.join(map(repr, REDUCTIONS))}")

@@ -17,12 +17,12 @@ MOST_AXES = 32  # of NumPy 1
 
 
 def is_list_of_shapes(shape: Any) -> bool:
-    """Whether several arrays are asked for: a list of tuples. A list of ints is one shape, as in NumPy."""
+    """Return whether several arrays are asked for: a list of tuples. A list of ints is one shape, as in NumPy."""
     return isinstance(shape, list) and all(isinstance(one, (tuple, list)) for one in shape)
 
 
 def parse(shape: Any) -> list[Shape]:
-    """The shapes asked for. Raises TypeError for what is none, ValueError for negative lengths."""
+    """Return the shapes asked for. Raises TypeError for what is no shape, ValueError for negative lengths."""
     found = []
     for one in shape if is_list_of_shapes(shape) else [shape]:
         numbers = one if isinstance(one, (tuple, list)) else (one,)
@@ -38,7 +38,7 @@ def parse(shape: Any) -> list[Shape]:
 
 
 def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
-    """What arrays of these shapes take together. Raises ValueError when no machine has that."""
+    """Return how many bytes arrays of these shapes take together. ValueError for more than any machine has."""
     n_bytes = sum(map(math.prod, shapes)) * dtype.itemsize
     if n_bytes >= MOST_BYTES:
         raise ValueError(f"arrays of {shown(n_bytes)} bytes are more than any memory")
@@ -46,7 +46,7 @@ def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
 
 
 def arrays_in(memory: HostArray, shapes: list[Shape], dtype: np.dtype[Any]) -> list[HostArray]:
-    """Arrays that lie in `memory`, (n_bytes,) of uint8, one behind the other without gaps."""
+    """Make arrays in `memory`, (n_bytes,) of uint8, one behind the other without gaps."""
     arrays, begin = [], 0
     for shape in shapes:
         end = begin + math.prod(shape) * dtype.itemsize

@@ -45,7 +45,7 @@ NAMES: dict[str, StoreSpec] = {
 
 
 def parse(name: str) -> StoreSpec:
-    """The meaning of a store's name; case does not matter. TypeError, or ValueError that lists the valid names."""
+    """Return the meaning of a store's name, in any case. TypeError, or ValueError that lists the valid names."""
     if not isinstance(name, str):
         raise wrong("the type of a store", "a str such as 'dist_sync'", name)
     spec = NAMES.get(name.lower())

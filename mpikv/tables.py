@@ -13,7 +13,7 @@ ENDLESS = 10_000  # characters: a line is never broken, whoever reads it
 
 
 class Column(NamedTuple):
-    """width: the least. left: whether texts begin, rather than end, in line."""
+    """A column. width: the least. left: texts begin in line, otherwise they end in line."""
 
     title: str
     width: int
@@ -21,17 +21,17 @@ class Column(NamedTuple):
 
 
 class Table:
-    """What has these columns."""
+    """A table with these columns."""
 
     def __init__(self, *columns: Column) -> None:
         self.columns = columns
 
     def head(self) -> str:
-        """The titles, in one line."""
+        """Return the titles, in one line."""
         return self.line(*(column.title for column in self.columns))
 
     def line(self, *cells: object, end: str = "") -> str:
-        """One row. cells: one for each column. end: what stands behind the last one."""
+        """Return one row. cells: one for each column. end: what stands behind the last one."""
         return (_laid_out(self.columns, cells) + end).rstrip()
 
 

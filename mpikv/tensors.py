@@ -29,17 +29,17 @@ TRACED = (
 
 
 def is_tensor(array: object) -> bool:
-    """Whether it is a tensor of PyTorch's."""
+    """Return whether it is a tensor of PyTorch."""
     return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 def is_jax(array: object) -> bool:
-    """Whether it is an array of JAX's, or stands for one while JAX traces a function."""
+    """Return whether it is an array of JAX, or stands for one while JAX traces a function."""
     return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
 
 
 def view(array: Any) -> HostArray:
-    """An array with DLPack as a NumPy array, of the same memory where that is in the host.
+    """See an array with DLPack as a NumPy array, of the same memory where that is in the host.
 
     Raises UnsupportedError, and whatever the library raises where it cannot.
     """
@@ -49,7 +49,7 @@ def view(array: Any) -> HostArray:
 
 
 def _view_of_tensor(tensor: Any) -> HostArray:
-    """The tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`).
+    """See the tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`).
 
     Raises UnsupportedError where it is not in host memory, and what PyTorch raises for sparse tensors and the like.
     """
@@ -70,7 +70,7 @@ def _view_of_tensor(tensor: Any) -> HostArray:
 
 
 def _view_of_jax(array: Any) -> HostArray:
-    """Its values, read-only; a copy of device memory.
+    """See the array's values, read-only; a copy of device memory.
 
     Raises UnsupportedError where JAX traces a function, and what JAX raises for values that are on other processes.
     """
@@ -80,9 +80,10 @@ def _view_of_jax(array: Any) -> HostArray:
 
 
 def new_like(host: HostArray, like: Any, what: str) -> Any:
-    """An array of `like`'s library, on its device, with the values, shape and dtype of `host`, whose memory it may use.
+    """Make an array of `like`'s library, on its device, with the values, shape and dtype of `host`.
 
-    Raises UnsupportedError where the library has no such dtype, or says no way to make one of its arrays.
+    It may use the memory of `host`. Raises UnsupportedError where the library has no such dtype, or says no way to make
+    one of its arrays.
     """
     found = _new_like(host, like, what)
     name = str(found.dtype).rpartition(".")[2]  # "torch.float32"

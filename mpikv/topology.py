@@ -1,9 +1,9 @@
 """Which ranks share a host.
 
-Follows from the name of each rank's host alone, which a transport knows (`Transport.hosts`), so every rank sees the
-same. Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; the ranks of a
-host need not be neighbours. `pretended` gives names as if the ranks ran on several hosts, to test on one machine what
-is done across hosts. Pure functions; cost: one pass over the ranks.
+That follows from the name of each rank's host alone, which a transport knows (`Transport.hosts`), so every rank sees
+the same. Hosts are numbered in the order of their first ranks, a host's ranks in the order of their numbers; the ranks
+of a host need not be neighbours. `pretended` gives names as if the ranks ran on several hosts, to test on one machine
+what is done across hosts. Pure functions; cost: one pass over the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from mpikv.errors import ConfigError
 
 
 class Topology(NamedTuple):
-    """hosts: the ranks of each host. host_of, local_rank: for each rank its host's number and its place there."""
+    """Which ranks are on which host.
+
+    hosts: the ranks of each host. host_of, local_rank: for each rank its host's number and its place there.
+    """
 
     hosts: tuple[tuple[int, ...], ...]
     host_of: tuple[int, ...]
@@ -24,12 +27,12 @@ class Topology(NamedTuple):
 
     @property
     def carriers(self) -> int:
-        """How many ranks of every host can have a partner on every other host: the ranks of the smallest one."""
+        """How many ranks of every host can have a partner on every other host: as many as the smallest host has."""
         return min(len(ranks) for ranks in self.hosts)
 
 
 def topology(hosts: Sequence[str]) -> Topology:
-    """The topology of ranks that run on these hosts, one name for each rank."""
+    """Make the topology of ranks that run on these hosts, one name for each rank."""
     return _topology(tuple(hosts))
 
 
@@ -47,12 +50,12 @@ def _topology(hosts: tuple[str, ...]) -> Topology:
 
 
 def labels(hosts: Sequence[str]) -> list[str]:
-    """What messages call each rank."""
+    """Return what messages call each rank."""
     return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
 
 
 def pretended(hosts: Sequence[str], n_hosts: int) -> tuple[str, ...]:
-    """Names as if the ranks ran on `n_hosts` hosts, in blocks of neighbours; 0: the names as they are.
+    """Return names as if the ranks ran on `n_hosts` hosts, in blocks of neighbours; 0: the names as they are.
 
     The real name stays in front, so that messages still say where a rank runs. ConfigError for more hosts than ranks.
     """

@@ -1,10 +1,10 @@
 """A PyTorch parameter, and a buffer of a module, as a `Trainer` sees them: NumPy arrays of weight and gradient.
 
-PyTorch is not imported here. What is a tensor is known from what the program has imported.
+PyTorch is not imported here. Whoever has a tensor has imported it, and that is how a tensor is recognised.
 
 Weight: the array is the tensor's own memory, and stays the same object as long as the tensor stays where it is, so that
-a store knows it again. Memory that NumPy cannot see, a GPU's, is copied to the host and back. The tensor's version is
-counted on at every update: a backward pass through weights that have changed is then PyTorch's usual error.
+a store knows it again. Memory that NumPy cannot see, a GPU's, is copied to the host and back. Every update counts the
+tensor's version on: a backward pass through weights that have changed is then PyTorch's usual error.
 
 Gradient: where the host's workers share memory, the trainer gives each parameter a place there. The backward pass
 puts a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon as it is complete: one copy, of
@@ -27,19 +27,19 @@ Tensor = Any  # torch.Tensor
 
 
 def is_tensor(value: object) -> bool:
-    """Whether `value` is a tensor of PyTorch."""
+    """Return whether `value` is a tensor of PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def is_module(value: object) -> bool:
-    """Whether `value` is a torch.nn.Module."""
+    """Return whether `value` is a torch.nn.Module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def of_module(module: Any) -> Iterator[tuple[str, TorchParameter | TorchBuffer]]:
-    """Parameters, those with two names once, and then buffers, under the module's names and in its order."""
+    """Yield parameters, those with two names once, and then buffers, with the module's names and in its order."""
     for name, tensor in module.named_parameters():
         yield name, TorchParameter(tensor, name)
     for name, _ in module.named_buffers():
@@ -62,23 +62,23 @@ class TorchParameter:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained now."""
+        """Whether the tensor is trained now."""
         return bool(self.tensor.requires_grad)
 
     @property
     def lr_mult(self) -> float:
-        """What the tensor was given as an attribute of this name."""
+        """The tensor's attribute of this name; 1 where it has none."""
         return float(getattr(self.tensor, "lr_mult", 1.0))
 
     @property
     def wd_mult(self) -> float:
-        """What the tensor was given as an attribute of this name."""
+        """The tensor's attribute of this name; 1 where it has none."""
         return float(getattr(self.tensor, "wd_mult", 1.0))
 
     # --- the weight
 
     def list_data(self) -> list[HostArray]:
-        """The weight's array."""
+        """Return the weight's array, in a list."""
         tensor = self.tensor
         if not _on_host(tensor):
             self._copy, self._weight = _host_copy(tensor, self._copy, f"parameter {self.name!r}")
@@ -89,7 +89,7 @@ class TorchParameter:
         return [self._weight]
 
     def data_written(self) -> None:
-        """A new weight has been written into the array."""
+        """Note that a new weight has been written into the array."""
         if self._copy is not None:
             self.tensor.detach().copy_(self._copy)
         else:
@@ -116,7 +116,7 @@ class TorchParameter:
             self.tensor.register_post_accumulate_grad_hook(accumulated)
 
     def list_grad(self) -> list[HostArray | None]:
-        """The gradient's array, in its place where it has one; None where there is no gradient."""
+        """Return the gradient's array in a list, in its place where it has one; [None] where there is no gradient."""
         grad = self.tensor.grad
         if grad is None:
             return [None]
@@ -133,7 +133,7 @@ class TorchParameter:
         return [self._memory]
 
     def grad_written(self) -> None:
-        """Another value has been written into the gradient's array."""
+        """Note that another value has been written into the gradient's array."""
         grad = self.tensor.grad
         if grad is not None and self._placed is not None and grad is not self._placed:
             grad.detach().copy_(self._placed)
@@ -155,8 +155,8 @@ class TorchParameter:
 class TorchBuffer:
     """A buffer of a module, such as the statistics of a batch normalisation: not trained, but worker 0's at the start.
 
-    The module may put another tensor in its place at any time, so it is looked up at each use. It is copied, since some
-    have dtypes that no store holds: of those the bytes are taken.
+    The module may put another tensor in its place at any time, so it is looked up at each use. Its values are copied.
+    Of a dtype that no store holds the bytes are taken.
     """
 
     requires_grad = False
@@ -170,16 +170,16 @@ class TorchBuffer:
 
     @property
     def tensor(self) -> Tensor:
-        """What the module has now."""
+        """The tensor that the module has now."""
         return getattr(self._owner, self._attribute)
 
     def list_data(self) -> list[HostArray]:
-        """An array of the values."""
+        """Return an array of the values, in a list."""
         self._copy, array = _host_copy(self.tensor, None, f"buffer {self.name!r}")
         return [array]
 
     def data_written(self) -> None:
-        """Other values have been written into the array."""
+        """Write the array's values into the module's tensor."""
         self.tensor.detach().copy_(self._copy)
 
 
@@ -188,7 +188,7 @@ def _on_host(tensor: Tensor) -> bool:
 
 
 def _host_copy(tensor: Tensor, copy: Tensor, what: str) -> tuple[Tensor, HostArray]:
-    """A tensor in host memory with the same values, `copy` where there is one, and its array."""
+    """Return a tensor in host memory with the same values, and its array; `copy` is used again where there is one."""
     torch = sys.modules["torch"]
     if tensor.device.type == "meta":
         raise UnsupportedError(

@@ -40,7 +40,7 @@ INSTALLED = ("site-packages", "dist-packages")  # folders in that of the standar
 
 
 class Mistake(NamedTuple):
-    """text: kind and message in one line. place: `train.py:12`, "" where it is not known."""
+    """A user's mistake. text: kind and message in one line. place: `train.py:12`, "" where it is not known."""
 
     text: str
     place: str
@@ -50,7 +50,7 @@ class Mistake(NamedTuple):
 
 
 def is_ours(filename: str) -> bool:
-    """Whether a file of code belongs to this library."""
+    """Return whether a file of code belongs to this library."""
     return filename.startswith(HERE)
 
 
@@ -61,7 +61,7 @@ def _is_pythons(filename: str) -> bool:
 
 
 def mistake(error: BaseException) -> Mistake | None:
-    """The mistake that `error` tells of, None where it is something else."""
+    """Return the mistake that `error` tells of, None where it is something else."""
     if not isinstance(error, (*MISTAKES, *CHECKED, *OF_PATHS)) and type(error) is not MpikvError:
         return None
     steps = list(_steps(error.__traceback__))
@@ -86,12 +86,12 @@ def mistake(error: BaseException) -> Mistake | None:
 
 
 def full(error: BaseException) -> str:
-    """The traceback as Python prints it."""
+    """Return the traceback as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def folded(error: BaseException) -> str:
-    """The traceback as Python prints it, with frames of this library as one line where the cause is elsewhere.
+    """Return the traceback as Python prints it, with frames of this library as one line where the cause is elsewhere.
 
     All frames stay where an error is neither the user's nor one that this library foresees: it is then this library's
     own fault, and they are what a report of it needs.
@@ -105,7 +105,7 @@ def folded(error: BaseException) -> str:
 
 
 def caller() -> FrameType | None:
-    """The frame of the user's program that has called into this library; None where there is none."""
+    """Return the frame of the user's program that has called into this library; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (is_ours(frame.f_code.co_filename) or _is_pythons(frame.f_code.co_filename)):
         frame = frame.f_back
@@ -130,7 +130,7 @@ class _Folded(traceback.StackSummary):
 
 
 def _chain(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """It, and the exceptions that led to it."""
+    """Return the exception, and those that led to it."""
     todo: list[traceback.TracebackException | None] = [shown]
     while todo:
         one = todo.pop()
@@ -150,12 +150,12 @@ def _file(step: TracebackType) -> str:
 
 
 def _is_raise(step: TracebackType) -> bool:
-    """Whether the instruction that it left by is a `raise` statement's."""
+    """Return whether the frame was left by a `raise` statement."""
     return dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _shown(path: str) -> str:
-    """As short as the user would write it."""
+    """Return the path as short as the user would write it."""
     try:
         here = os.path.relpath(path)
     except (OSError, ValueError):  # the current folder is gone

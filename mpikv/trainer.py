@@ -29,6 +29,7 @@ from mpikv.local_updates import LocalUpdates
 from mpikv.parameter import list_data, list_grad, named
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
+from mpikv.strategies.base import Travelling
 from mpikv.torch_parameter import TorchBuffer, TorchParameter
 from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_ends import in_steps
@@ -39,38 +40,58 @@ from mpikv.trainer_store import place_gradients, store_of, updates_on_store
 
 
 class Handed(NamedTuple):
-    """A gradient that was handed over. request: of its sum, and `replicas` will hold it; None: the store updates."""
+    """A gradient that was handed over before the step.
+
+    request: what brings the sum of the workers' gradients into `replicas`; None where the store makes the update.
+    """
 
     request: Request | None
     replicas: list[Any]
 
 
 class Trainer(TrainerFiles):
-    """Applies an optimizer to a set of parameters.
+    """Applies an optimizer to a set of parameters, with the gradients of all workers and devices.
 
-    params: a torch.nn.Module, with its own names; a dict name -> parameter (sorted by name, as in gluon); or an
-    iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` gives. A parameter is an
-    `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()` and `list_grad()`).
-    One with `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is left alone afterwards,
-    and so do the buffers of a module (statistics of a batch normalisation), which `sync_buffers` makes equal again.
-    A tensor with two names counts once. Names must be the same on all workers. optimizer: as in `optimizers.create`;
-    optimizer_params: its arguments. `lr_mult` and `wd_mult` of the optimizer may name parameters, and an
-    `mpikv.Parameter` may bring its own; the two are multiplied. kvstore: a type for `kv.create`, a store, or None.
-    A type without 'dist' makes a store only where a parameter has several devices. Without a store, the devices of
-    this process are summed all the same (**differs**: in gluon their weights drift apart). compression_params: for
-    `set_gradient_compression` of the store. update_on_kvstore: whether the store makes the updates. None: True
-    where there is a store. A `dist_async` store makes them always (False is a ValueError). clip_global_norm: scale each
-    update down so that the norm of all its gradients together, of the mean that is applied, is at most this number. It
-    takes the sum of all gradients before the update: every worker updates for itself then, with optimizer states for
-    the whole model (update_on_kvstore=True is a ValueError, and so is `dist_async`). overlap: let the gradients of
-    PyTorch parameters leave during the backward pass; see `no_sync`.
+    params: the parameters, in one of these forms:
+    - a torch.nn.Module, with its own names;
+    - a dict from names to parameters, which are taken in the order of their names, as in gluon;
+    - an iterable of parameters, or of pairs of name and parameter as `module.named_parameters()` gives them.
 
-    Making a trainer is collective over the workers of a `dist` store, and worker 0's weights have reached every
-    worker and device when it returns (**differs**: gluon sends them in the first step). Weights that the model
-    changes later are overwritten by the next step of a store that makes the updates: load a checkpoint before
-    making the trainer.
+    A parameter is an `mpikv.Parameter`, a `torch.nn.Parameter`, or anything with `data` and `grad` (or `list_data()`
+    and `list_grad()`). Names must be the same on all workers. A tensor with two names counts once. A parameter with
+    `grad_req='null'` or `requires_grad=False` gets worker 0's value at the start and is left alone afterwards, and so
+    are the buffers of a module (statistics of a batch normalisation), which `sync_buffers` makes equal again.
+
+    optimizer: as in `optimizers.create`; optimizer_params: its arguments. `lr_mult` and `wd_mult` of the optimizer may
+    name parameters, and an `mpikv.Parameter` may bring its own; the two are multiplied.
+
+    kvstore: a type for `kv.create`, a store, or None. A type without 'dist' makes a store only where a parameter has
+    several devices. Without a store, the devices of this process are summed all the same (**differs**: in gluon their
+    weights drift apart). compression_params: for `set_gradient_compression` of the store.
+
+    update_on_kvstore: whether the store makes the updates; None: it does where there is a store. A `dist_async` store
+    always makes them (False is a ValueError).
+
+    clip_global_norm: scale each update down so that the norm of all its gradients together, of the mean that is
+    applied, is at most this number. That takes the sum of all gradients before the update: so every worker updates for
+    itself, with optimizer states for the whole model (update_on_kvstore=True is a ValueError, and so is `dist_async`).
+
+    overlap: let the gradients of PyTorch parameters leave during the backward pass; see `no_sync`.
+
+    Making a trainer is collective over the workers of a `dist` store, and worker 0's weights have reached every worker
+    and device when it returns (**differs**: gluon sends them in the first step). Where the store makes the updates, its
+    next step overwrites weights that the model changes later: load a checkpoint before making the trainer.
 
     Raises TypeError or ValueError for parameters or optimizers that are none; what `kv.create` and `init` raise.
+
+    >>> weight = mpikv.Parameter(np.ones(2))
+    >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore='local')
+    >>> weight.grad[...] = 1.0  # the model's backward pass
+    >>> trainer.step()
+    >>> weight.data
+    array([0.5, 0.5])
+    >>> trainer.learning_rate, trainer.optimizer.name, trainer.kvstore
+    (0.5, 'sgd', None)
     """
 
     @tells
@@ -111,8 +132,8 @@ class Trainer(TrainerFiles):
         self._handed_with: Mapping[str, Any] = {}  # attributes of the optimizer
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
         self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
-        self._bucketed: list[str] = []
-        self._frozen: list[str] = []  # of these, in the last step
+        self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
+        self._travelling: Travelling | None = None
         self._own: OwnUpdates | None = None  # where all workers update by themselves
         self._tensors = {name: p for name, p in self._params.items() if isinstance(p, TorchParameter)}
         self._start()
@@ -141,26 +162,36 @@ class Trainer(TrainerFiles):
                 self._local.add(self._keys[name], data[name][0])
             if self._store is not None:
                 self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
-        if self._store is not None and self._store.strategy.shares_memory:
+        if self._store is not None and self._store.session.shares_memory:
             place_gradients(self._store, self._params, trained)
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
             self._bucketed = list(reversed(trained))
-            self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
+            self._travelling = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
 
     # --- the step
 
     def push_grad(self, parameter: Any, batch_size: float | None = None) -> None:
         """Hand over a gradient as soon as the backward pass has it, so that it travels while the pass goes on.
 
-        parameter: one of this trainer's, or its name. Its gradient is not needed any more when this returns, unless
-        `update_on_kvstore=False`: then the sum will be written into it, before `step` returns. batch_size: as `step`
-        will be called with; default that of the last step. Before the first step, without it, the gradient goes with
-        `step`, and so it does where all workers are on one host and share memory: there is no link to keep busy, and
-        one call for all is faster. `step` sends what was not handed over. Does not wait for other workers.
+        parameter: one of this trainer's, or its name. batch_size: as `step` will be called with; by default that of the
+        last step. The gradient is not needed any more when this returns. Only with `update_on_kvstore=False` it is:
+        then the sum over the workers will be written into it, before `step` returns. Does not wait for other workers.
+
+        `step` sends every gradient that was not handed over. It also sends those of the first step, if no batch_size
+        was given here, and all gradients where the workers are on one host and share memory: there no link has to be
+        kept busy, and one call for all of them is faster.
 
         Raises ValueError for a parameter that is not this trainer's, one handed over before in this step, a missing
         gradient, or a batch_size other than that of gradients handed over before.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore=kv.create('local'))
+        >>> weight.grad[...] = 1.0
+        >>> trainer.push_grad(weight, batch_size=1)
+        >>> trainer.step(1)
+        >>> weight.data
+        array([0.5, 0.5])
         """
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
@@ -168,7 +199,7 @@ class Trainer(TrainerFiles):
         if name in self._handed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
-        if self._store is None or self._is_frozen(name) or batch_size is None or self._store.strategy.shares_memory:
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._store.session.shares_memory:
             return
         if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
             return
@@ -188,18 +219,28 @@ class Trainer(TrainerFiles):
             self._handed[name] = Handed(request, replicas)
 
     def _gradient_ready(self, name: str) -> None:
-        """A backward pass has completed this gradient."""
+        """Hand over this gradient, which a backward pass has completed."""
         if not self._is_frozen(name):
             self.push_grad(name)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """`with trainer.no_sync():` around backward passes whose gradients are only added up, for a later step.
+        """`with trainer.no_sync():` is put around backward passes whose gradients are only added up, for a later step.
+        Local.
 
-        With overlap=True, and several hosts or servers, a gradient leaves as soon as a backward pass has completed it,
-        for the batch_size of the last step (before the first step, and in `join`, with the step). So each step then
-        has one backward pass outside `no_sync`, which comes last, and after which nobody changes gradients or the
-        optimizer before the step, whose batch_size is that of the last one: all else is an error. A step that needs
-        another batch_size makes all its passes here. Without overlap it changes nothing. Local.
+        Without overlap=True it changes nothing. With it, and with several hosts or servers, a gradient leaves as soon
+        as a backward pass has completed it, for the batch_size of the last step (before the first step, and in `join`,
+        it leaves with the step). So each step has just one backward pass outside of `no_sync`, the last one. After that
+        pass nobody changes gradients or the optimizer before the step, and the step has the same batch_size as the one
+        before: all else is an error. A step that needs another batch_size makes all its passes inside.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
+        >>> with trainer.no_sync():
+        ...     weight.grad += 0.5  # the first backward pass
+        >>> weight.grad += 0.5  # the last one
+        >>> trainer.step()
+        >>> weight.data
+        array([0.5, 0.5])
         """
         return self._overlap.paused()
 
@@ -232,24 +273,38 @@ class Trainer(TrainerFiles):
         examples: float | None = None,
         wait: bool = True,
     ) -> None:
-        """One update of all parameters. What the arguments are depends on what the gradients are.
+        """Make one update of all parameters. Which argument is right depends on what the gradients are.
 
-        `step()`: means over the examples of their worker (and device), as PyTorch's losses give them. The update is
-        made with the mean of these over the workers and devices. `step(examples=n)`: the same, and n is the number of
-        examples of this worker. The update is made with the mean over all examples, and costs a small exchange more.
-        `step(batch_size)`: sums over examples, as in gluon. The update is made with (their sum over devices and
-        workers) / batch_size; batch_size is the number of examples of all workers together, in `join` of this one.
+        `step()`: each gradient is a mean over the examples of its worker (and device), as PyTorch's losses give them.
+        The update is made with the mean of these over the workers and devices.
+
+        `step(examples=n)`: the same, and n is the number of examples of this worker. The update is made with the mean
+        over all examples; that costs a small exchange more.
+
+        `step(batch_size)`: each gradient is a sum over examples, as in gluon. The update is made with (their sum over
+        devices and workers) / batch_size; batch_size is the number of examples of all workers together, in `join` of
+        this one.
 
         Where workers give different batch sizes, as in the last, short batch of an epoch, each worker's gradient is
         divided by its own. Any other attribute of the optimizer that differs between workers is a ConfigError on all of
         them, and nothing is updated; in a `dist_async` store each worker's gradients are applied with its own.
 
-        Blocks; in a synchronous store until all workers have come. ignore_stale_grad: a parameter without a
-        gradient (`grad` is None) counts as one with gradient 0, so that workers stay in step; otherwise it is a
-        ValueError that names it, and nothing is sent. (A NumPy array does not tell whether it was written since the
-        last step.) wait=False: returns at once where the store makes the updates; `wait(parameter)` then blocks until
-        that one's weight is there, and the next step, push_grad or close waits for all. Raises FloatingPointError,
-        on every worker and with all weights as they were, where clip_global_norm finds a norm that is not finite.
+        Blocks; in a synchronous store until all workers have come. Raises FloatingPointError, on every worker and with
+        all weights as they were, where clip_global_norm finds a norm that is not finite.
+
+        ignore_stale_grad: a parameter without a gradient (`grad` is None) counts as one with gradient 0, so that
+        workers stay in step; otherwise it is a ValueError that names it, and nothing is sent. (A NumPy array does not
+        tell whether it was written since the last step.)
+
+        wait=False: return at once where the store makes the updates. `wait(parameter)` then blocks until that
+        parameter's weight is there, and the next step, push_grad or close waits for all of them.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5})
+        >>> weight.grad[...] = 8.0  # the sum over 4 examples
+        >>> trainer.step(4)
+        >>> weight.data
+        array([0., 0.])
         """
         checks.flag("ignore_stale_grad", ignore_stale_grad)
         checks.flag("wait", wait)
@@ -290,17 +345,31 @@ class Trainer(TrainerFiles):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """`with trainer.join():` around a loop that makes more steps on some workers than on others.
+        """`with trainer.join():` is put around a loop that makes more steps on some workers than on others.
 
         A worker that comes to the end of the block goes on taking part in the others' steps, with gradients of 0, until
-        all have come there. So it may leave its loop whenever it has no more data, also by `break`. Every update is the
-        mean over the examples that were there: `step(examples=n)` or `step(batch_size)` with this worker's own number,
-        or `step()` for the mean over the workers that were there. All workers have the same weights at the end.
+        all workers have come there. So it may leave its loop whenever it has no more data, also by `break`. Every
+        update is the mean over the examples that were there: `step(examples=n)` or `step(batch_size)` with this
+        worker's own number, or `step()` for the mean over the workers that were there. All workers have the same
+        weights at the end.
 
-        A step in it costs one small exchange more; gradients leave with the step. `learning_rate` may be set in the
-        loop, to the same on all workers that are in it. Entering and leaving is collective, and blocks. An exception
-        leaves at once, and takes no part: the others get the errors of a worker that is gone. MpikvError inside another
-        `join` of this trainer; UnsupportedError for `dist_async`, where nobody waits for anybody.
+        A step in the block costs one small exchange more, and gradients leave with the step. `learning_rate` may be set
+        in the loop, to the same on all workers that are in it. Entering and leaving is collective, and blocks. An
+        exception leaves the block at once, and the worker then takes no part: the others get the errors of a worker
+        that is gone. Raises MpikvError inside another `join` of this trainer; UnsupportedError for `dist_async`, where
+        nobody waits for anybody.
+
+        >>> from mpikv.testing.stores import spawn_stores
+        >>> def train(store):
+        ...     weight = mpikv.Parameter(np.zeros(1))
+        ...     trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 1}, kvstore=store)
+        ...     with trainer.join():
+        ...         for _ in range(1 + store.rank):  # worker 1 makes one step more
+        ...             weight.grad[...] = -1.0
+        ...             trainer.step()
+        ...     return weight.data.tolist()
+        >>> spawn_stores('dist_sync', 2, train)
+        [[2.0], [2.0]]
         """
         if self._handed:
             raise MpikvError("join after gradients were handed over: begin it before the backward pass")
@@ -315,18 +384,23 @@ class Trainer(TrainerFiles):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, as a torch.optim.Optimizer does. Those of an `mpikv.Parameter` become 0. Local.
 
-        set_to_none=False makes those of PyTorch parameters 0, too, which is neither quicker nor slower.
+        set_to_none=False makes the gradients of PyTorch parameters 0, too, which is neither quicker nor slower.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd')
+        >>> weight.grad += 1.0
+        >>> trainer.zero_grad()
+        >>> weight.grad
+        array([0., 0.])
         """
         for parameter in self._params.values():
             if not isinstance(parameter, TorchBuffer):
                 parameters.clear_grad(parameter, set_to_none=set_to_none)
 
     def _skip_frozen(self) -> None:
-        """Parameters that were trained at the start and are not any more: those they travel with must not wait."""
-        frozen = [name for name in self._bucketed if self._is_frozen(name)]
-        if self._store is not None and (frozen or self._frozen):
-            self._store.strategy.skip([self._keys[name] for name in frozen], changed=frozen != self._frozen)
-        self._frozen = frozen
+        """Tell the store which parameters are not trained any more, so that other keys of their buckets do not wait."""
+        if self._travelling is not None:
+            self._travelling.skip([self._keys[name] for name in self._bucketed if self._is_frozen(name)])
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()
@@ -344,7 +418,18 @@ class Trainer(TrainerFiles):
             self._finish_waiting()
 
     def wait(self, parameter: Any) -> None:
-        """Block until the weight that `step(wait=False)` did not wait for has arrived; at once if it has."""
+        """Block until the weight that `step(wait=False)` did not wait for has arrived; return at once if it has.
+
+        parameter: one of this trainer's, or its name; ValueError for any other.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, kvstore=kv.create('local'))
+        >>> weight.grad[...] = 1.0
+        >>> trainer.step(wait=False)
+        >>> trainer.wait(weight)
+        >>> weight.data
+        array([0.5, 0.5])
+        """
         name = parameter if isinstance(parameter, str) else self._names.get(id(parameter))
         if name not in self._params:
             raise ValueError(f"wait: {shown(parameter)} is not among this trainer's parameters")
@@ -369,8 +454,13 @@ class Trainer(TrainerFiles):
     def pull_weights(self) -> None:
         """Bring the weights that the store has now to this worker's devices. Blocks.
 
-        For `dist_async`, where other workers' pushes change them between this worker's steps; after a `barrier` of the
-        store it is the final result. Nothing changes with other stores.
+        It is for `dist_async`, where other workers' pushes change the weights between this worker's steps; after a
+        `barrier` of the store it brings the final result. Nothing changes with other stores.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> mpikv.Trainer([weight], 'sgd', kvstore=kv.create('local')).pull_weights()
+        >>> weight.data
+        array([1., 1.])
         """
         self._finish_waiting()
         if self._on_store and self._store is not None:
@@ -380,9 +470,19 @@ class Trainer(TrainerFiles):
             self._data_written(trained)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
-        """Replace every gradient by the sum over devices and workers. `update_on_kvstore=False` only. Blocks.
+        """Replace every gradient by the sum over devices and workers. Only with `update_on_kvstore=False`.
 
-        `update` follows; in between the sums may be changed, in the same way on every worker.
+        Collective, blocks. `update` follows; in between the sums may be changed, in the same way on every worker.
+
+        >>> weight = mpikv.Parameter(np.ones(2))
+        >>> trainer = mpikv.Trainer([weight], 'sgd', {'learning_rate': 0.5}, update_on_kvstore=False)
+        >>> weight.grad[...] = 5.0
+        >>> trainer.allreduce_grads()
+        >>> np.clip(weight.grad, -1.0, 1.0, out=weight.grad)
+        array([1., 1.])
+        >>> trainer.update()
+        >>> weight.data
+        array([0.5, 0.5])
         """
         self._need_own_updates("allreduce_grads")
         if self._own is not None:
@@ -391,12 +491,14 @@ class Trainer(TrainerFiles):
         self._allreduce(self._grads(ignore_stale_grad))
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
-        """Update the weights from the sums that `allreduce_grads` left. `update_on_kvstore=False` only.
+        """Update the weights from the sums that `allreduce_grads` left. Only with `update_on_kvstore=False`.
 
         batch_size: as for `step`, but the same on every worker, since the gradients have been added already.
-        Local; where this or another attribute has changed since the last update, blocks until it is known that it has
-        on all workers alike. ConfigError where not: on those that have changed it before anything is updated here, on
-        the others then or in the next call.
+
+        Local. But where batch_size or another attribute has changed since the last update, the call blocks until it is
+        known that it has changed on all workers alike. If it has not, that is a ConfigError: on the workers that have
+        changed it before anything is updated there, on the others then or in the next call. Example: see
+        `allreduce_grads`.
         """
         self._need_own_updates("update")
         share = self._shares.of_step(batch_size, None)
@@ -503,7 +605,7 @@ class Trainer(TrainerFiles):
 
     @property
     def kvstore(self) -> KVStore | None:
-        """The store, None where there is none."""
+        """The store, or None where there is none."""
         return self._store
 
     @property
@@ -513,11 +615,18 @@ class Trainer(TrainerFiles):
         return self._optimizer.learning_rate if schedule is None else float(schedule(max(1, self._steps)))
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate from the next step on; the same on every worker. UnsupportedError with a schedule."""
+        """Set the learning rate from the next step on, the same on every worker. UnsupportedError with a schedule.
+        Local.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.set_learning_rate(0.1)
+        >>> trainer.learning_rate
+        0.1
+        """
         self._optimizer.set_learning_rate(lr)
 
     def _rescale(self, batch_size: float) -> None:
-        """Let the optimizer divide by it."""
+        """Let the optimizer divide gradients by `batch_size`."""
         try:
             number = checks.number("batch_size", batch_size)
         except (TypeError, ValueError):

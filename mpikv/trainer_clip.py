@@ -20,9 +20,9 @@ from mpikv.optimizers.norms import global_norm
 
 
 def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]]) -> float:
-    """The norm of what `optimizer` will apply. grads: sums by name, the same on every device.
+    """Return the norm of what `optimizer` will apply. grads: sums by name, the same on every device. Local.
 
-    Local. Raises FloatingPointError where the norm is not finite.
+    Raises FloatingPointError where the norm is not finite.
     """
     values = (host_view(replicas[0], f"the gradient of {name!r}") for name, replicas in grads.items())
     norm = abs(optimizer.rescale_grad) * global_norm(values)
@@ -32,5 +32,5 @@ def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]]) -> float:
 
 
 def factor_for(norm: float, limit: float) -> float:
-    """What to multiply gradients of this norm by, so that it is at most `limit`."""
+    """Return the factor that brings gradients of this norm to at most `limit`."""
     return min(1.0, limit / (norm + 1e-6))

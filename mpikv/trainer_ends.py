@@ -1,7 +1,7 @@
-"""What a Trainer says of a worker that does not come to a step: in steps, which the program's loop counts.
+"""What a Trainer says of a worker that does not come to a step: it counts in steps, as the program's loop does.
 
-The store counts the rounds of a key. Whoever has trained for an epoch in which workers had different numbers of batches
-has not heard of them.
+The store counts the rounds of a key, of which somebody who has trained for an epoch with different numbers of batches
+on the workers has never heard.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from mpikv.errors import PeerError, StallError
 
 
 def in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError:
-    """The error of a wait in step number `step`, with what it means for the program in front. Itself, where unknown."""
+    """Return the error of a wait in step `step`, beginning with what it means for the program, where known."""
     if error.behind is None:
         return error
     who, rounds = error.behind

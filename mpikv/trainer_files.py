@@ -22,6 +22,7 @@ from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
 from mpikv.parameter import data_written, list_data
+from mpikv.strategies.states import save_file
 from mpikv.torch_parameter import TorchBuffer
 
 STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
@@ -57,20 +58,26 @@ class TrainerFiles:
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
 
-        Where the store makes the updates: collective, worker 0 writes. Otherwise local, and all workers would write the
-        same: let one of them do it.
+        Where the store makes the updates the call is collective, and worker 0 writes. Otherwise it is local, and all
+        workers would write the same: let one of them do it.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'adam')
+        >>> trainer.save_states('states')
+        >>> trainer.load_states('states')
         """
         if self._on_store and self._store is not None:
             trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
-            self._store.strategy.save_states(checks.path("fname", fname), trained, dump_optimizer=True)
+            session, strategy = self._store.session, self._store.strategy
+            save_file(session, strategy, checks.path("fname", fname), trained, dump_optimizer=True)
         else:
             self._local.save_states(checks.path("fname", fname))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Read what `save_states` wrote, with any number of workers, servers and devices. Collective as `save_states`.
+        """Read what `save_states` wrote, with any number of workers, servers and devices.
 
-        The trainer that reads is the one that wrote: the first, second, ... of its store, with the same names.
-        Raises StatesFileError or OSError, on every worker, and has changed nothing then.
+        Collective as `save_states` is. The trainer that reads must be the one that wrote: the first, second, ... of its
+        store, with the same names. Raises StatesFileError or OSError, on every worker, and has changed nothing then.
+        Example: see `save_states`.
         """
         if self._on_store and self._store is not None:
             self._store.load_optimizer_states(fname)
@@ -91,9 +98,14 @@ class TrainerFiles:
 
     @property
     def steps(self) -> int:
-        """The steps made, those of the runs before it that it has resumed included. What `save` keeps.
+        """The steps made, with those of earlier runs that it has resumed. `save` keeps the number.
 
         May be set, to the same number on every worker, where the weights at the start came from elsewhere.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.step()
+        >>> trainer.steps
+        1
         """
         return self._steps
 
@@ -105,9 +117,15 @@ class TrainerFiles:
     def examples(self) -> float:
         """The examples that these steps were made of: the sum of what `step` was given as `batch_size`.
 
-        An int where every `batch_size` was a whole number. Where that is the number of examples of all workers, it says
-        how far the training is, for any number of workers: `epoch, start = divmod(trainer.examples, n)`, and
-        `SplitSampler.set_epoch(epoch, start)`. What `save` keeps. May be set, to the same number on every worker.
+        `save` keeps it. It is an int where every `batch_size` was a whole number. Where that is the number of examples
+        of all workers, it says how far the training is, for any number of workers: `epoch, start =
+        divmod(trainer.examples, n)`, and `SplitSampler.set_epoch(epoch, start)`. May be set, to the same number on
+        every worker.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.step(32)
+        >>> trainer.examples
+        32
         """
         return self._examples
 
@@ -118,9 +136,18 @@ class TrainerFiles:
     def save(self, fname: str | os.PathLike[str]) -> None:
         """Write weights, optimizer states and the numbers of steps and examples into one file, whole or not at all.
 
-        What `resume` reads. Collective, blocks; worker 0 writes, its own values of what is not trained. Asynchronous:
-        after all pushes that any worker has made, with worker 0's numbers. Raises OSError, also where `fname` is no
-        regular file, and UnsupportedError on every worker; what is there already then stays as it was.
+        `resume` reads the file. Collective, blocks. Worker 0 writes, and of parameters that are not trained it writes
+        its own values. In an asynchronous store the file has what all pushes that any worker has made before led to,
+        and worker 0's numbers. Raises OSError, also where `fname` is no regular file, and UnsupportedError, on every
+        worker; a file that is there already then stays as it was.
+
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
+        >>> trainer.step()
+        >>> trainer.save('checkpoint')
+        >>> mpikv.Trainer([weight := mpikv.Parameter(np.zeros(2))], 'sgd').resume('checkpoint')
+        1
+        >>> weight.data
+        array([1., 1.])
         """
         path = checks.path("fname", fname)
         self._finish_waiting()
@@ -147,12 +174,15 @@ class TrainerFiles:
                 os.remove(states)
 
     def resume(self, fname: str | os.PathLike[str] | None = None) -> int:
-        """Go on from what `save` wrote: reads weights, states and the optimizer's attributes, and returns the steps.
+        """Go on from what `save` wrote: read weights, states and attributes; return the number of steps.
 
-        fname: default what `MPIKV_STOP_FILE` names. Where there is no such file, or no name, nothing changes, and it
-        returns 0. Before the first step. Any number of workers, servers and devices may read. Collective, blocks;
-        worker 0 reads (with update_on_kvstore=False all workers do). Raises StatesFileError on every worker for a file
-        that is damaged or of another model, and has changed nothing then.
+        fname: by default what `MPIKV_STOP_FILE` names. Where there is no such file, or no name, nothing changes, and
+        the call returns 0. It comes before the first step. Any number of workers, servers and devices may read.
+        Collective, blocks; worker 0 reads (with update_on_kvstore=False all workers do). Raises StatesFileError on
+        every worker for a file that is damaged or of another model, and has changed nothing then.
+
+        >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').resume('no-such-file')
+        0
         """
         if self._begun:
             raise MpikvError("resume after a step: it comes before the first one")
@@ -196,7 +226,7 @@ class TrainerFiles:
             self.load_states(states)  # the weights came without any
 
     def _restore_weights(self, weights: Mapping[str, Any]) -> None:
-        """Bring weights to the owners and into the parameters. Worker 0's count."""
+        """Bring weights to the owners and into the parameters. Of several workers' weights worker 0's count."""
         if self._store is None:
             for name, parameter in self._params.items():
                 for replica in list_data(parameter):
@@ -218,7 +248,9 @@ class TrainerFiles:
     def sync_buffers(self) -> None:
         """Give every worker worker 0's buffers of the module, before an evaluation that they share, say.
 
-        Collective, blocks. Nothing happens where the trainer was not given a module, or there is no store.
+        Collective, blocks. Nothing happens where the trainer was not given a module, or where there is no store.
+
+        >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').sync_buffers()
         """
         names = [name for name, parameter in self._params.items() if isinstance(parameter, TorchBuffer)]
         if self._store is not None and names:
@@ -235,12 +267,19 @@ class TrainerFiles:
     def stop_requested(self) -> bool:
         """Whether the last step was the one after which all workers stop: save what is to be kept, and leave the loop.
 
-        Every step reads `stop_requested` of the store, which need not be read besides. Local.
+        Every step reads `stop_requested` of the store, so that a program need not read that one. Local.
+
+        >>> store = kv.create('local')
+        >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd', kvstore=store)
+        >>> store.request_stop()
+        >>> trainer.step()
+        >>> trainer.stop_requested
+        True
         """
         return self._stopped
 
     def _check_stop_file(self) -> None:
-        """ConfigError at the start rather than an error when there is no time left."""
+        """Raise ConfigError where the stop file cannot be written: when the stop comes it is too late."""
         path = "" if self._store is None or self._store.rank != 0 else self._store.session.stop_file
         folder = os.path.dirname(os.path.realpath(path))
         if not path:

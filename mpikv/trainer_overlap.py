@@ -40,7 +40,7 @@ class Overlap:
                 parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
 
     def accumulated(self, name: str) -> None:
-        """A backward pass has added to this gradient."""
+        """Take note that a backward pass has added to this gradient."""
         if self._paused:
             return
         if name in self._sent:
@@ -56,7 +56,7 @@ class Overlap:
         self._sent[name] = _Sent(grad, grad._version)
 
     def check(self) -> None:
-        """Before the step: MpikvError where a gradient is not what was handed over."""
+        """Raise MpikvError, before the step, where a gradient is not any more what was handed over."""
         for name, sent in self._sent.items():
             grad = self._parameters[name].tensor.grad
             if grad is not sent.grad or grad._version != sent.version:
@@ -66,12 +66,12 @@ class Overlap:
                 )
 
     def clear(self) -> None:
-        """After the step."""
+        """Forget what was handed over, after the step."""
         self._sent.clear()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes only add up."""
+        """Return a context in which backward passes only add up."""
         self._paused += 1
         try:
             yield

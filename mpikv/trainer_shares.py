@@ -29,7 +29,7 @@ _CALLS = {SUMS: "step(batch_size)", MEANS: "step(examples=)", UNCOUNTED: "step()
 
 
 class _Table(NamedTuple):
-    """What the workers bring: (num_workers,) each."""
+    """What the workers bring: one number for each worker, (num_workers,), in each field."""
 
     kinds: HostArray
     examples: HostArray
@@ -37,9 +37,10 @@ class _Table(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What all gradients are divided by, and one worker's multiplied by before, to weigh as much as its examples.
+    """By what the sum of all gradients is divided, and by what this worker's are multiplied before.
 
-    examples: how many all workers bring, 0 where nobody says.
+    The factor makes them weigh as much as the worker's examples do. examples: how many all workers bring, 0 where
+    nobody says.
     """
 
     divisor: float
@@ -48,7 +49,10 @@ class Share(NamedTuple):
 
 
 class Shares:
-    """What the workers of a trainer bring to its steps. key: a free one. devices: with a gradient of each parameter."""
+    """Knows what the workers of a trainer bring to its steps.
+
+    key: one that nobody else uses. devices: how many have a gradient of each parameter.
+    """
 
     def __init__(self, store: KVStore | None, key: str, devices: int, optimizer: Optimizer) -> None:
         self._store = store
@@ -60,7 +64,7 @@ class Shares:
         self.joined = False
 
     def of_step(self, batch_size: float | None, examples: float | None) -> Share:
-        """With which the sum of all workers' gradients is what `Trainer.step` promises.
+        """Return the share with which the sum of all workers' gradients is what `Trainer.step` promises.
 
         Collective where workers count or are in `join`. Raises ValueError for numbers that are none, and on all workers
         where they call in different ways.
@@ -82,9 +86,10 @@ class Shares:
         return self._share(self._exchange(kind, number), self._rank)
 
     def of_others(self) -> Share | None:
-        """Say that this worker has run out of data: its share in a step that others make now, None if nobody does.
+        """Say that this worker has run out of data.
 
-        Takes over their learning rate, which they may have set in their loop.
+        Returns its share in the others' next step, None if nobody makes one. Takes over their learning rate, which they
+        may have set in their loop.
         """
         table = self._exchange(0, 0.0)
         present = np.flatnonzero(table.kinds)
@@ -96,7 +101,7 @@ class Shares:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Steps inside are made with the workers that have data. Collective at the begin."""
+        """Return a context in which steps are made with the workers that have data. Entering it is collective."""
         if self.joined:
             raise MpikvError("join inside join of the same trainer: one block is around the whole loop")
         self._begin("join")
@@ -146,7 +151,7 @@ class Shares:
 
 
 def positive(value: Any, what: str) -> float:
-    """A finite number above 0; ValueError that says `what` it is for anything else."""
+    """Return a finite number above 0; ValueError that says `what` it is for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or not 0 < float(value) < math.inf:
         raise ValueError(f"{what} is a number above 0; got {value!r}")
     return float(value)

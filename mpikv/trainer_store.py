@@ -12,7 +12,7 @@ from mpikv.parameter import list_data, place_grad
 
 
 def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
-    """The store that a Trainer's argument means."""
+    """Return the store that a Trainer's argument means."""
     if isinstance(kvstore, KVStore):
         return kvstore
     if kvstore is not None and not isinstance(kvstore, str):
@@ -26,7 +26,7 @@ def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | 
 
 
 def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool) -> bool:
-    """Whether the store makes the updates. wanted: what the user says; None: whatever is better."""
+    """Decide whether the store makes the updates. wanted: what the user says; None: whatever is better."""
     if wanted is not None and not isinstance(wanted, bool):
         raise checks.wrong("update_on_kvstore", "True, False or None", wanted)
     if clips and store is not None and "async" in store.type:
@@ -45,9 +45,9 @@ def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool)
 
 
 def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str]) -> None:
-    """Gradients of NumPy and PyTorch parameters go to memory that the host's workers share, side by side.
+    """Put the gradients of NumPy and PyTorch parameters into memory that the host's workers share, side by side.
 
-    There is a place for each parameter, also where this worker's is on a device: all workers must allocate alike,
+    There is a place for each parameter, also for one that this worker has on a device: all workers must allocate alike,
     and memory that nobody writes to takes no room.
     """
     by_dtype: dict[str, list[str]] = {}

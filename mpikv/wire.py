@@ -1,8 +1,8 @@
 """What travels: the tag plan, the fixed header of messages to a server, and control messages.
 
-Tags. One tag each for control messages, requests to servers and optimizer states, a window of reply tags and one of
-payload tags that each client uses in turn, and above them `TAGS_PER_KEY` tags for each key's collectives, so that two
-keys never meet in whatever order ranks push them.
+Tags. One tag each for control messages, requests to servers and optimizer states, some for control messages among
+workers that go on without others, a window of reply tags and one of payload tags that each client uses in turn. Above
+them are `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in whatever order ranks push them.
 
 A message of a collective is values alone, but for the notes of collectives/labelled.py.
 
@@ -27,17 +27,26 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 4
+VERSION = 5
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
+TAG_REGROUPED = 4  # to below TAG_REPLY
 TAG_REPLY = 16
 REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
 TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
 PAYLOAD_TAGS = 4096  # payloads that one client may hold for servers at a time
 TAG_KEYS = TAG_PAYLOAD + PAYLOAD_TAGS
 TAGS_PER_KEY = 3  # initial value, reduce-scatter, allgather
+
+
+def control_tag(regrouped: int) -> int:
+    """The tag of control messages after workers went on without others so many times.
+
+    A message of the smaller group that comes to a worker of the larger one waits there until this goes on, too.
+    """
+    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_REPLY - TAG_REGROUPED)
 
 
 def key_tag(key_id: int, use: int) -> int:

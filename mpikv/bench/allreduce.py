@@ -11,31 +11,37 @@ from mpikv.bench import gloo
 from mpikv.bench.job import mpi_can_add
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
-from mpikv.bench.raw import raw_contender
+from mpikv.bench.raw import packed_contender, raw_contender
 from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import sweep
 from mpikv.bench.stores import Way, forced, store_contender
 
-NO_RAW = "no raw MPI: MPI libraries cannot add {dtype}"
-
 
 def sizes_of(session: Session) -> list[int]:
-    """The sizes of the sweep."""
+    """Return the sizes of the sweep."""
     options = session.options
     return sweep(options.min_bytes, options.max_bytes, options.factor, session.dtype.itemsize)
 
 
+def titles(session: Session) -> None:
+    """Print the titles of the table, and say why there is no raw MPI in it, if so."""
+    session.titles(TABLE)
+    if not mpi_can_add(session.dtype):
+        session.note(f"no raw MPI: MPI libraries cannot add {session.dtype.name}")
+
+
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective, blocks."""
     compare_sizes(session, _contenders)
 
 
 def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int], list[Contender]]) -> None:
-    """One array of each size of the sweep. contenders(session, pattern, n_bytes): who takes turns. Collective."""
-    session.titles(TABLE)
-    if not mpi_can_add(session.dtype):
-        session.note(NO_RAW.format(dtype=session.dtype.name))
+    """Measure one array of each size of the sweep. Collective, blocks.
+
+    contenders(session, pattern, n_bytes): makes those that take turns.
+    """
+    titles(session)
     pattern = Pattern(session.dtype, session.job.rank, session.job.size)
     for n_bytes in sizes_of(session):
         probes = session.probes(n_bytes)
@@ -43,7 +49,7 @@ def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int]
 
 
 def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
-    """All on the same ordinary array, the shared one excepted."""
+    """Make the contenders, all on the same ordinary array, except the one with a shared array."""
     job, dtype = session.job, session.dtype
     array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
     way = Way("ordinary", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
@@ -52,8 +58,16 @@ def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Conten
     made.append(store_contender(job, pattern, shared))
     for algorithm in session.options.algorithms:
         made.append(store_contender(job, pattern, forced(way, algorithm), [array]))
-    if mpi_can_add(dtype):
-        made.append(raw_contender(job, pattern, [array]))
-    if "gloo" in session.options.vs:
-        made.append(gloo.contender(job, pattern, [array]))
+    return made + beside(session, pattern, [array])
+
+
+def beside(session: Session, pattern: Pattern, arrays: list[HostArray], *, packed: bool = False) -> list[Contender]:
+    """Raw MPI where it can add these, Gloo where it is asked for. packed: raw MPI in one buffer, too. Collective."""
+    made = []
+    if mpi_can_add(session.dtype):
+        made.append(raw_contender(session.job, pattern, arrays))
+        if packed:
+            made.append(packed_contender(session.job, pattern, arrays))
+    if "gloo" in getattr(session.options, "vs", ()):
+        made.append(gloo.contender(session.job, pattern, arrays))
     return made

@@ -1,4 +1,4 @@
-"""`mpikv bench WHAT`: checks the options, starts mpirun or meets the other ranks, and runs one of the benchmarks."""
+"""`mpikv bench WHAT`: checks the options, starts mpirun or joins the other ranks, and runs one of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpikv.bench import allreduce, gloo, link, model, output, plot, ps, pushpull
+from mpikv.bench import allreduce, gloo, link, lists, output, plot, ps, pushpull
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -27,14 +27,14 @@ from mpikv.runtime import launcher
 
 
 def train(session: Session) -> None:
-    """`train.run`, which imports PyTorch."""
+    """Run `train.run`, which imports PyTorch."""
     importlib.import_module("mpikv.bench.train").run(session)
 
 
 BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "allreduce": allreduce.run,
     "pushpull": pushpull.run,
-    "model": model.run,
+    "model": lists.run_model,
     "train": train,
     "ps": ps.run,
     "link": link.run,
@@ -43,7 +43,7 @@ WRONG = 1  # the status where a result was not exact
 
 
 def run(options: argparse.Namespace) -> int:
-    """The status to exit with: 0, 1 after a wrong result, 2 for what cannot be measured."""
+    """Run a benchmark. Returns the status to exit with: 0, 1 after a wrong result, 2 for what cannot be measured."""
     try:
         config = Config.from_environ()
         _check(options)
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What can be told wrong before MPI starts. Raises ConfigError or ValueError."""
+    """Find mistakes that can be seen before MPI starts. Raises ConfigError or ValueError."""
     if hasattr(options, "min_bytes") and not getattr(options, "keys", None):
         sweep(options.min_bytes, options.max_bytes, options.factor, 1)
     if options.kind in ("pushpull", "ps") and options.dtype not in FLOATS:
@@ -86,7 +86,7 @@ def _check_training(options: argparse.Namespace) -> None:
 
 
 def _check_job(options: argparse.Namespace, job: Job) -> None:
-    """What needs the number of ranks. Raises ConfigError on all of them."""
+    """Find mistakes for which the number of ranks is needed. Raises ConfigError on all of them."""
     if options.kind == "ps" and options.servers >= job.size:
         raise ConfigError(
             f"--servers {options.servers} of {job.size} ranks leave no worker; start {options.servers + 1} or more (-n)"
@@ -126,14 +126,14 @@ def _measure(options: argparse.Namespace, job: Job) -> int:
 
 
 def _progress(options: argparse.Namespace, rank: int) -> Progress:
-    """What rank 0 shows, and other ranks do not."""
+    """Make the progress that rank 0 shows, and other ranks do not."""
     if options.progress_file and rank == 0:
         return Recorded(options.progress_file, _steps(options))
     return Progress("mpikv bench", _steps(options), "sizes", shown=rank == 0, mode=options.progress)
 
 
 def _steps(options: argparse.Namespace) -> int:
-    """How often something is measured."""
+    """Return how often something is measured."""
     if options.kind == "train":
         return len(options.batch)
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
@@ -144,7 +144,7 @@ def _steps(options: argparse.Namespace) -> int:
 
 
 def ledger(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """For each contender the row at which its store held most memory beyond the user's arrays."""
+    """Return for each contender the row at which its store held most memory beyond the user's arrays."""
     found = []
     for what in dict.fromkeys(row.what for row in rows):
         known = [row for row in rows if row.what == what and row.held_bytes is not None]
@@ -155,7 +155,7 @@ def ledger(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 
 def ledger_lines(entries: Sequence[Mapping[str, object]]) -> list[str]:
-    """The footer: what the stores held."""
+    """Return the footer: what the stores held."""
     if not entries:
         return ["# memory held beyond the user's arrays: not counted for this kind of store"]
     lines = ["# memory held beyond the user's arrays, by the rank with most"]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """Of one call, on the rank with most of each; None: not known.
+    """What one call costs, on the rank with most of each; None: not known.
 
     Control messages are among the messages, too. held_bytes: memory of the store beyond the user's arrays.
     shared_bytes: what it has in memory that the ranks of a host share.
@@ -28,7 +28,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(before: Mapping[str, int], after: Mapping[str, int], *, hidden: bool = False) -> Counts:
-    """What a call did. before, after: `store.stats()`. hidden: the MPI library sends, not the store."""
+    """Return what a call did. before, after: `store.stats()`. hidden: the MPI library sends, not the store."""
 
     def grown(name: str) -> int | None:
         return after[name] - before[name] if name in after else None
@@ -44,10 +44,10 @@ def counts_of(before: Mapping[str, int], after: Mapping[str, int], *, hidden: bo
 
 
 def most(comm: MPI.Intracomm, mine: Counts) -> Counts:
-    """For each count the largest over the ranks; None where a rank does not know it. Collective."""
+    """Return for each count the largest over the ranks; None where a rank does not know it. Collective."""
     return merge(comm.allgather(mine))
 
 
 def merge(counts: Sequence[Counts]) -> Counts:
-    """`most` of these."""
+    """Return for each count the largest of these; None where one of them does not know it."""
     return Counts(*(None if None in column else max(column) for column in zip(*counts, strict=True)))

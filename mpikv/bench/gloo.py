@@ -25,7 +25,7 @@ GLOO = "Gloo"
 
 
 def check_torch(wanted_by: str) -> None:
-    """Raise ConfigError that says how to get it."""
+    """Raise ConfigError where PyTorch is missing; it says how to get it."""
     try:
         found = importlib.util.find_spec("torch")
     except ValueError:  # it was taken away from this process
@@ -36,7 +36,7 @@ def check_torch(wanted_by: str) -> None:
 
 @contextlib.contextmanager
 def process_group(job: Job, *, wanted: bool) -> Iterator[None]:
-    """torch.distributed over the ranks of the job, for the block. Collective."""
+    """Let torch.distributed run over the ranks of the job inside the block. Collective."""
     if not wanted:
         yield
         return
@@ -56,14 +56,14 @@ def process_group(job: Job, *, wanted: bool) -> Iterator[None]:
 
 
 def _address() -> str:
-    """This host's name and a free port."""
+    """Return this host's name and a free port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{socket.gethostname()}:{probe.getsockname()[1]}"
 
 
 def contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
-    """One all_reduce per array, inside a `process_group`. All are started before the first is waited for."""
+    """Make one all_reduce per array, inside a `process_group`. All are started before the first is waited for."""
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 

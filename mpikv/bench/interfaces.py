@@ -1,7 +1,7 @@
 """How many bytes crossed this host's network interfaces, by the kernel's own counters in /proc/net/dev.
 
-Headers are in. On one host only the loopback interface carries anything between ranks, and what does not use TCP, as
-MPI within a host, is not there.
+The counters include headers. On one host only the loopback interface carries anything between ranks; what does not use
+TCP, as MPI within a host, is not counted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Traffic(NamedTuple):
     sent: int
 
     def since(self, before: Traffic) -> Traffic:
-        """What was added."""
+        """Return what was added since an earlier time."""
         return Traffic(self.received - before.received, self.sent - before.sent)
 
 
 def parse(text: str, *, loopback: bool) -> Traffic:
-    """The sum over the interfaces, the loopback alone or all but it. Raises ValueError for another format."""
+    """Return the sum over the interfaces, the loopback alone or all but it. Raises ValueError for another format."""
     received = sent = 0
     for line in text.splitlines()[2:]:  # two lines of titles
         name, separator, rest = line.partition(":")
@@ -38,5 +38,5 @@ def parse(text: str, *, loopback: bool) -> Traffic:
 
 
 def now(*, loopback: bool) -> Traffic:
-    """This host's counters. Raises OSError where there is no /proc/net/dev."""
+    """Read this host's counters. Raises OSError where there is no /proc/net/dev."""
     return parse(COUNTERS.read_text(), loopback=loopback)

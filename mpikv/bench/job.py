@@ -27,7 +27,10 @@ SUMS_OF_MPI = ("float32", "float64", "int8", "uint8", "int32", "int64")  # what 
 
 @dataclass(frozen=True)
 class Job:
-    """comm: the benchmark's own. hosts: the host of each of its ranks. config: what the environment says."""
+    """The ranks of a benchmark.
+
+    comm: the benchmark's own. hosts: the host of each of its ranks. config: what the environment says.
+    """
 
     comm: MPI.Intracomm
     rank: int
@@ -42,12 +45,12 @@ class Job:
 
     @property
     def ranks_per_host(self) -> int:
-        """On the host with most."""
+        """How many ranks the host with most of them has."""
         return max(self.hosts.count(host) for host in self.host_names)
 
     @property
     def cores(self) -> int:
-        """That this process may use."""
+        """How many cores this process may use."""
         return len(os.sched_getaffinity(0))
 
     def leaders(self) -> list[int]:
@@ -56,7 +59,7 @@ class Job:
 
 
 def open_job(config: Config) -> Job:
-    """Initialise MPI and meet the other ranks. Collective over COMM_WORLD."""
+    """Initialise MPI, and wait for the other ranks. Collective over COMM_WORLD, blocks."""
     library.prepare(config.mpi, config.interface, config.timeout_s)
     from mpi4py import MPI  # noqa: PLC0415 - importing it initialises MPI
 
@@ -68,13 +71,13 @@ def open_job(config: Config) -> Job:
 
 
 def job_of(comm: MPI.Comm, config: Config) -> Job:
-    """A job of the ranks of `comm`, an intracommunicator, which it keeps. Collective."""
+    """Make a job of the ranks of `comm`, an intracommunicator, which it keeps. Collective."""
     hosts = tuple(comm.allgather(socket.gethostname()))
     return Job(cast("MPI.Intracomm", comm), comm.Get_rank(), comm.Get_size(), hosts, config)
 
 
 def describe(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Machine, versions and settings, for the header and for JSON. Local."""
+    """Return machine, versions and settings, for the header and for JSON. Local."""
     found = library.describe()
     return {
         "machine": {
@@ -99,7 +102,7 @@ def describe(job: Job, environ: Mapping[str, str] | None = None) -> dict[str, An
 
 
 def header(found: Mapping[str, Any]) -> list[str]:
-    """The lines above the table."""
+    """Return the lines above the table."""
     machine, versions, settings = found["machine"], found["versions"], found["settings"]
     hosts = ", ".join(f"{host}: {ranks}" for host, ranks in machine["hosts"].items())
     defaults = asdict(Config())
@@ -115,7 +118,7 @@ def header(found: Mapping[str, Any]) -> list[str]:
 
 
 def cpu_model() -> str:
-    """The name that /proc/cpuinfo gives, else the architecture."""
+    """Return the name that /proc/cpuinfo gives, else the architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, text = line.partition(":")
@@ -127,5 +130,5 @@ def cpu_model() -> str:
 
 
 def mpi_can_add(dtype: np.dtype[np.generic]) -> bool:
-    """Whether every MPI library has a sum for this dtype."""
+    """Return whether every MPI library has a sum for this dtype."""
     return dtype.name in SUMS_OF_MPI

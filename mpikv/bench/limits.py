@@ -46,13 +46,13 @@ class Limit(NamedTuple):
 
 
 def work_bytes(n_bytes: int, ranks_per_host: int, hosts: int) -> tuple[float, float]:
-    """Bytes that each rank adds in place, and bytes that it copies to other ranks of its host."""
+    """Return the bytes that each rank adds in place, and the bytes that it copies to other ranks of its host."""
     share = n_bytes / ranks_per_host
     return share * (ranks_per_host - 1) + share * (hosts - 1) / hosts, share * (ranks_per_host - 1)
 
 
 def allreduce_limit(n_bytes: int, ranks: int, ranks_per_host: int, hosts: int, rates: Rates) -> Limit:
-    """The limit for one value of `n_bytes`, or for several that are exchanged together and have as many bytes."""
+    """Return the limit for one value of `n_bytes`, or for several of as many bytes that are exchanged together."""
     if ranks < 2:
         return Limit(0.0, "latency")
     added, copied = work_bytes(n_bytes, ranks_per_host, hosts)
@@ -69,12 +69,12 @@ def allreduce_limit(n_bytes: int, ranks: int, ranks_per_host: int, hosts: int, r
 
 
 def ring_bound_s(n_bytes: int, hosts: int, link_bytes_per_s: float) -> float:
-    """2 (h-1)/h * S / B: what must leave, and what must reach, each host."""
+    """Return 2 (h-1)/h * S / B: what must leave, and what must reach, each host."""
     return 2 * (hosts - 1) / hosts * n_bytes / link_bytes_per_s
 
 
 def server_limit(n_bytes: int, workers: int, servers: int, remote_workers: int, rates: Rates) -> Limit:
-    """The limit for one value pushed to and pulled from servers, each of which owns an equal part.
+    """Return the limit for one value pushed to and pulled from servers, each of which owns an equal part.
 
     latency: there and back. add: workers - 1 contributions. memory: the first contribution becomes the server's sum by
     a copy, and each worker copies the answer, all at the same time. link: the contributions that come to a server from

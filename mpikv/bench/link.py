@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.bench import interfaces, pairs
-from mpikv.bench.allreduce import sizes_of
-from mpikv.bench.job import Job, mpi_can_add
+from mpikv.bench.allreduce import beside, sizes_of
+from mpikv.bench.job import Job
 from mpikv.bench.limits import Limit, Rates, ring_bound_s
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.probes import quiet_barrier
-from mpikv.bench.raw import raw_contender
 from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short
@@ -43,7 +42,7 @@ COUNTERS = Table(
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective, blocks."""
     job = session.job
     measured = pairs.measure_pairs(job)
     session.titles(pairs.TABLE)
@@ -52,7 +51,7 @@ def run(session: Session) -> None:
     slowest = min(entry["bytes_per_s"] for entry in rates_tcp)
     session.link_bytes_per_s = slowest if len(job.host_names) > 1 else None
     counters: list[dict[str, Any]] = []
-    session.more = {"pairs": [pair.as_dict() for pair in measured], "tcp": rates_tcp, "interfaces": counters}
+    session.more = {"pairs": [asdict(pair) for pair in measured], "tcp": rates_tcp, "interfaces": counters}
     links = len(job.host_names) if len(job.host_names) > 1 else job.size
     session.note(f"limit: 2({links}-1)/{links} * bytes / {slowest * 8 / 1e6:.0f} Mbit/s")
     session.titles(TABLE)
@@ -72,7 +71,7 @@ def run(session: Session) -> None:
 
 
 def _tcp(session: Session) -> list[dict[str, Any]]:
-    """From each host to the next; on one host from rank 0 to rank 1."""
+    """Measure TCP from each host to the next; on one host from rank 0 to rank 1."""
     job = session.job
     ends = job.leaders() if len(job.host_names) > 1 else [0, 1]
     found = []
@@ -88,14 +87,12 @@ def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Conten
     job, dtype = session.job, session.dtype
     array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
     way = Way("ordinary", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
-    made = [store_contender(job, pattern, way, [array])]
-    if mpi_can_add(dtype):
-        made.append(raw_contender(job, pattern, [array]))
+    made = [store_contender(job, pattern, way, [array]), *beside(session, pattern, [array])]
     return [replace(contender, prepare=_rested(contender.prepare)) for contender in made]
 
 
 def _rested(prepare: Callable[[], None]) -> Callable[[], None]:
-    """`prepare`, and a moment in which a shaped link's queue empties and its tokens come back."""
+    """Call `prepare`, and wait a moment, in which a shaped link's queue empties and its tokens come back."""
 
     def rested() -> None:
         prepare()
@@ -105,7 +102,7 @@ def _rested(prepare: Callable[[], None]) -> Callable[[], None]:
 
 
 def _count(session: Session, contenders: Sequence[Contender], n_bytes: int) -> list[dict[str, Any]]:
-    """What one exchange of each puts on each host's interfaces. Collective."""
+    """Count what one exchange of each puts on each host's interfaces. Collective."""
     job = session.job
     found = []
     for contender in contenders:
@@ -131,7 +128,7 @@ def _traffic(job: Job) -> interfaces.Traffic:
 
 
 def _show_counters(session: Session, counters: Sequence[dict[str, Any]], links: int) -> None:
-    """Bytes that crossed each host's interfaces, over the size, beside what the ring needs."""
+    """Print the bytes that crossed each host's interfaces, over the size, beside what the ring needs."""
     if not counters:
         return
     needed = 2 * (links - 1) / links

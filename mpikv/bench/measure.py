@@ -54,7 +54,10 @@ class Contender:
 
 @dataclass(frozen=True)
 class Plan:
-    """iterations: None adapts to `seconds` a size, all contenders, fills and checks together."""
+    """How long to measure.
+
+    iterations: None adapts to `seconds` a size, all contenders, fills and checks together.
+    """
 
     iterations: int | None = None
     warmup: int = DEFAULT_WARMUP
@@ -88,7 +91,7 @@ def measure(comm: MPI.Intracomm, contenders: Sequence[Contender], plan: Plan) ->
 
 
 def iterations_for(seconds: float, round_s: float) -> int:
-    """How many rounds of all contenders fit into `seconds`, within bounds."""
+    """Return how many rounds of all contenders fit into `seconds`, within bounds."""
     return int(min(MAX_ITERATIONS, max(MIN_ITERATIONS, seconds / max(round_s, 1e-9))))
 
 
@@ -99,7 +102,7 @@ def _round(
     plan: Plan,
     wrong: np.ndarray[tuple[int], np.dtype[np.int64]],
 ) -> list[float]:
-    """Each contender once; this rank's times."""
+    """Run each contender once, and return this rank's times."""
     times = [0.0] * len(contenders)
     order = list(range(len(contenders)))
     random.Random(turn).shuffle(order)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpikv import config
 from mpikv.bench.progress import FILE_OPTION
-from mpikv.numbers import at_least, seconds, size
+from mpikv.numbers import at_least, seconds, size, words
 from mpikv.progress import MODES
 
 ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
@@ -58,22 +58,8 @@ def _run(options: argparse.Namespace) -> int:
     return run(options)
 
 
-def _words(known: tuple[str, ...]) -> Any:
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(word.strip() for word in text.split(",") if word.strip())
-        if words == ("all",):
-            return known
-        unknown = [word for word in words if word not in known]
-        if unknown or not words:
-            wrong = repr(unknown[0]) if unknown else "nothing"
-            raise argparse.ArgumentTypeError(f"{wrong} is none of {', '.join(known)}; write some with commas, or all")
-        return tuple(dict.fromkeys(words))
-
-    return parse
-
-
 def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.ArgumentParser:
-    """A subcommand with what all have."""
+    """Add a subcommand with the options that all have."""
     parser: argparse.ArgumentParser = kinds.add_parser(
         name, help=title, description=description, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -110,7 +96,7 @@ def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
 
 
 def _versus(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--vs", type=_words(("gloo",)), default=(), metavar="gloo", help="compare with torch and Gloo")
+    parser.add_argument("--vs", type=words(("gloo",)), default=(), metavar="gloo", help="compare with torch and Gloo")
 
 
 def _allreduce(kinds: Any) -> None:
@@ -123,7 +109,7 @@ def _allreduce(kinds: Any) -> None:
     )
     _sizes(parser)
     parser.add_argument(
-        "--algorithms", type=_words(ALGORITHMS), default=(), metavar="A,B", help=f"{', '.join(ALGORITHMS)} or all"
+        "--algorithms", type=words(ALGORITHMS), default=(), metavar="A,B", help=f"{', '.join(ALGORITHMS)} or all"
     )
     _versus(parser)
 
@@ -178,15 +164,15 @@ def _train(kinds: Any) -> None:
         "--threads", type=at_least(1), metavar="N", help="of PyTorch in each rank (default: cores / ranks of the host)"
     )
     parser.add_argument(
-        "--ways", type=_words(TRAIN_WAYS), default=TRAIN_WAYS, metavar="A,B", help=f"default {','.join(TRAIN_WAYS)}"
+        "--ways", type=words(TRAIN_WAYS), default=TRAIN_WAYS, metavar="A,B", help=f"default {','.join(TRAIN_WAYS)}"
     )
     parser.add_argument(
-        "--vs", type=_words(TRAIN_VERSUS), default=TRAIN_VERSUS, metavar="A,B", help=f"default {','.join(TRAIN_VERSUS)}"
+        "--vs", type=words(TRAIN_VERSUS), default=TRAIN_VERSUS, metavar="A,B", help=f"default {','.join(TRAIN_VERSUS)}"
     )
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, as in 4,32."""
+    """Read whole numbers, as in 4,32."""
     return tuple(map(at_least(1), text.split(",")))
 
 
@@ -201,7 +187,7 @@ def _ps(kinds: Any) -> None:
     _sizes(parser, "64M")
     parser.add_argument("--servers", type=at_least(1), default=1, metavar="S", help="of the ranks (default 1)")
     parser.add_argument(
-        "--variants", type=_words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
+        "--variants", type=words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
     )
 
 

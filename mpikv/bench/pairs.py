@@ -8,8 +8,7 @@ other ranks sleep meanwhile.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,7 +27,7 @@ SMALL_TURNS, LARGE_TURNS, LARGE_BYTES = 100, 10, 256 << 10
 
 @dataclass(frozen=True)
 class Pair:
-    """One class and size."""
+    """What was measured for one class and size."""
 
     which: str
     first: int
@@ -37,13 +36,9 @@ class Pair:
     latency_s: float
     bytes_per_s: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def classes(hosts: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """A pair of ranks for each class that there is. hosts: of each rank."""
+    """Return a pair of ranks for each class that there is. hosts: of each rank."""
     found = {}
     most = max(dict.fromkeys(hosts), key=hosts.count)
     same = [rank for rank, host in enumerate(hosts) if host == most]
@@ -56,7 +51,7 @@ def classes(hosts: tuple[str, ...]) -> dict[str, tuple[int, int]]:
 
 
 def measure_pairs(job: Job) -> list[Pair]:
-    """All classes and sizes. Collective."""
+    """Measure all classes and sizes. Collective."""
     return [
         Pair(
             which,
@@ -72,7 +67,7 @@ def measure_pairs(job: Job) -> list[Pair]:
 
 
 def one_way(job: Job, first: int, second: int, n_bytes: int) -> float:
-    """Bytes per second from `first` to `second`, the median of several streams, told to all. Collective."""
+    """Return the bytes per second from `first` to `second`, the median of several streams, on all ranks. Collective."""
     data, done = np.ones(n_bytes, np.uint8), np.empty(1, np.uint8)
     messages = min(MOST_MESSAGES, max(1, STREAM_BYTES // n_bytes))
     rates = []
@@ -104,11 +99,11 @@ TABLE = Table(
 
 
 def table_row(pair: Pair) -> str:
-    """One line."""
+    """Return one line."""
     ends, one_way_us = f"{pair.first} -> {pair.second}", f"{pair.latency_s * 1e6:.2f}"
     return TABLE.line(pair.which, ends, short(pair.n_bytes), one_way_us, *in_units(pair.bytes_per_s))
 
 
 def in_units(bytes_per_s: float) -> tuple[str, str]:
-    """A rate in the last two columns."""
+    """Return a rate in the units of the last two columns."""
     return f"{bytes_per_s / GIGA:.3f}", f"{bytes_per_s * 8 / 1e6:.0f}"

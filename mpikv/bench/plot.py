@@ -13,7 +13,7 @@ TICKS = 9  # labels such as "256 KiB" that stand side by side under a picture
 
 
 def check_matplotlib() -> None:
-    """Raise ConfigError that says how to get it."""
+    """Raise ConfigError where matplotlib is missing; it says how to get it."""
     try:
         import matplotlib  # noqa: F401, PLC0415 - an extra
     except ImportError:
@@ -38,7 +38,7 @@ def _axes(path: str, **labels: str) -> Iterator[Any]:
 
 
 def bandwidths(path: str, title: str, rows: Sequence[Any]) -> None:
-    """Bandwidth (algbw) over size, one line per contender, the limit dashed. rows: `report.Row`."""
+    """Draw bandwidth (algbw) over size, one line per contender, the limit dashed. rows: `report.Row`."""
     with _axes(path, title=title, xlabel="size of the value", ylabel="algbw") as axes:
         from matplotlib import ticker  # noqa: PLC0415
 
@@ -60,7 +60,7 @@ def bandwidths(path: str, title: str, rows: Sequence[Any]) -> None:
 
 
 def step_times(path: str, title: str, rows: Sequence[Any]) -> None:
-    """The ratio to the step alone, a group of bars for each batch size. rows: `train_report.TrainRow`."""
+    """Draw the ratio to the step alone, a group of bars for each batch size. rows: `train_report.TrainRow`."""
     ways, sizes = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("what", "batch"))
     width = 1 / (len(ways) + 1)
     with _axes(path, title=title, xlabel="batch", ylabel="time of a step, relative to the step alone") as axes:
@@ -72,7 +72,7 @@ def step_times(path: str, title: str, rows: Sequence[Any]) -> None:
 
 
 def size_label(n_bytes: float) -> str:
-    """`512 B`, `4 KiB`, `1.5 MiB`: in the largest unit that it fills."""
+    """Write a size as `512 B`, `4 KiB`, `1.5 MiB`: in the largest unit that it fills."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if n_bytes >= 1 << power:
             return f"{n_bytes / (1 << power):g} {unit}"
@@ -80,7 +80,7 @@ def size_label(n_bytes: float) -> str:
 
 
 def rate_label(rate: float) -> str:
-    """A rate in GB/s of 10^9 as `2 GB/s`, `50 MB/s`, `1 kB/s`."""
+    """Write a rate in GB/s of 10^9 as `2 GB/s`, `50 MB/s`, `1 kB/s`."""
     for factor, unit in ((1, "GB/s"), (1e3, "MB/s"), (1e6, "kB/s")):
         if rate * factor >= 0.9999999:  # 1 that was worked out from a logarithm
             return f"{rate * factor:g} {unit}"
@@ -88,7 +88,7 @@ def rate_label(rate: float) -> str:
 
 
 def size_ticks(min_bytes: int, max_bytes: int) -> list[int]:
-    """Powers of two around the sizes, evenly spaced, about `TICKS` of them."""
+    """Return powers of two around the sizes, evenly spaced, about `TICKS` of them."""
     first, last = min_bytes.bit_length() - 1, (max_bytes - 1).bit_length()
     step = max(1, -(-(last - first) // TICKS))
     return [1 << power for power in range(first, last + step, step)]

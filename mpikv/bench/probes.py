@@ -38,10 +38,10 @@ ADD, COPY, TOGETHER, PING = "probe: add", "probe: copy", "probe: add and copy", 
 
 
 class Probes:
-    """The probes for values of `n_bytes`: contenders to be measured with others, and the rates that follow.
+    """The probes for values of `n_bytes`: contenders to be measured with others, and the rates that follow. Collective.
 
-    link_bytes_per_s: of the links between hosts, None on one host. over: whose latency counts, default the job's; its
-    other ranks call `latency` meanwhile. Collective.
+    link_bytes_per_s: of the links between hosts, None on one host. over: the job whose latency counts, by default this
+    one; its other ranks call `latency` meanwhile.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Probes:
         self._latency_s = None if over is None else latency(over)
 
     def contenders(self) -> list[Contender]:
-        """To be measured with the others."""
+        """Return the contenders to be measured with the others."""
         works = {ADD: self._add, COPY: self._copy, TOGETHER: self._together}
         made = [Contender(what, self._fill, work) for what, work in works.items()]
         if self._latency_s is None and self._job.size > 1:
@@ -71,7 +71,7 @@ class Probes:
         return made
 
     def rates(self, results: Mapping[str, Result]) -> Rates:
-        """results: by the names of `contenders`. Collective."""
+        """Return the rates that follow. results: by the names of `contenders`. Collective."""
         moved = self._others.nbytes
         latency_s = self._latency_s
         if latency_s is None:
@@ -109,14 +109,14 @@ class Probes:
 
 
 def farthest(hosts: tuple[str, ...]) -> int:
-    """The first rank on another host than rank 0, else rank 1."""
+    """Return the first rank on another host than rank 0, else rank 1."""
     return next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
 
 
 def round_trips(
     comm: MPI.Intracomm, first: int, second: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]], turns: int
 ) -> list[float]:
-    """Halves of round trips of `data`, in seconds, on `first`; on other ranks nothing."""
+    """Return halves of round trips of `data`, in seconds, on `first`; on other ranks nothing."""
     times, rank = [], comm.Get_rank()
     for _ in range(turns):
         if rank == first:
@@ -131,7 +131,7 @@ def round_trips(
 
 
 def ping_pong(comm: MPI.Intracomm, first: int, second: int, n_bytes: int, turns: int) -> float:
-    """The usual way between two ranks, told to all. Collective; the others sleep."""
+    """Return the usual time of one way between two ranks, on all ranks. Collective; the others sleep."""
     quiet_barrier(comm)
     times = round_trips(comm, first, second, np.zeros(n_bytes, np.uint8), turns + turns // 5)
     quiet_barrier(comm)
@@ -140,12 +140,12 @@ def ping_pong(comm: MPI.Intracomm, first: int, second: int, n_bytes: int, turns:
 
 
 def latency(job: Job, turns: int = 100) -> float:
-    """One way of a ping-pong over the longest way, in seconds. Collective."""
+    """Return the time of one way between the two ranks that are farthest apart, in seconds. Collective."""
     return 0.0 if job.size == 1 else ping_pong(job.comm, 0, farthest(job.hosts), PING_BYTES, turns)
 
 
 def quiet_barrier(comm: MPI.Intracomm) -> None:
-    """A barrier in which a rank that waits sleeps. Collective."""
+    """Wait for all ranks, asleep. Collective."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(NAP_S)

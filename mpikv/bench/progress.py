@@ -34,14 +34,14 @@ class Recorded(Progress):
             self._file = os.open(path, os.O_WRONLY)
 
     def update(self, n: int = 0, what: str | None = None, **values: float) -> None:
-        """See `Progress`."""
+        """Do what `Progress.update` does, in the record."""
         super().update(n, what, **values)
         if self._file is not None:
             record = json.dumps([self.done, self.total, self.what])
             os.pwrite(self._file, record.encode().ljust(RECORD_BYTES), 0)
 
     def close(self) -> None:
-        """No record comes any more."""
+        """End the record."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -62,7 +62,7 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _drawing(progress: Progress, file: int) -> Iterator[None]:
-    """Show what the record says, for the block and once at its end."""
+    """Show what the record says, during the block and once at its end."""
     ended = threading.Event()
 
     def draw() -> None:
@@ -86,7 +86,7 @@ def _drawing(progress: Progress, file: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwarding(process: subprocess.Popen[str]) -> Iterator[None]:
-    """What this process is told goes to `process`. Ctrl-C reaches both; then its end is waited for."""
+    """Send the signals that this process gets to `process`. Ctrl-C reaches both; then its end is waited for."""
 
     def forward(signum: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -15,13 +15,11 @@ import numpy as np
 
 from mpikv import kv
 from mpikv.arrays import HostArray
-from mpikv.bench.allreduce import NO_RAW, sizes_of
-from mpikv.bench.job import Job, job_of, mpi_can_add
+from mpikv.bench.allreduce import beside, sizes_of, titles
+from mpikv.bench.job import Job, job_of
 from mpikv.bench.limits import Limit, Rates, server_limit
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.probes import latency
-from mpikv.bench.raw import raw_contender
-from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.stores import Way, store_contender
 from mpikv.config import Config
@@ -31,7 +29,7 @@ TYPES = {"sync": ("dist_sync", ""), "sync-sgd": ("dist_sync", "sgd"), "async-sgd
 
 
 def run(session: Session) -> None:
-    """Collective over workers and servers."""
+    """Measure what the options ask for. Collective over workers and servers."""
     everybody, options = session.job, session.options
     config = everybody.config.with_(num_servers=options.servers)
     roles = assign(everybody.hosts, options.servers, config.server_placement)
@@ -39,9 +37,7 @@ def run(session: Session) -> None:
     comm = everybody.comm.Split(int(is_server), everybody.rank)
     session.job = job_of(comm, config)
     session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers")
-    session.titles(TABLE)
-    if not mpi_can_add(session.dtype):
-        session.note(NO_RAW.format(dtype=session.dtype.name))
+    titles(session)
     pattern = Pattern(session.dtype, comm.Get_rank(), comm.Get_size())
     for n_bytes in sizes_of(session):
         for place, variant in enumerate(options.variants):
@@ -54,8 +50,7 @@ def run(session: Session) -> None:
             array: HostArray = np.zeros(n_bytes // session.dtype.itemsize, session.dtype)
             way = Way(variant, (array.shape,), session.dtype, config, optimizer=optimizer, type_=type_, single=True)
             made = [store_contender(session.job, pattern, way, [array], everybody.comm)]
-            if mpi_can_add(session.dtype):
-                made.append(raw_contender(session.job, pattern, [array]))
+            made += beside(session, pattern, [array])
 
             def bound(rates: Rates, what: str = variant, n_bytes: int = n_bytes) -> dict[str, Limit]:
                 remote = _remote(everybody, roles)
@@ -65,13 +60,13 @@ def run(session: Session) -> None:
 
 
 def _serve(everybody: Job, type_: str, config: Config) -> None:
-    """Be a server of one store, and come back."""
+    """Be a server of one store, and return when the workers have closed it."""
     with contextlib.suppress(SystemExit):
         kv.create(type_, comm=everybody.comm, config=config)
 
 
 def _remote(everybody: Job, roles: Roles) -> int:
-    """Workers on other hosts than a server, for the server with most."""
+    """Return how many workers are on other hosts than a server, for the server with most."""
     return max(
         sum(everybody.hosts[worker] != everybody.hosts[server] for worker in roles.workers) for server in roles.servers
     )

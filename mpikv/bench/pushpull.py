@@ -10,19 +10,16 @@ from dataclasses import replace
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.bench import gloo
-from mpikv.bench.allreduce import compare_sizes
-from mpikv.bench.job import mpi_can_add
+from mpikv.bench.allreduce import beside, compare_sizes
 from mpikv.bench.lists import compare_lists
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
-from mpikv.bench.raw import raw_contender
 from mpikv.bench.session import Session
 from mpikv.bench.stores import Way, store_contender
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective."""
     options = session.options
     if options.keys:
         compare_lists(session, ((max(1, options.key_bytes // session.dtype.itemsize),),) * options.keys)
@@ -38,8 +35,4 @@ def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Conten
     made = [store_contender(job, pattern, way, [array]) for way in ways]
     shared = [replace(way, what=f"shared, {way.what}", shared=True) for way in (ways[0], ways[2])]
     made += [store_contender(job, pattern, way) for way in shared]
-    if mpi_can_add(dtype):
-        made.append(raw_contender(job, pattern, [array]))
-    if "gloo" in session.options.vs:
-        made.append(gloo.contender(job, pattern, [array]))
-    return made
+    return made + beside(session, pattern, [array])

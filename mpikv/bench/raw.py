@@ -21,7 +21,7 @@ PACKED = "raw MPI, packed"
 
 
 def raw_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray], what: str = RAW) -> Contender:
-    """One MPI_Allreduce in place per array."""
+    """Make the contender that calls MPI_Allreduce in place, once per array."""
     from mpi4py import MPI  # noqa: PLC0415
 
     allreduce, op = job.comm.Allreduce, MPI.SUM
@@ -35,7 +35,7 @@ def raw_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray], what:
 
 
 def packed_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) -> Contender:
-    """Copy into one buffer, one MPI_Allreduce, copy back."""
+    """Make the contender that copies into one buffer, calls MPI_Allreduce once, and copies back."""
     from mpi4py import MPI  # noqa: PLC0415
 
     flat = [array.reshape(-1) for array in arrays]
@@ -54,7 +54,7 @@ def packed_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) ->
 
 
 def filler(pattern: Pattern, arrays: Sequence[HostArray]) -> Any:
-    """A `prepare` that fills all arrays."""
+    """Make a `prepare` that fills all arrays."""
 
     def prepare() -> None:
         for array in arrays:
@@ -64,7 +64,7 @@ def filler(pattern: Pattern, arrays: Sequence[HostArray]) -> Any:
 
 
 def checker(pattern: Pattern, arrays: Sequence[HostArray]) -> Any:
-    """A `check` that all arrays hold the sum."""
+    """Make a `check` that all arrays hold the sum."""
 
     def check() -> bool:
         return all(pattern.is_total(array) for array in arrays)

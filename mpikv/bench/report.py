@@ -9,8 +9,7 @@ much of that bound is reached (100: nothing is faster). "-": not known.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mpikv.bench.counts import Counts
 from mpikv.bench.limits import Limit, Rates
@@ -52,10 +51,6 @@ class Row:
     link_bytes_per_s: float | None
     wrong: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def rows_of(
     results: Sequence[Result],
@@ -68,9 +63,10 @@ def rows_of(
     limits: Mapping[str, Limit],
     limit: Limit,
 ) -> list[Row]:
-    """The rows of one size. ranks: that hold a copy of the value. limits: of contenders with another one than `limit`.
+    """Return the rows of one size. ranks: that hold a copy of the value.
 
-    `ratio_to_raw` divides by the median of the contender `RAW`; it is None where there is none.
+    limits: of contenders with another than `limit`. `ratio_to_raw` divides by the median of the contender `RAW`; it is
+    None where there is none.
     """
     raw_s = next((result.summary.median_s for result in results if result.what == RAW), None)
     rows = []
@@ -126,7 +122,7 @@ TABLE = Table(
 
 
 def table_row(row: Row) -> str:
-    """One line; a wrong result says so at its end."""
+    """Return one line; a wrong result says so at its end."""
     return TABLE.line(
         short(row.n_bytes),
         row.what,
@@ -146,7 +142,7 @@ def table_row(row: Row) -> str:
 
 
 def microseconds(time_s: float) -> str:
-    """Four digits or more."""
+    """Write a time in microseconds, with four digits or more."""
     time_us = time_s * 1e6
     return f"{time_us:.1f}" if time_us < 10_000 else f"{time_us:.0f}"
 

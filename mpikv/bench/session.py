@@ -33,13 +33,13 @@ class Session:
     job: Job
     progress: Progress
     link_bytes_per_s: float | None = None  # the slowest link between hosts; None on one host
-    rows: list[Any] = field(default_factory=list)  # Row, or a kind's own with `what`, `wrong` and `as_dict`
+    rows: list[Any] = field(default_factory=list)  # Row, or a kind's own a dataclass with `what` and `wrong`
     notes: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  # what a command adds to the JSON file
     draw: Callable[[str, str, Sequence[Any]], None] = plot.bandwidths  # for --plot: path, title, rows
 
     def probes(self, n_bytes: int, over: Job | None = None) -> Probes:
-        """For values of `n_bytes`; `over` as in `Probes`. Collective."""
+        """Make the probes for values of `n_bytes`; `over` as in `Probes`. Collective."""
         return Probes(self.job, n_bytes, self.dtype, self.link_bytes_per_s, over)
 
     @property
@@ -50,7 +50,7 @@ class Session:
 
     @property
     def dtype(self) -> np.dtype[np.generic]:
-        """Of all arrays."""
+        """The dtype of all arrays."""
         found: np.dtype[np.generic] = np.dtype(self.options.dtype)
         return found
 
@@ -61,12 +61,12 @@ class Session:
             self.progress.say(f"# {text}")
 
     def titles(self, table: Table) -> None:
-        """Those of a table's columns, printed on rank 0, the one that lays out tables."""
+        """Print the titles of a table's columns on rank 0, which lays out tables."""
         if self.job.rank == 0:
             self.progress.say(table.head())
 
     def lines(self, line: Callable[[T], str], rows: Sequence[T]) -> None:
-        """One line of a table for each row, printed on rank 0."""
+        """Print one line of a table for each row, on rank 0."""
         if self.job.rank == 0:
             self.progress.say(*map(line, rows))
 

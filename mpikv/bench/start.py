@@ -1,8 +1,9 @@
-"""Being started: by `mpirun`, or alone with `-n`, and then this process becomes an `mpirun` of the same command.
+"""How a benchmark is started: by `mpirun`, or alone with `-n`; then this process becomes an `mpirun` of the same
+command.
 
 It becomes it by exec, so that signals reach `mpirun` and its status is this command's; where a progress bar is to be
-drawn it stays beside it. Where the ranks are started by a launcher already, `-n` may only repeat their number. What is
-wrong with the options is told once, by rank 0, although every rank finds it.
+drawn, this process stays beside it. Where a launcher has started the ranks already, `-n` may only repeat their number.
+What is wrong with the options is told once, by rank 0, although every rank finds it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 
 def environment_rank(environ: Mapping[str, str] | None = None) -> int:
-    """This process's rank by its launcher's variables, 0 without a launcher. Needs no MPI."""
+    """Return this process's rank by its launcher's variables, 0 without a launcher. Needs no MPI."""
     environ = os.environ if environ is None else environ
     if launcher.find(environ) is None:
         return 0  # a batch script has SLURM_PROCID, too
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_ranks(wanted: int | None, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is to become an `mpirun`. Raises ConfigError where `-n` contradicts the launcher."""
+    """Return whether this process is to become an `mpirun`. Raises ConfigError where `-n` contradicts the launcher."""
     found = launcher.find(environ)
     if found is not None and wanted not in (None, found.size):
         raise ConfigError(f"-n {wanted}, but {found.size} ranks were started by {found}: leave -n out under a launcher")

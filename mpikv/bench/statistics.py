@@ -3,7 +3,8 @@
     algbw = S / t                     bytes of the value per second
     busbw = algbw * 2 (n - 1) / n     what one rank's links carry in an allreduce by any bandwidth-optimal algorithm
 
-Percentiles by linear interpolation between the two nearest times. Source: NVIDIA nccl-tests, doc/PERFORMANCE.md. Pure.
+Percentiles come from linear interpolation between the two nearest times. Source: NVIDIA nccl-tests, doc/PERFORMANCE.md.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ GIGA = 1e9  # nccl-tests prints GB/s of 10^9
 
 
 class Summary(NamedTuple):
-    """The times of one contender at one size, in seconds. Each is the slowest rank's."""
+    """The times of one contender at one size, in seconds. Each time is the slowest rank's."""
 
     iterations: int
     median_s: float
@@ -26,7 +27,7 @@ class Summary(NamedTuple):
 
 
 def summarise(times_s: Any) -> Summary:
-    """times_s: (n,). Raises ValueError without a time."""
+    """Summarise times_s, (n,). Raises ValueError without a time."""
     if not len(times_s):
         raise ValueError("no iteration was measured")
     values = np.asarray(times_s, np.float64)
@@ -35,26 +36,26 @@ def summarise(times_s: Any) -> Summary:
 
 
 def median(values: Any) -> float:
-    """values: (n,), n > 0."""
+    """Return the median of values, (n,), n > 0."""
     return float(np.median(values))
 
 
 def undisturbed(times_s: Any) -> float:
-    """The 10th percentile: of many short times, of which some waited for a core. 0 where there are none."""
+    """Return the 10th percentile: of many short times, of which some waited for a core. 0 where there are none."""
     return float(np.percentile(times_s, 10)) if len(times_s) else 0.0
 
 
 def ratios(times_s: Any, base_s: Any) -> tuple[float, float]:
-    """Median and 95th percentile of the ratios within the same rounds. times_s, base_s: (rounds,)."""
+    """Return median and 95th percentile of the ratios within the same rounds. times_s, base_s: (rounds,)."""
     middle, p95 = np.percentile(np.asarray(times_s) / np.asarray(base_s), (50, 95))
     return float(middle), float(p95)
 
 
 def algbw(n_bytes: int, time_s: float) -> float:
-    """In GB/s."""
+    """Return the bytes of the value per second, in GB/s."""
     return n_bytes / time_s / GIGA
 
 
 def busbw(n_bytes: int, time_s: float, ranks: int) -> float:
-    """In GB/s. 0 for one rank, which sends nothing."""
+    """Return what one rank's links carry, in GB/s. 0 for one rank, which sends nothing."""
     return algbw(n_bytes, time_s) * 2 * (ranks - 1) / ranks

@@ -90,7 +90,7 @@ class _Use:
         return all(self._pattern.is_total(array, factor) for array in results)
 
     def count(self, comm: MPI.Intracomm) -> Counts:
-        """One call more, counted. To be called when nothing is negotiated any more. Collective over `comm`."""
+        """Make one call more, and count it; call this when nothing is negotiated any more. Collective over `comm`."""
         self.prepare()
         comm.Barrier()  # no control message is on its way any more when all have come out of the last call
         before = self.store.stats()
@@ -105,7 +105,7 @@ class _Use:
 def store_contender(
     job: Job, pattern: Pattern, way: Way, arrays: Sequence[HostArray] | None = None, comm: MPI.Intracomm | None = None
 ) -> Contender:
-    """The store used in one way. Collective over `comm`, the ranks of the store; default those of the job.
+    """Make the contender that uses the store in one way. Collective over `comm`, by default the ranks of the job.
 
     arrays: the user's, shared between contenders; None: own ones. With servers the job is that of the workers.
     """
@@ -118,5 +118,5 @@ def store_contender(
 
 
 def forced(way: Way, algorithm: str) -> Way:
-    """`way` by one algorithm."""
+    """Return `way` with one algorithm prescribed."""
     return replace(way, what=algorithm, config=way.config.with_(algorithm=algorithm))

@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def goodput(job: Job, sender: int, receiver: int) -> float:
-    """Bytes per second from one rank to another, told to all. Raises MpikvError on all where they cannot connect."""
+    """Return the bytes per second from one rank to another, on all ranks. MpikvError on all if they cannot connect."""
     listener = None
     offer: tuple[list[str], int, bytes] = ([], 0, b"")
     same_host = job.hosts[sender] == job.hosts[receiver]
@@ -61,7 +61,7 @@ def goodput(job: Job, sender: int, receiver: int) -> float:
 
 
 def between_hosts(job: Job) -> float:
-    """The smallest goodput from a host to the next. Collective."""
+    """Return the smallest goodput from a host to the next. Collective."""
     leaders = job.leaders()
     return min(
         goodput(job, sender, receiver) for sender, receiver in zip(leaders, leaders[1:] + leaders[:1], strict=True)
@@ -76,7 +76,7 @@ def _connect(names: list[str], port: int, token: bytes) -> socket.socket | None:
 
 
 def connect(address: tuple[str, int], token: bytes) -> socket.socket:
-    """A connection to whoever waits in `accept` with this token. Raises OSError where nobody answers."""
+    """Connect to whoever waits in `accept` with this token. Raises OSError where nobody answers."""
     connection = socket.create_connection(address, CONNECT_S)
     connection.settimeout(SILENT_S)
     connection.sendall(token)
@@ -84,7 +84,7 @@ def connect(address: tuple[str, int], token: bytes) -> socket.socket:
 
 
 def accept(listener: socket.socket, token: bytes, limit_s: float = ACCEPT_S) -> socket.socket:
-    """The connection that begins with the token; others are closed. Blocks; MpikvError after `limit_s`."""
+    """Return the connection that begins with the token; others are closed. Blocks; MpikvError after `limit_s`."""
     deadline_s = time.monotonic() + limit_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         listener.settimeout(left_s)
@@ -131,7 +131,7 @@ def _receive(connection: socket.socket) -> float:
 
 
 def addresses() -> list[str]:
-    """This host's IPv4 addresses, those that other hosts can reach first."""
+    """Return this host's IPv4 addresses, those that other hosts can reach first."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

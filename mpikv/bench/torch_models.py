@@ -14,7 +14,7 @@ from torch import nn
 
 
 class _Block(nn.Module):  # type: ignore[misc] # PyTorch is not looked at
-    """Two convolutions 3x3 and a way around them."""
+    """Two convolutions 3x3, and a path around them."""
 
     def __init__(self, channels: int, inside: int, stride: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _Block(nn.Module):  # type: ignore[misc] # PyTorch is not looked at
 
 
 def _convolution(channels: int, inside: int, size: int, stride: int) -> Any:
-    """Without a bias, and its batch normalisation."""
+    """Make a convolution without a bias, and its batch normalisation."""
     return nn.Sequential(
         nn.Conv2d(channels, inside, size, stride, padding=size // 2, bias=False), nn.BatchNorm2d(inside)
     )
@@ -67,14 +67,14 @@ _NETWORKS: Mapping[str, _Network] = {
 
 
 def make(name: str, pixels: int, seed: int) -> Any:
-    """The network with weights drawn from `seed`, ready to train."""
+    """Make the network with weights drawn from `seed`, ready to train."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return _NETWORKS[name].make(pixels)
 
 
 def batch(name: str, pixels: int, examples: int, seed: int) -> tuple[Any, Any]:
-    """Images (examples, channels, pixels, pixels), float32, and labels, drawn from `seed`."""
+    """Make images (examples, channels, pixels, pixels), float32, and labels, drawn from `seed`."""
     network = _NETWORKS[name]
     drawn = torch.Generator().manual_seed(seed)
     images = torch.randn((examples, network.channels, pixels, pixels), generator=drawn)

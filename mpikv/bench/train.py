@@ -34,7 +34,7 @@ ROUNDINGS = 8  # how many times as far as one rounding of the first weights lead
 
 
 def run(session: Session) -> None:
-    """Collective."""
+    """Measure what the options ask for. Collective."""
     options, job = session.options, session.job
     pixels = options.image_size or TRAINED[options.model]
     threads = options.threads or max(1, session.job.cores // job.ranks_per_host)
@@ -123,7 +123,7 @@ def _compare(
 
 
 def _turn(comm: Any, way: Alone, batches: Sequence[Any]) -> float:
-    """Some steps; the seconds that they took here."""
+    """Make some steps, and return the seconds that they took here."""
     comm.Barrier()
     start_s = time.perf_counter()
     for images, labels in batches:
@@ -141,7 +141,7 @@ def _round_once(way: Alone) -> None:
 
 
 def _distance(work: Work, net: torch.nn.Module, reference: Alone, start: torch.nn.Module) -> float:
-    """How far a net's way from `start` differs from the reference's, relative to how far this has moved."""
+    """Return how far a net's way from `start` differs from the reference's, relative to how far this has moved."""
     away = moved = 0.0
     nets = (net, start, reference.net, work.net)
     with torch.no_grad():

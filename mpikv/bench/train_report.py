@@ -7,17 +7,17 @@ were from the reference's at most, relative to how far they have moved.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mpikv.tables import Column, Table
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One way with one batch size. Times in seconds, of one step. n_bytes: of all gradients. iterations: rounds.
+    """One way with one batch size.
 
-    difference: None where it is no number.
+    Times in seconds, of one step. n_bytes: of all gradients. iterations: rounds. difference: None where it is no
+    number.
     """
 
     model: str
@@ -35,10 +35,6 @@ class TrainRow:
     difference: float | None
     wrong: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 TABLE = Table(
     Column("batch", 6),
@@ -53,7 +49,7 @@ TABLE = Table(
 
 
 def line(row: TrainRow) -> str:
-    """A row of the table; a wrong result says so at its end."""
+    """Return a row of the table; a wrong result says so at its end."""
     return TABLE.line(
         row.batch,
         row.what,

@@ -25,7 +25,7 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 @dataclass(frozen=True)
 class Work:
-    """What all ways share. store: for those that use one, which may share it."""
+    """What all ways share. store: for those that use one; several may share it."""
 
     job: Job
     store: KVStore
@@ -33,7 +33,7 @@ class Work:
 
 
 class Alone:
-    """The step without any exchange: every rank trains for itself. And what the other ways have in common."""
+    """The step without any exchange: every rank trains for itself. It is also the base of the other ways."""
 
     title = "alone"
 
@@ -45,11 +45,11 @@ class Alone:
 
     @classmethod
     def missing(cls) -> str:
-        """Why this way cannot be gone; empty where it can."""
+        """Say why this way cannot be measured here; empty where it can."""
         return ""
 
     def step(self, images: Any, labels: Any) -> None:
-        """One whole step."""
+        """Make one whole step."""
         torch.nn.functional.cross_entropy(self.model(images), labels).backward()
         self.exchange()
         self.update()
@@ -99,7 +99,7 @@ class RawEach(Alone):
 
 
 def sum_in_place(job: Job, tensor: Any) -> None:
-    """MPI_Allreduce through mpi4py."""
+    """Sum an array over the ranks by MPI_Allreduce through mpi4py."""
     from mpi4py import MPI  # noqa: PLC0415
 
     job.comm.Allreduce(MPI.IN_PLACE, tensor.detach().numpy(), MPI.SUM)

@@ -1,14 +1,16 @@
 """Allreduce for several ranks on each of several hosts: every byte crosses a host's link once, whatever their number.
 
-Among c ranks of every host, its carriers, the buffer is divided in c lanes. The ranks of a host send what they have to
-add straight to the lane's carrier; the carriers of one lane, one on every host, form a ring; and each carrier sends
-what is finished to the ranks of its host. So all carriers use the link at the same time. All three go on side by side,
-segment by segment in the order of the ring, so that the work within the host is hidden behind the link. Short buffers,
-where steps count and not bytes, go through the direct algorithm or halving and doubling in place of the ring.
+The buffer is divided over c rings of ranks, each with one rank of every host: the ring's *carrier* on that host. The
+ranks of a host send each segment that they have to add straight to the carrier of its ring; the carriers of a ring add
+it and pass it on; and each carrier sends what is finished to the ranks of its host. So all carriers use the link at the
+same time. All three go on side by side, segment by segment in the order of the ring, so that the work within the
+host is hidden behind the link. Short buffers, where steps count and not bytes, go through the direct algorithm or
+halving and doubling between the carriers, in place of the ring.
 
-c is the size of the smallest host. A host's further ranks belong to the lanes in turn: their chunks pass through the
-carrier, which costs a message within the host more. Chunk of host j: added in the order of the hosts j+1, j+2, ..., j,
-within a host in the order of the ranks from the carrier on, so by ranks alone.
+c is the size of the smallest host. The further ranks of a larger host carry nothing. Each of them belongs to one of the
+rings, in turn, and its chunk passes through the carrier of that ring, which takes one more message within the host.
+Chunk of host j: added in the order of the hosts j+1, j+2, ..., j, and within a host in the order of the ranks from the
+carrier on; so the order follows from the ranks alone.
 
 Cost for h hosts of c ranks: bytes out of each host 2(h-1)/h n; per rank 2(h-1) steps of n/(hc) elements across the
 link and 2(c-1)n/c elements within the host; scratch: c windows of segments. On one host this is `naive`, with one rank
@@ -33,48 +35,49 @@ from mpikv.engine.request import Steps
 from mpikv.topology import topology
 from mpikv.transports.base import Group
 
-# One lane of up to so many bytes takes as long as a few messages: then fewer steps win over equal shares of the link.
+# One ring's part of up to so many bytes takes as long as a few messages: fewer steps then win over equal shares of the
+# link.
 SHORT_BYTES = 32 << 10
 DIRECT_HOSTS = 4  # up to so many hosts every carrier may send to all others at once
 
 
-class Lanes:
-    """This rank's place among hosts and lanes, and what passes through its host."""
+class HostRings:
+    """This rank's place among hosts and rings, and what passes through its host."""
 
     def __init__(self, group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> None:
         found = topology(group.hosts)
         self.buf, self.tag = buf, tag
-        self.n_hosts, self.n_lanes = len(found.hosts), found.carriers
+        self.n_hosts, self.n_rings = len(found.hosts), found.carriers
         self.host, self.place = found.host_of[group.rank], found.local_rank[group.rank]
         ranks_here = found.hosts[self.host]
         self.n_here = len(ranks_here)
         self.local = group.part(ranks_here)
-        # of each lane and host: the chunks of the ranks of the lane, its carrier's first
+        # of each ring and host: the chunks of the ranks of the ring, its carrier's first
         self.chunks = [
-            [[(chunks[rank], chunks[rank + 1]) for rank in ranks[lane :: self.n_lanes]] for ranks in found.hosts]
-            for lane in range(self.n_lanes)
+            [[(chunks[rank], chunks[rank + 1]) for rank in ranks[ring :: self.n_rings]] for ranks in found.hosts]
+            for ring in range(self.n_rings)
         ]
-        self.carries = self.place < self.n_lanes
+        self.carries = self.place < self.n_rings
         if self.carries:
             self.across = group.part([ranks[self.place] for ranks in found.hosts])
         # of each rank of this host beyond the carriers: its place and the segments of its chunk
         self.further = {
             place: list(cut((chunks[rank], chunks[rank + 1]), buf.itemsize, LINK_SEGMENT_BYTES))
             for place, rank in enumerate(ranks_here)
-            if place >= self.n_lanes
+            if place >= self.n_rings
         }
-        self.short = buf.nbytes <= SHORT_BYTES * self.n_lanes
+        self.short = buf.nbytes <= SHORT_BYTES * self.n_rings
 
-    def steps(self, lane: int, *, reducing: bool) -> list[list[Span]]:
-        """The segments of a lane as they pass its carrier on this host."""
-        return passing(self.chunks[lane], self.host, self.buf.itemsize, LINK_SEGMENT_BYTES, reducing=reducing)
+    def steps(self, ring: int, *, reducing: bool) -> list[list[Span]]:
+        """The segments of a ring as they pass its carrier on this host."""
+        return passing(self.chunks[ring], self.host, self.buf.itemsize, LINK_SEGMENT_BYTES, reducing=reducing)
 
-    def by_lane(self, *, reducing: bool) -> list[tuple[int, Span]]:
-        """(lane, segment) of all lanes but this rank's own, the lanes in turn."""
-        others = [lane for lane in range(self.n_lanes) if lane != self.place]
-        segments = [[s for step in self.steps(lane, reducing=reducing) for s in step] for lane in others]
+    def by_ring(self, *, reducing: bool) -> list[tuple[int, Span]]:
+        """(ring, segment) of all rings but this rank's own, the rings in turn."""
+        others = [ring for ring in range(self.n_rings) if ring != self.place]
+        segments = [[s for step in self.steps(ring, reducing=reducing) for s in step] for ring in others]
         rows = itertools.zip_longest(*segments)
-        return [(lane, span) for row in rows for lane, span in zip(others, row, strict=True) if span is not None]
+        return [(ring, span) for row in rows for ring, span in zip(others, row, strict=True) if span is not None]
 
     def view(self, span: Span) -> HostArray:
         """That part of the buffer."""
@@ -96,7 +99,7 @@ class Lanes:
         def take(i: int) -> None:
             views[i][...] = targets[i][: views[i].size]
 
-        carrier = self.place % self.n_lanes
+        carrier = self.place % self.n_rings
         return Receiver(self.local, [(carrier, target) for target in targets], self.tag, LINK_WINDOW, take=take)
 
     def collector(self, segments: Sequence[Span], combine: np.ufunc) -> Receiver:
@@ -119,11 +122,11 @@ class Lanes:
     def further_of(self, carrier: int) -> list[tuple[int, Span]]:
         """The same of another carrier of this host."""
         return [
-            (place, span) for place, spans in self.further.items() for span in spans if place % self.n_lanes == carrier
+            (place, span) for place, spans in self.further.items() for span in spans if place % self.n_rings == carrier
         ]
 
     def packed(self) -> tuple[HostArray, tuple[int, ...]]:
-        """A copy of this rank's lane, host after host, and the bounds of the hosts' parts in it."""
+        """A copy of this ring's part of the buffer, host after host, and the bounds of the hosts' parts in it."""
         parts = [self.view(span) for spans in self.chunks[self.place] for span in spans]
         lengths = [sum(end - begin for begin, end in spans) for spans in self.chunks[self.place]]
         return np.concatenate(parts), (0, *itertools.accumulate(lengths))
@@ -159,30 +162,30 @@ def reduce_scatter(
     if len(set(group.hosts)) == 1:
         yield from naive.reduce_scatter(group, buf, chunks, tag, combine)
         return
-    lane = Lanes(group, buf, chunks, tag)
-    stages: list[Stage] = [lane.sender(lane.by_lane(reducing=True), _all)]
-    if not lane.carries:
-        stages.append(lane.results())
+    rings = HostRings(group, buf, chunks, tag)
+    stages: list[Stage] = [rings.sender(rings.by_ring(reducing=True), _all)]
+    if not rings.carries:
+        stages.append(rings.results())
         yield from drive(*stages)
         return
-    steps = lane.steps(lane.place, reducing=True)
+    steps = rings.steps(rings.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collector = lane.collector(segments, combine)
+    collector = rings.collector(segments, combine)
     stages.append(collector)
-    hosted = lane.hosted()
-    if lane.short:
+    hosted = rings.hosted()
+    if rings.short:
         yield from drive(*stages)
-        packed, ends = lane.packed()
-        yield from lane.direct().reduce_scatter(lane.across, packed, ends, tag, combine)
-        lane.unpack(packed, [lane.host])
-        yield from drive(lane.sender(hosted, _all))
+        packed, ends = rings.packed()
+        yield from rings.direct().reduce_scatter(rings.across, packed, ends, tag, combine)
+        rings.unpack(packed, [rings.host])
+        yield from drive(rings.sender(hosted, _all))
         return
-    n_others = lane.n_here - 1
+    n_others = rings.n_here - 1
     ready = (lambda: collector.count // n_others) if n_others else None
-    circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=True, ready=ready, combine=combine)
+    circle = Circle(rings.across, buf, steps, tag, LINK_WINDOW, reducing=True, ready=ready, combine=combine)
     # The chunks of this host come last, and the further ranks' after the carrier's own.
     unhosted = len(segments) - len(hosted)
-    stages += [circle.receiver, circle.sender, lane.sender(hosted, lambda: circle.count() - unhosted)]
+    stages += [circle.receiver, circle.sender, rings.sender(hosted, lambda: circle.count() - unhosted)]
     yield from drive(*stages)
 
 
@@ -194,38 +197,38 @@ def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> 
     if len(set(group.hosts)) == 1:
         yield from naive.allgather(group, buf, chunks, tag)
         return
-    lane = Lanes(group, buf, chunks, tag)
-    mine = lane.further.get(lane.place, [])
-    incoming = [(at, span) for at, span in lane.by_lane(reducing=False) if span not in mine]
-    stages: list[Stage] = [lane.receiver(incoming)]
-    if not lane.carries:
-        stages.append(lane.sender([(lane.place % lane.n_lanes, span) for span in mine], _all))
+    rings = HostRings(group, buf, chunks, tag)
+    mine = rings.further.get(rings.place, [])
+    incoming = [(at, span) for at, span in rings.by_ring(reducing=False) if span not in mine]
+    stages: list[Stage] = [rings.receiver(incoming)]
+    if not rings.carries:
+        stages.append(rings.sender([(rings.place % rings.n_rings, span) for span in mine], _all))
         yield from drive(*stages)
         return
-    steps = lane.steps(lane.place, reducing=False)
+    steps = rings.steps(rings.place, reducing=False)
     segments = [span for step in steps for span in step]
-    hosted = lane.hosted()
-    further = lane.receiver(hosted)
+    hosted = rings.hosted()
+    further = rings.receiver(hosted)
     # Every finished segment goes to the other ranks of this host, but not back to where it came from.
     came_from = {span: place for place, span in hosted}
     receivers = [
-        [(place, span) for place in range(lane.n_here) if place not in (lane.place, came_from.get(span))]
+        [(place, span) for place in range(rings.n_here) if place not in (rings.place, came_from.get(span))]
         for span in segments
     ]
     through = [0, *itertools.accumulate(len(places) for places in receivers)]
     outgoing = [entry for entries in receivers for entry in entries]
-    if lane.short:
+    if rings.short:
         yield from drive(further)
-        packed, ends = lane.packed()
-        yield from lane.direct().allgather(lane.across, packed, ends, tag)
-        lane.unpack(packed, range(lane.n_hosts))
-        yield from drive(*stages, lane.sender(outgoing, _all))
+        packed, ends = rings.packed()
+        yield from rings.direct().allgather(rings.across, packed, ends, tag)
+        rings.unpack(packed, range(rings.n_hosts))
+        yield from drive(*stages, rings.sender(outgoing, _all))
         return
     n_own = len(steps[0]) - len(hosted)
 
     def ready() -> int:
         return len(segments) if further.done else n_own + further.count
 
-    circle = Circle(lane.across, buf, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
-    stages += [further, circle.receiver, circle.sender, lane.sender(outgoing, lambda: through[circle.count()])]
+    circle = Circle(rings.across, buf, steps, tag, LINK_WINDOW, reducing=False, ready=ready)
+    stages += [further, circle.receiver, circle.sender, rings.sender(outgoing, lambda: through[circle.count()])]
     yield from drive(*stages)

@@ -7,13 +7,16 @@ number of the round and how much of it is done, so they only grow, and one that 
 counts this round.
 
 Nothing has to be given back between rounds. Ranks read each other's values before the result is complete, nobody ends
-a round before it is complete, and none of its elements changes until all ranks have begun the next round.
+a round before it is complete, and none of its elements changes until all ranks have begun the next round. The same
+holds for what a rank says of its values. What it knows of the labels, its flags, others read until they end the round,
+when it may be in the next one. So flags have two words, for rounds by turns. Who writes to one of them again, two
+rounds later, has ended the round between, which was complete only after all had begun it, and so ended the one before.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,16 +24,18 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.collectives.labelled import Comparison, Said
 from mpikv.engine.request import Waiter
-from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
+from mpikv.hostmemory.counters import Counters, Reached, table_bytes
+from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory
 
-# Words of each rank. Where its values are, and where it adds up; segments of the further ranks' chunks that are added
-# up; that a further rank has updated its chunk; segments of its lane that are in the result; and from FILLED on, for
-# each lane, those that its carrier may read. DIGEST and FACTOR: what it says of its values (labelled.py).
-VALUES, TOTALS, DIGEST, FACTOR, REDUCED, UPDATED, GATHERED, FILLED = range(8)
-ROUND_BITS = 32  # a round's count stays below, with the flags of the one who counts above it
+# Words of each rank. Where its values are, and where it adds up, and DIGEST and FACTOR, what it says of its values
+# (labelled.py). Then counters: segments of the further ranks' chunks that are added up; that a further rank has updated
+# its chunk; segments of its ring that are in the result; FLAGS, what it knows of the labels, for even and for odd
+# rounds; and from FILLED on, for each ring, segments that its carrier may read.
+VALUES, TOTALS, DIGEST, FACTOR, REDUCED, UPDATED, GATHERED, FLAGS, _, FILLED = range(10)
+ROUND_BITS = 32  # a round's count stays below
+MOST = (1 << ROUND_BITS) - 1
 FLAGS_BITS = 2
-COUNT_BITS = ROUND_BITS - FLAGS_BITS
-COUNT_MASK = (1 << COUNT_BITS) - 1
+FLAGS_MASK = (1 << FLAGS_BITS) - 1
 
 
 _AS_FLOAT, _AS_WORD = struct.Struct("=d"), struct.Struct("=Q")
@@ -38,11 +43,7 @@ _AS_FLOAT, _AS_WORD = struct.Struct("=d"), struct.Struct("=Q")
 
 def counters_bytes(n_ranks: int) -> int:
     """What the counters of a key take on a host of `n_ranks`, of which some or all are carriers."""
-    return n_ranks * _stride_bytes(n_ranks)
-
-
-def _stride_bytes(n_lanes: int) -> int:
-    return aligned((FILLED + n_lanes) * WORD_BYTES)
+    return table_bytes(n_ranks, FILLED + n_ranks)
 
 
 class Place(NamedTuple):
@@ -67,7 +68,7 @@ class HostKey:
         place: Place,
         n_elems: int,
         dtypes: tuple[np.dtype[Any], np.dtype[Any]],
-        n_lanes: int,
+        n_rings: int,
         *,
         room: Callable[[int], HostArray],
         on_count: Callable[[int], None] = lambda _name: None,
@@ -76,15 +77,14 @@ class HostKey:
         dtype, wire_dtype = dtypes
         assert place.value_bytes % ALIGN_BYTES == place.counters_bytes % ALIGN_BYTES == 0
         self._memory, self._n_elems, self._wire_dtype = memory, n_elems, wire_dtype
-        self._stride = _stride_bytes(n_lanes) // WORD_BYTES
-        self._words = memory.words(place.counters_bytes, memory.size * self._stride)
-        self._me = memory.rank * self._stride
+        self._counters = Counters(memory, place.counters_bytes, FILLED + n_rings)
         self.place = place
         self.value = memory.array(place.value_bytes, n_elems, dtype)
         self._room = room
         self._own: HostArray | None = None
         self._round = 0
         self._comparison: Comparison | None = None
+        self._flags = 0  # as the others may read them
         self._on_count, self._on_wait = on_count, on_wait
 
     @property
@@ -106,11 +106,17 @@ class HostKey:
         """The next round begins: where this rank's values are, and where it adds up, as far as others read there."""
         self._round += 1
         self._comparison = comparison
+        say = self._counters.say
         if comparison is not None:
-            self._words[self._me + DIGEST] = comparison.own.digest
-            (self._words[self._me + FACTOR],) = _AS_WORD.unpack(_AS_FLOAT.pack(comparison.own.factor))
-        self._words[self._me + VALUES] = self._memory.offset_of(values) or 0
-        self._words[self._me + TOTALS] = self._memory.offset_of(totals) or 0
+            say(DIGEST, comparison.own.digest)
+            say(FACTOR, *_AS_WORD.unpack(_AS_FLOAT.pack(comparison.own.factor)))
+        self._tell_flags(0)
+        say(VALUES, self._memory.offset_of(values) or 0)
+        say(TOTALS, self._memory.offset_of(totals) or 0)
+
+    def _tell_flags(self, flags: int) -> None:
+        self._flags = flags
+        self._counters.say(FLAGS + self._round % 2, (self._round << FLAGS_BITS) + flags)
 
     def is_shared(self, array: HostArray) -> bool:
         """Whether the other ranks of the host can read this array."""
@@ -118,33 +124,35 @@ class HostKey:
 
     def array_of(self, place: int, word: int) -> HostArray:
         """The array that a rank named; after it has counted something in this round."""
-        return self._memory.array(self._words[place * self._stride + word], self._n_elems, self._wire_dtype)
+        return self._memory.array(self._counters.said(place, word), self._n_elems, self._wire_dtype)
 
     def said_by(self, place: int) -> Said:
         """What a rank says of its values, where labels are compared; after it has counted something in this round."""
-        at = place * self._stride
-        (factor,) = _AS_FLOAT.unpack(_AS_WORD.pack(self._words[at + FACTOR]))
-        return Said(self._words[at + DIGEST], factor)
+        (factor,) = _AS_FLOAT.unpack(_AS_WORD.pack(self._counters.said(place, FACTOR)))
+        return Said(self._counters.said(place, DIGEST), factor)
 
     def count(self, word: int, done: int) -> None:
         """Say how much this rank has done in this round, and what it knows of the labels by now."""
-        if not ORDERED:
-            fence()
-        flags = 0 if self._comparison is None else self._comparison.flags
-        self._words[self._me + word] = (self._round << ROUND_BITS) + (flags << COUNT_BITS) + done
+        comparison = self._comparison
+        if comparison is not None and comparison.flags != self._flags:
+            self._tell_flags(comparison.flags)
+        self._counters.count(word, (self._round << ROUND_BITS) + done)
         self._on_count(self.place.counters_bytes)
 
     def counted(self, place: int, word: int) -> int:
         """How much another rank has done in this round. What it knew of the labels is known here then."""
-        done = self._words[place * self._stride + word] - (self._round << ROUND_BITS)
-        if not ORDERED:
-            fence()
-        if done > COUNT_MASK:
-            if done >> ROUND_BITS:
-                return (1 << ROUND_BITS) - 1  # a later round
-            if self._comparison is not None:
-                self._comparison.flags |= done >> COUNT_BITS
-        return max(done, 0) & COUNT_MASK
+        done = self._counters.of(place, word) - (self._round << ROUND_BITS)
+        if done > 0 and self._comparison is not None:
+            self._comparison.flags |= self._counters.said(place, FLAGS + self._round % 2) & FLAGS_MASK
+        return min(max(done, 0), MOST)  # the most: it is in a later round
+
+    def reached(self, place: int, word: int, done: int) -> bool:
+        """Whether another rank has done so much of this round."""
+        return self.counted(place, word) >= done
+
+    def awaited(self, places: Sequence[int], word: int, done: int) -> Reached:
+        """A request that is done when these ranks have done so much of this round."""
+        return Reached(self, places, word, done)
 
     def wakes(self, waiter: Waiter) -> bool:
         """As `Waking.wakes`: when another rank has counted something."""

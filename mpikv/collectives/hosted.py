@@ -1,7 +1,7 @@
 """The hierarchical allreduce with its part within a host done in memory that the host's ranks share.
 
-As in `hierarchical`, lane by lane and segment by segment, but no message stays within a host. Each rank makes its
-values readable, a segment of every lane in turn; the carrier of a lane adds what its host has and passes it on around
+As in `hierarchical`, ring by ring and segment by segment, but no message stays within a host. Each rank makes its
+values readable, a segment for every ring in turn; the carrier of a ring adds what its host has and passes it on around
 the ring, while later segments are still being copied; what comes back goes straight into the result, which the host has
 once, and from there into the arrays of the call. Ranks tell each other through counters (host_key.py) how far they are,
 so none waits for another but in a transfer of this key, in whatever order keys are pushed.
@@ -21,12 +21,13 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.hierarchical import Lanes
+from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.ring import Circle
 from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
 from mpikv.engine.request import Steps, Waiter
+from mpikv.hostmemory.sums import in_order, newest_first, scaled
 from mpikv.topology import topology
 from mpikv.transports.base import Group
 
@@ -50,7 +51,7 @@ class _OnCount:
 
 
 class _Fill(_AnyTime):
-    """A stage that makes this rank's values readable, a segment of each lane in turn."""
+    """A stage that makes this rank's values readable, a segment for each ring in turn."""
 
     def __init__(self, key: HostKey, values: HostArray, segments: Sequence[tuple[int, Span]]) -> None:
         self._key, self._values, self._segments = key, values, iter(segments)
@@ -58,23 +59,23 @@ class _Fill(_AnyTime):
         self.done = False
 
     def move(self) -> bool:
-        lane, (begin, end) = next(self._segments, (-1, (0, 0)))
-        if lane < 0:
+        ring, (begin, end) = next(self._segments, (-1, (0, 0)))
+        if ring < 0:
             self.done = True
             return False
         self._key.own[begin:end] = self._values[begin:end]
-        self._counts[lane] = self._counts.get(lane, 0) + 1
-        self._key.count(FILLED + lane, self._counts[lane])
+        self._counts[ring] = self._counts.get(ring, 0) + 1
+        self._key.count(FILLED + ring, self._counts[ring])
         return True
 
 
 class _Collect(_OnCount):
-    """A stage that adds the segments of a carrier's lane over the ranks of its host, from its own place on."""
+    """A stage that adds the segments of a carrier's ring over the ranks of its host, from its own place on."""
 
     def __init__(
         self,
         key: HostKey,
-        lanes: Lanes,
+        rings: HostRings,
         values: HostArray,
         totals: HostArray,
         segments: Sequence[Span],
@@ -82,11 +83,13 @@ class _Collect(_OnCount):
         combine: np.ufunc,
         comparison: Comparison | None,
     ) -> None:
-        self._key, self._segments, self._combine, self._comparison = key, segments, combine, comparison
+        # What comes first, what is there second, as for messages.
+        self._combine = newest_first(combine)
+        self._key, self._segments, self._comparison = key, segments, comparison
         self._values, self._totals = values, totals
-        self._others = [(lanes.place + i) % lanes.n_here for i in range(1, lanes.n_here)]
+        self._others = [(rings.place + i) % rings.n_here for i in range(1, rings.n_here)]
         self._ratios = [1.0] * len(self._others)
-        self._word = FILLED + lanes.place
+        self._word = FILLED + rings.place
         self._ready = 0  # as far as known
         self.count = 0
         self.done = not segments
@@ -100,16 +103,13 @@ class _Collect(_OnCount):
         if self._comparison is not None and not self.count:
             self._ratios = [self._comparison.ratio(self._key.said_by(place)) for place in self._others]
         begin, end = self._segments[self.count]
-        own, total = self._values[begin:end], self._totals[begin:end]
-        for place, ratio in zip(self._others, self._ratios, strict=True):
-            values = self._key.array_of(place, VALUES)[begin:end]
-            if ratio != 1.0:
-                values = values * values.dtype.type(ratio)
-            # What comes first, what is there second, as for messages: two NaNs give the first one's bits.
-            self._combine(values, own, out=total)
-            own = total
-        if own is not total and self._values is not self._totals:
-            total[...] = own
+        own = self._values[begin:end]
+        total = own if self._values is self._totals else self._totals[begin:end]
+        others = [
+            scaled(self._key.array_of(place, VALUES)[begin:end], ratio)
+            for place, ratio in zip(self._others, self._ratios, strict=True)
+        ]
+        in_order(total, [own, *others], self._combine)
         self.count += 1
         self.done = self.count == len(self._segments)
         return True
@@ -170,7 +170,7 @@ class _Follow(_OnCount):
 
 
 class _Further(_OnCount):
-    """A stage that counts which of the further ranks' segments, in the order of the lane, have been updated by them."""
+    """A stage that counts which of the further ranks' segments, in the order of the ring, have been updated by them."""
 
     def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]]) -> None:
         self._key, self._places = key, [place for place, _ in segments]
@@ -219,41 +219,41 @@ def reduce_scatter(
     ended, but by us where it is `changeable`. comparison: that of `group`, where labels are compared. Collective.
     Yields each request it must wait for.
     """
-    lanes = Lanes(group, values, chunks, tag)
+    rings = HostRings(group, values, chunks, tag)
     shared = key.is_shared(values)
-    totals = values if changeable and (shared or not lanes.hosted()) else key.own
+    totals = values if changeable and (shared or not rings.hosted()) else key.own
     key.begin(values if shared else key.own, totals, comparison)
-    lanes.buf = totals
-    outgoing = lanes.by_lane(reducing=True)
+    rings.buf = totals
+    outgoing = rings.by_ring(reducing=True)
     stages: list[Stage] = []
     if shared:
-        for lane in range(lanes.n_lanes):
-            key.count(FILLED + lane, sum(one == lane for one, _ in outgoing))
+        for ring in range(rings.n_rings):
+            key.count(FILLED + ring, sum(one == ring for one, _ in outgoing))
     else:
         stages.append(_Fill(key, values, outgoing))
-    if not lanes.carries:
-        carrier = lanes.place % lanes.n_lanes
-        owned = bool(lanes.further[lanes.place])
-        through = [span for place, span in lanes.further_of(carrier) if owned and place <= lanes.place]
+    if not rings.carries:
+        carrier = rings.place % rings.n_rings
+        owned = bool(rings.further[rings.place])
+        through = [span for place, span in rings.further_of(carrier) if owned and place <= rings.place]
         stages.append(_Follow(key, REDUCED, {carrier: through}))
         yield from drive(*stages)
         if owned and comparison is not None:
             comparison.units = key.said_by(carrier).factor
         return key.array_of(carrier, TOTALS) if owned else values
-    steps = lanes.steps(lanes.place, reducing=True)
+    steps = rings.steps(rings.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collect = _Collect(key, lanes, values, totals, segments, combine=combine, comparison=comparison)
+    collect = _Collect(key, rings, values, totals, segments, combine=combine, comparison=comparison)
     stages.append(collect)
-    hosted = [span for _, span in lanes.hosted()]
-    if lanes.short:
+    hosted = [span for _, span in rings.hosted()]
+    if rings.short:
         yield from drive(*stages)
-        packed, ends = lanes.packed()
-        yield from lanes.direct().reduce_scatter(lanes.across, packed, ends, tag, combine)
-        lanes.unpack(packed, [lanes.host])
+        packed, ends = rings.packed()
+        yield from rings.direct().reduce_scatter(rings.across, packed, ends, tag, combine)
+        rings.unpack(packed, [rings.host])
         key.count(REDUCED, len(hosted))
         return totals
     circle = Circle(
-        lanes.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count, combine=combine
+        rings.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count, combine=combine
     )
     unhosted = len(segments) - len(hosted)
     stages += [circle.receiver, circle.sender, _Tell(key, REDUCED, hosted, lambda: circle.count() - unhosted)]
@@ -268,35 +268,35 @@ def allgather(
 
     outs: (n,), contiguous, any dtype. Collective. Yields each request it must wait for.
     """
-    lanes = Lanes(group, key.value, chunks, tag)
+    rings = HostRings(group, key.value, chunks, tag)
 
     def drain(span: Span) -> None:
         for out in outs:
-            out[span[0] : span[1]] = lanes.view(span)
+            out[span[0] : span[1]] = rings.view(span)
 
     segments = {
-        lane: [span for step in lanes.steps(lane, reducing=False) for span in step] for lane in range(lanes.n_lanes)
+        ring: [span for step in rings.steps(ring, reducing=False) for span in step] for ring in range(rings.n_rings)
     }
-    own = segments.pop(lanes.place, [])
+    own = segments.pop(rings.place, [])
     others = _Follow(key, GATHERED, segments, drain)
-    if not lanes.carries:
+    if not rings.carries:
         key.count(UPDATED, 1)
         yield from drive(others)
         return
-    further = _Further(key, lanes.hosted())
-    if lanes.short:
+    further = _Further(key, rings.hosted())
+    if rings.short:
         yield from drive(further)
-        packed, ends = lanes.packed()
-        yield from lanes.direct().allgather(lanes.across, packed, ends, tag)
-        lanes.unpack(packed, range(lanes.n_hosts))
+        packed, ends = rings.packed()
+        yield from rings.direct().allgather(rings.across, packed, ends, tag)
+        rings.unpack(packed, range(rings.n_hosts))
         yield from drive(_Tell(key, GATHERED, own, lambda: len(own), drain), others)
         return
-    n_unhosted = len(lanes.steps(lanes.place, reducing=False)[0]) - len(lanes.hosted())
+    n_unhosted = len(rings.steps(rings.place, reducing=False)[0]) - len(rings.hosted())
 
     def ready() -> int:
         return len(own) if further.done else n_unhosted + further.count
 
     circle = Circle(
-        lanes.across, key.value, lanes.steps(lanes.place, reducing=False), tag, LINK_WINDOW, reducing=False, ready=ready
+        rings.across, key.value, rings.steps(rings.place, reducing=False), tag, LINK_WINDOW, reducing=False, ready=ready
     )
     yield from drive(further, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others)

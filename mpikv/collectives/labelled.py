@@ -1,7 +1,7 @@
 """Groups whose messages say under which labels the values in them were pushed; the collectives know nothing of it.
 
 Every rank adds in the *units* of its own factor. A message of a reduce-scatter ends with a *note* of 32 bytes where its
-sender has anything to say that its last message to this receiver, in the rounds of the same lane, did not say: the
+sender has anything to say that its last message to this receiver, in the rounds of the same queue, did not say: the
 digest of what must be equal on all workers, the factor that the values are in, and whether any of what has come to the
 sender so far was in other units (MIXED) or of another digest (WRONG). The receiver brings the values into its own units
 before they are combined with its own. The messages by which one chunk is added connect all ranks. So where digests
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.digests import digest
 from mpikv.engine.request import Request, Waiter, Waking, wakes
-from mpikv.hostmemory.counters import digest
 from mpikv.labels import Label
 from mpikv.transports.base import Group, Transport
 
@@ -59,18 +59,14 @@ def _said_of(label: Label, *, exact: bool) -> Said:
 
 
 class Comparison:
-    """One worker's side of a lane: what it has said to whom and heard from whom, and what it knows of the round.
+    """One worker's side of a queue: what it has said to whom and heard from whom, and what it knows of the round.
 
-    labels: of each key of the lane, as all workers have them before the first round; None: it takes no part in a round.
+    labels: of each key of the queue, as all workers have them before the first round; None: it takes no part in rounds.
     exact: values are integers, which cannot be scaled.
     """
 
     def __init__(self, labels: Sequence[Label | None], *, exact: bool) -> None:
         self._exact = exact
-        self.restart(labels)
-
-    def restart(self, labels: Sequence[Label | None]) -> None:
-        """All workers have agreed on new labels."""
         self._labels, self.own = labels, self._facts(labels)
         self._first = self.own
         self._said: dict[int, Said] = {}

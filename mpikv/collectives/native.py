@@ -34,7 +34,7 @@ MPI_OPS: dict[np.ufunc, MPI.Op] = {np.add: MPI.SUM, np.minimum: MPI.MIN, np.maxi
 
 
 def duplicate(comm: MPI.Intracomm) -> Steps[MPI.Intracomm]:
-    """A communicator for one key. Collective, and ranks must call it for their keys in the same order."""
+    """Make a communicator for one key. Collective, and ranks must call it for their keys in the same order."""
     try:
         own, request = comm.Idup()
         yield MpiRequest(request, own)

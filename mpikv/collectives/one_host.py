@@ -20,26 +20,8 @@ from mpikv.arrays import HostArray
 from mpikv.collectives.host_key import FILLED, GATHERED, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import HOST_SEGMENT_BYTES
-from mpikv.engine.request import Done, Steps, Waiter, Waking
-
-
-class _Counted(Waking):
-    """A request that is done when other ranks have counted as much of a word."""
-
-    __slots__ = ("_count", "_key", "_left", "_word")
-
-    def __init__(self, key: HostKey, places: Sequence[int], word: int, count: int) -> None:
-        self._key, self._left, self._word, self._count = key, list(places), word, count
-
-    def test(self) -> bool:
-        """Whether they have."""
-        while self._left and self._key.counted(self._left[-1], self._word) >= self._count:
-            self._left.pop()
-        return not self._left
-
-    def wakes(self, waiter: Waiter) -> bool:
-        """When another rank has counted something."""
-        return self._key.wakes(waiter)
+from mpikv.engine.request import Done, Steps
+from mpikv.hostmemory.sums import in_order, scaled
 
 
 def _rows(bounds: Sequence[int], itemsize: int) -> Iterator[list[slice]]:
@@ -53,7 +35,7 @@ def _rows(bounds: Sequence[int], itemsize: int) -> Iterator[list[slice]]:
 def share(key: HostKey, rank: int) -> Steps[None]:
     """Wait until rank 0 has written the key's first value. Collective; before the first round."""
     if key.value.size and rank:
-        yield _Counted(key, [0], GATHERED, 1)
+        yield key.awaited([0], GATHERED, 1)
     elif key.value.size:
         key.count(GATHERED, 1)
 
@@ -90,9 +72,9 @@ def reduce_scatter(
                 yield Done()  # let other keys move on, too
     sources: list[tuple[HostArray, float]] = []
     for done, at in enumerate(range(begin, end, step), 1):
-        counted = _Counted(key, others, FILLED, done)
-        if not counted.test():
-            yield counted
+        filled = key.awaited(others, FILLED, done)
+        if not filled.test():
+            yield filled
         if not sources:
             for place in range(size):
                 theirs = values if place == rank else key.array_of(place, VALUES)
@@ -101,12 +83,7 @@ def reduce_scatter(
                     ratio = comparison.ratio(key.said_by(place))
                 sources.append((theirs, ratio))
         part = slice(at, min(at + step, end))
-        first, *rest = (
-            theirs[part] if ratio == 1.0 else theirs[part] * theirs.dtype.type(ratio) for theirs, ratio in sources
-        )
-        for source in rest:
-            combine(first, source, out=own[part])
-            first = own[part]
+        in_order(own[part], [scaled(theirs[part], ratio) for theirs, ratio in sources], combine)
     return own
 
 
@@ -123,8 +100,8 @@ def allgather(rank: int, bounds: Sequence[int], key: HostKey, outs: Sequence[Hos
         if part.start == part.stop:
             continue
         if place != rank:
-            counted = _Counted(key, [place], GATHERED, 1)
-            if not counted.test():
-                yield counted
+            complete = key.awaited([place], GATHERED, 1)
+            if not complete.test():
+                yield complete
         for out in outs:
             out[part] = key.value[part]

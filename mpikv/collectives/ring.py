@@ -39,7 +39,7 @@ SEGMENT_BYTES = HOST_SEGMENT_BYTES  # the longest segment
 def passing(
     chunks: Sequence[Sequence[Span]], me: int, itemsize_bytes: int, segment_bytes: int, *, reducing: bool
 ) -> list[list[Span]]:
-    """The segments that pass rank `me`, step by step: those it has from the start, then those that come.
+    """Return the segments that pass rank `me`, step by step: those it has from the start, then those that come.
 
     chunks: the spans of each rank's chunk.
     """
@@ -89,7 +89,7 @@ class Circle:
         self.sender = Sender(group, [(after, view) for view in outgoing], tag, window, self.count)
 
     def count(self) -> int:
-        """How many segments, from the first on, are finished at this rank."""
+        """Return how many segments, from the first on, are finished at this rank."""
         ready = self._ready()
         return ready if ready < self._n_first else self._n_first + self.receiver.count
 

@@ -1,6 +1,6 @@
 """Sums through memory that the ranks of a host share.
 
-All ranks are in the same call (see hostmemory/counters). A call is a *plan*: a list of chunks, each small enough for
+All ranks are in the same call (see hostmemory/together). A call is a *plan*: a list of chunks, each small enough for
 the cache. Three things happen to a chunk, one after another, and to three chunks at a time, so that ranks seldom wait:
 
 - fill: each rank copies its values into its slot of shared memory, where the others do not see them anyway;
@@ -20,15 +20,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import repeat
 from operator import setitem
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
-from mpikv.hostmemory.counters import FILLED, SUMMED, CallCounters
+from mpikv.arrays import HostArray
+from mpikv.hostmemory.counters import Counters, Reached
+from mpikv.hostmemory.sums import Way, way_of
+from mpikv.hostmemory.together import FREE
 from mpikv.reductions import SUM, Reduction
 
 SMALL_BYTES = 4 << 10  # copies up to this are made through memoryviews, which start in a third of the time
@@ -37,20 +38,20 @@ MANY = 8  # copies from which on a loop in C pays
 
 Copy = tuple[Any, Any]  # destination and source: two arrays or two memoryviews
 WHOLE = slice(None)
-Wait = Callable[[Callable[[], bool]], None]
+Wait = Callable[[Reached], None]
+
+FILLED, SUMMED = FREE, FREE + 1  # counters of chunks
+WORDS = FREE + 2  # of the decision on calls, and of their steps
 
 
 class Sum(NamedTuple):
-    """`out` becomes the sum of `sources`, in this order; then it is copied to `copies`, then `after` is called.
-
-    how(out, sources): what is done in place of adding in the dtype of the arrays.
-    """
+    """`out` becomes what `way` makes of `sources`; then it is copied to `copies`, then `after` is called."""
 
     out: HostArray
     sources: tuple[HostArray, ...]
     copies: tuple[HostArray, ...]
     after: Callable[[], None] | None
-    how: Callable[[HostArray, Sequence[HostArray]], None] | None
+    way: Way
 
 
 def summed(
@@ -61,20 +62,8 @@ def summed(
     op: Reduction = SUM,
 ) -> Sum:
     """A `Sum`, or what another reduction makes of one array of each rank."""
-    wide = sum_dtype(sources[0].dtype) != sources[0].dtype
-    how = partial(_reduce, op, wide) if wide or op is not SUM else None
-    return Sum(out, tuple(sources), tuple(copies), after, how)
-
-
-def _reduce(op: Reduction, wide: bool, out: HostArray, sources: Sequence[HostArray]) -> None:
-    """wide: float16 and bfloat16, reduced in float32; rounded once, if `out` is one of them."""
-    first, second, *others = sources
-    total = op.combine(first, second, dtype=np.float32) if wide else op.combine(first, second, out=out)
-    for source in others:
-        op.combine(total, source, out=total)
-    op.finish(total, len(sources))
-    if wide:
-        np.copyto(out, total, casting="unsafe")
+    way = way_of(sources[0].dtype, op.combine, op.finish if op.is_mean else None)
+    return Sum(out, tuple(sources), tuple(copies), after, way)
 
 
 class Copies:
@@ -138,13 +127,8 @@ def copy_all(copies: Copies) -> None:
 
 def add_all(sums: Sequence[Sum]) -> None:
     """Do sums one after another."""
-    for out, sources, copies, after, how in sums:
-        if how is not None:
-            how(out, sources)
-        else:
-            np.add(sources[0], sources[1], out)
-            for source in sources[2:]:
-                np.add(out, source, out)
+    for out, sources, copies, after, way in sums:
+        way(out, sources)
         for copy in copies:
             copy[...] = out
         if after is not None:
@@ -152,9 +136,12 @@ def add_all(sums: Sequence[Sum]) -> None:
 
 
 class Executor:
-    """Does plans, one after another; all ranks the same ones."""
+    """Does plans, one after another; all ranks the same ones.
 
-    def __init__(self, counters: CallCounters, wait: Wait) -> None:
+    counters: a table of `WORDS`. wait: waits for a counter of another rank's that takes long, with a limit.
+    """
+
+    def __init__(self, counters: Counters, wait: Wait) -> None:
         self._counters = counters
         self._wait = wait
         self._step = 0  # chunks done so far
@@ -170,17 +157,18 @@ class Executor:
             add_all(chunks[0].sums)
             copy_all(chunks[0].drains)
             return
-        counters, wait, n = self._counters, self._wait, len(chunks)
+        counters, n = self._counters, len(chunks)
         for i in range(1, n + 2):
             if i < n:
                 copy_all(chunks[i].fills)
-                counters.reach(FILLED, first + i + 1)
+                counters.count(FILLED, first + i + 1)
             if i - 1 < n:
-                if i > 1:
-                    counters.wait_all(FILLED, first + i, wait)
+                if i > 1 and (request := counters.awaited(FILLED, first + i)) is not None:
+                    self._wait(request)
                 add_all(chunks[i - 1].sums)
-                counters.reach(SUMMED, first + i)
+                counters.count(SUMMED, first + i)
             if i > 1:
-                counters.wait_all(SUMMED, first + i - 1, wait)
+                if (request := counters.awaited(SUMMED, first + i - 1)) is not None:
+                    self._wait(request)
                 copy_all(chunks[i - 2].drains)
         self._step = first + n

@@ -34,14 +34,14 @@ Span = tuple[int, int]  # elements [begin, end) of a buffer
 
 
 class Ends(Protocol):
-    """Where messages go to and come from: a group, or whoever numbers those it talks to."""
+    """Where messages go to and come from: a group, or an object that has its own numbers for the ranks it talks to."""
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """As `Transport.isend`."""
+        """Do what `Transport.isend` does."""
         ...
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
-        """As `Transport.irecv`."""
+        """Do what `Transport.irecv` does."""
         ...
 
 
@@ -51,11 +51,11 @@ class Stage(Protocol):
     done: bool
 
     def move(self) -> bool:
-        """Do what can be done without waiting; whether that was anything. Raises what went wrong."""
+        """Do what can be done without waiting, and return whether that was anything. Raises what went wrong."""
         ...
 
     def wakes(self, waiter: Waiter) -> bool:
-        """As `Waking.wakes`, where something else than another stage has to happen before this one can move."""
+        """Do what `Waking.wakes` does, where this stage waits for something else than another stage."""
         ...
 
 
@@ -85,14 +85,14 @@ def drive(*stages: Stage) -> Steps[None]:
 
 
 def cut(span: Span, itemsize_bytes: int, segment_bytes: int) -> Iterator[Span]:
-    """A span in segments of at most so many bytes, at least one element each."""
+    """Cut a span into segments of at most so many bytes, at least one element each."""
     step = max(1, segment_bytes // itemsize_bytes)
     for first in range(*span, step):
         yield first, min(first + step, span[1])
 
 
 def scratch(group: Group, views: Sequence[HostArray], window: int) -> list[HostArray]:
-    """Arrays to receive values into that are to be combined with `views`, `window` of them at a time."""
+    """Make arrays for receiving values that are to be combined with `views`, `window` of them at a time."""
     longest = max((view.size for view in views), default=0)
     dtype = views[0].dtype if views else np.dtype(np.uint8)
     room = group.room(dtype)
@@ -116,11 +116,11 @@ class Sender:
 
     @property
     def left(self) -> int:
-        """How many segments, from the first on, have left their arrays."""
+        """Return how many segments, from the first on, have left their arrays."""
         return self._sent - len(self._under_way)
 
     def move(self) -> bool:
-        """Forget what has been sent, start what is ready."""
+        """Forget what has been sent, and start what is ready."""
         moved = False
         while self._under_way and self._under_way[0].test():
             self._under_way.popleft()
@@ -135,7 +135,7 @@ class Sender:
         return moved
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When the oldest segment under way has left."""
+        """Wake the waiter when the oldest segment under way has left."""
         return not self._under_way or wakes(self._under_way[0], waiter)
 
 
@@ -166,7 +166,7 @@ class Receiver:
         self.done = not targets
 
     def move(self) -> bool:
-        """Take what has come, ask for more."""
+        """Take what has come, and ask for more."""
         moved = False
         limit = len(self._targets) if self._may_take is None else self._may_take()
         wanted = len(self._targets) if self._may_ask is None else self._may_ask()
@@ -186,7 +186,7 @@ class Receiver:
         return moved
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When the oldest segment under way has come, where it may be taken then."""
+        """Wake the waiter when the oldest segment under way has come, if it may be taken then."""
         if not self._under_way or (self._may_take is not None and self.count >= self._may_take()):
             return True  # another stage has to move
         return wakes(self._under_way[0], waiter)

@@ -71,6 +71,11 @@ class Cifar10(_Cifar):
     folder `cifar-10-batches-bin` or `cifar-10-batches-py` of them. train: the 50000 images for training, else
     the 10000 for testing. num_parts, part_index: as of ArrayDataset. Local. Raises FileNotFoundError that names what
     is missing, ValueError for a file that is no whole number of images or holds something else.
+
+    >>> n_bytes = open('test_batch.bin', 'wb').write(bytes([7]) + bytes(3 * 32 * 32))  # one black image
+    >>> image, label = data.Cifar10('.', train=False)[0]
+    >>> image.shape, int(label)
+    ((3, 32, 32), 7)
     """
 
     @tells
@@ -82,7 +87,12 @@ class Cifar10(_Cifar):
 class Cifar100(_Cifar):
     """CIFAR-100: as Cifar10, from `train.bin` and `test.bin`, or the pickled `train` and `test`.
 
-    coarse: the 20 superclasses as labels, instead of the 100 classes.
+    coarse: the labels are the 20 superclasses instead of the 100 classes.
+
+    >>> n_bytes = open('test.bin', 'wb').write(bytes([3, 42]) + bytes(3 * 32 * 32))  # one black image
+    >>> image, label = data.Cifar100('.', train=False)[0]
+    >>> image.shape, int(label)
+    ((3, 32, 32), 42)
     """
 
     @tells

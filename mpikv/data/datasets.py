@@ -21,11 +21,17 @@ from mpikv.runtime.abort import tells
 
 
 class ArrayDataset:
-    """`dataset[i]` is the tuple of the arrays' rows i; of a single array, the row itself.
+    """Arrays whose first axes belong together: `dataset[i]` is the tuple of their rows i.
+
+    Of a single array it is the row itself.
 
     arrays: one or more of equal length, (n, ...): NumPy arrays, memory maps, anything else that `numpy.asarray` takes.
-    num_parts >= 1, 0 <= part_index < num_parts: only that part, one piece of the n; the first n % num_parts parts have
-    one more. Local. Raises ValueError where the lengths differ.
+    num_parts >= 1, 0 <= part_index < num_parts: take that part only, one piece of the n rows; the first n % num_parts
+    parts have one row more. Local. Raises ValueError where the lengths differ.
+
+    >>> dataset = data.ArrayDataset(np.arange(6).reshape(3, 2), np.array([7, 8, 9]))
+    >>> len(dataset), dataset.take([0, 2])
+    (3, (array([[0, 1], [4, 5]]), array([7, 9])))
     """
 
     @tells
@@ -49,8 +55,14 @@ class ArrayDataset:
         return found if len(found) > 1 else found[0]
 
     def take(self, indices: Any) -> Any:
-        """The batch of these examples: a tuple of arrays (len(indices), ...), in memory of their own; of a single
-        array, that. Raises IndexError for what is not in the part."""
+        """Return the batch of these examples. Local.
+
+        It is a tuple of arrays (len(indices), ...), in memory of their own; of a single array, that array. Raises
+        IndexError for an example that is not in the part.
+
+        >>> data.ArrayDataset(np.arange(6) * 10).take([5, 0])
+        array([50,  0])
+        """
         found = self._take(np.asarray(indices, dtype=np.int64))
         return found if len(found) > 1 else found[0]
 
@@ -68,8 +80,15 @@ class Mnist(ArrayDataset):
     """MNIST's or Fashion-MNIST's images and labels from IDX files: uint8 (1, height, width), and int64.
 
     directory: with `train-images-idx3-ubyte` and so on (`t10k-...` for train=False). The files are memory-mapped; those
-    packed with gzip (NAME.gz) are unpacked into memory, 47 MB for the training images. Raises FileNotFoundError that
-    names what is missing, ValueError for a damaged file or where images and labels differ in number.
+    packed with gzip (NAME.gz) are unpacked into memory, 47 MB for the training images. Local. Raises FileNotFoundError
+    that names what is missing, ValueError for a damaged file or where images and labels differ in number.
+
+    >>> head = bytes([0, 0, 8, 3]) + np.array([1, 2, 2], '>i4').tobytes()  # one image of 2x2
+    >>> n_bytes = open('train-images-idx3-ubyte', 'wb').write(head + bytes(4))
+    >>> n_bytes = open('train-labels-idx1-ubyte', 'wb').write(bytes([0, 0, 8, 1, 0, 0, 0, 1, 5]))
+    >>> image, label = data.Mnist('.')[0]
+    >>> image.shape, int(label)
+    ((1, 2, 2), 5)
     """
 
     @tells

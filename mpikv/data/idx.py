@@ -33,10 +33,14 @@ _PIECE_BYTES = 1 << 20
 
 @tells
 def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArray[Any]:
-    """The array in the file, in the machine's byte order, writable.
+    """Return the array in the file, in the machine's byte order, writable.
 
     ndim: the number of axes it must have; any if None. Local. Raises OSError when the file cannot be read,
     ValueError that names the file when it is no IDX file, is cut short, is too long, or has another number of axes.
+
+    >>> n_bytes = open('labels', 'wb').write(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9]))
+    >>> data.read_idx('labels', ndim=1)
+    array([5, 9], dtype=uint8)
     """
     with open_regular(checks.path("path", path)) as file:
         packed = file.read(2) == _GZIP_MAGIC
@@ -50,12 +54,17 @@ def read_idx(path: str | os.PathLike[str], *, ndim: int | None = None) -> NDArra
 def open_idx(
     path: str | os.PathLike[str], *, ndim: int | None = None, num_parts: int = 1, part_index: int = 0
 ) -> NDArray[Any]:
-    """The array in the file, memory-mapped and read-only: nothing is read before it is used, and then from the file.
+    """Return the array in the file, memory-mapped and read-only: what is used is read from the file then.
 
-    num_parts >= 1, 0 <= part_index < num_parts: one piece of it along the first axis, see parts.py.
+    num_parts >= 1, 0 <= part_index < num_parts: take one piece of it along the first axis, see parts.py. ndim and
+    errors: as of `read_idx`. Local.
 
     Elements of several bytes are big-endian, as they are in the file. A file packed with gzip cannot be mapped and is
-    read as by `read_idx`. ndim, errors: as of `read_idx`.
+    read as by `read_idx`.
+
+    >>> n_bytes = open('labels', 'wb').write(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 9]))
+    >>> data.open_idx('labels', num_parts=2, part_index=1).tolist()
+    [9]
     """
     name = checks.path("path", path)
     check_part(num_parts, part_index)
@@ -80,7 +89,7 @@ def _whole(name: str, ndim: int | None) -> NDArray[Any]:
 
 
 def _unpacked(path: Any, file: IO[bytes], ndim: int | None) -> bytearray:
-    """What is packed in the file, but no more than a byte beyond what its header says: a small file may hold much."""
+    """Return what is packed in the file, but at most a byte more than its header says: a small file may hold much."""
     try:
         with gzip.GzipFile(fileobj=file) as stream:
             raw = bytearray(stream.read(_LONGEST_HEADER))
@@ -113,7 +122,7 @@ def _layout(
 def _header(
     path: Any, raw: bytes | bytearray, size: int, ndim: int | None
 ) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """The same, whether or not the file is as long as that."""
+    """Return the same as `_layout`, whether or not the file is as long as its header says."""
     if len(raw) < 4:
         raise ValueError(f"{path}: truncated IDX file: {size} bytes, the header alone has 4 or more")
     zeros, code, axes = struct.unpack(">HBB", raw[:4])

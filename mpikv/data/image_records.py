@@ -27,7 +27,13 @@ _LARGEST_ID = 2**64 - 1
 
 
 class ImageHeader(NamedTuple):
-    """label: a float (a float32's value), or several as a float32 array, (n,). id, id2: 0 to 2**64 - 1."""
+    """What a record says of its image.
+
+    label: a float (a float32's value), or several as a float32 array, (n,). id, id2: 0 to 2**64 - 1.
+
+    >>> data.ImageHeader(3.0, id=17)
+    ImageHeader(label=3.0, id=17, id2=0)
+    """
 
     label: Any
     id: int = 0
@@ -35,7 +41,15 @@ class ImageHeader(NamedTuple):
 
 
 def pack(header: ImageHeader, content: bytes) -> bytes:
-    """A record of a header and an encoded image (or any other bytes)."""
+    """Make a record of a header and an encoded image (or any other bytes). Local.
+
+    Raises ValueError or TypeError for a label or ids that the header cannot have.
+
+    >>> record = data.pack(data.ImageHeader([1.0, 2.0], id=17), b'JPEG')
+    >>> header, content = data.unpack(record)
+    >>> header.label.tolist(), header.id, content
+    ([1.0, 2.0], 17, b'JPEG')
+    """
     numbers = [checks.whole(name, value, 0, _LARGEST_ID) for name, value in (("id", header.id), ("id2", header.id2))]
     try:
         label = np.asarray(header.label, dtype="<f4")
@@ -49,9 +63,12 @@ def pack(header: ImageHeader, content: bytes) -> bytes:
 
 
 def unpack(record: bytes) -> tuple[ImageHeader, bytes]:
-    """The header and the encoded image of a record. Raises ValueError where it is too short to be one.
+    """Return the header and the encoded image of a record. Raises ValueError where it is too short to be one. Local.
 
     No labels at all cannot be told from one label of 0.0: MXNet writes the same bytes for both, and so does `pack`.
+
+    >>> data.unpack(data.pack(data.ImageHeader(3.0), b'JPEG'))
+    (ImageHeader(label=3.0, id=0, id2=0), b'JPEG')
     """
     if len(record) < _HEADER.size:
         raise ValueError(f"no image record: {len(record)} bytes, the header alone has {_HEADER.size}")
@@ -66,17 +83,20 @@ def unpack(record: bytes) -> tuple[ImageHeader, bytes]:
 
 
 def decode_image(content: bytes, *, color: bool = True) -> NDArray[np.uint8]:
-    """The image in `content` (JPEG, PNG, whatever Pillow reads): uint8, (height, width, 3), red first; grey: 1 channel.
+    """Decode an image (JPEG, PNG, whatever Pillow reads): uint8, (height, width, 3), red first; color=False: 1 channel.
 
-    Turned as its EXIF data says, as MXNet's `ImageRecordIter` does it; transparency is left out. Raises ValueError for
-    what is no image or a damaged one, UnsupportedError without Pillow.
+    It is turned as its EXIF data says, as MXNet's `ImageRecordIter` does it; transparency is left out. Local. Raises
+    ValueError for what is no image or a damaged one, UnsupportedError without Pillow.
+
+    >>> data.decode_image(b'P6 2 1 255 ' + bytes(6)).shape  # a PPM file of 2x1 black pixels
+    (1, 2, 3)
     """
     pixels = np.array(turned(content).convert("RGB" if color else "L"))
     return pixels if color else pixels[:, :, None]
 
 
 def turned(content: bytes) -> Any:
-    """The decoded image as an object of Pillow's, turned as its EXIF data says. Raises as `decode_image` does."""
+    """Decode an image into an object of Pillow's, turned as its EXIF data says. Raises as `decode_image` does."""
 
     def turn(image: Any) -> Any:
         from PIL import ImageOps  # noqa: PLC0415 - an extra
@@ -87,7 +107,7 @@ def turned(content: bytes) -> Any:
 
 
 def image_size(content: bytes) -> tuple[int, int]:
-    """Width and height of the image as it is stored; only its head is read. Raises as `decode_image` does."""
+    """Return width and height of the image as it is stored; only its head is read. Raises as `decode_image` does."""
     size: tuple[int, int] = _with_image(content, lambda image: image.size)
     return size
 
@@ -107,9 +127,16 @@ def _with_image(content: bytes, use: Callable[[Any], Any]) -> Any:
 class ImageRecords:
     """A data set of the image records of a RecordFile: `images[i]` is (image, label).
 
-    image: as of `decode_image`, then what `transform(image)` makes of it. label: float32, () or (n,). To make batches,
-    `transform` must bring all images to one shape. Local. Raises DamagedRecord with the record's offset where it is no
-    image record.
+    image: what `decode_image` gives, then what `transform(image)` makes of it. label: float32, () or (n,). To make
+    batches, `transform` must bring all images to one shape. Local. Raises DamagedRecord with the record's offset where
+    it is no image record.
+
+    >>> record = data.pack(data.ImageHeader(3.0), b'P6 2 1 255 ' + bytes(6))
+    >>> n_records = data.write_records('images.rec', [record])
+    >>> images = data.ImageRecords(data.RecordFile('images.rec'))
+    >>> image, label = images[0]
+    >>> image.shape, float(label), images.header(0).id
+    ((1, 2, 3), 3.0, 0)
     """
 
     @tells
@@ -136,7 +163,7 @@ class ImageRecords:
         return image, np.asarray(header.label, np.float32)
 
     def header(self, i: int) -> ImageHeader:
-        """Labels and ids of record `i`, without decoding its image."""
+        """Return labels and ids of record `i`, without decoding its image. Raises IndexError, DamagedRecord. Local."""
         return self._unpack(i)[0]
 
     def _unpack(self, i: int) -> tuple[ImageHeader, bytes]:

@@ -38,6 +38,11 @@ class Images:
 
     train_x, test_x: uint8, (n, 1, 28, 28), 0 is black. train_y, test_y: int64, (n,), 0..9. source: one line for the
     user that says where they come from.
+
+    >>> zeros, none = np.zeros((3, 1, 28, 28), 'uint8'), np.zeros(0, 'int64')
+    >>> images = data.Images(zeros, np.array([1, 2, 3]), zeros[:0], none, 'black')
+    >>> len(images.first(2).train_x)
+    2
     """
 
     train_x: NDArray[np.uint8]
@@ -47,7 +52,10 @@ class Images:
     source: str
 
     def first(self, n: int) -> Images:
-        """The first `n` training images (all of them if there are fewer); the test images stay."""
+        """Return the first `n` training images (all of them if there are fewer); the test images stay.
+
+        ValueError for n < 1.
+        """
         if n < 1:
             raise ValueError(f"at least 1 image is needed to train on, got {n}")
         if n >= len(self.train_x):
@@ -57,11 +65,15 @@ class Images:
 
 @tells
 def load_images(data_dir: str | os.PathLike[str] | None = None) -> Images:
-    """The images in `data_dir`, else the best that this machine has (see the top of the file).
+    """Return the images in `data_dir`, else the best that this machine has (see the top of the file).
 
     Local: every worker reads for itself. Raises FileNotFoundError that names the missing files when `data_dir` is
     given and not complete, ValueError for a damaged file, UnsupportedError when there are no files and no
     scikit-learn.
+
+    >>> data.load_images('.')
+    Traceback (most recent call last):
+    FileNotFoundError: images in .; missing: train-images-idx3-ubyte[.gz], ...
     """
     if data_dir is not None:
         directory = Path(data_dir)

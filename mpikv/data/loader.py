@@ -27,7 +27,7 @@ MOST_AHEAD = 1000  # batches
 
 
 class Dataset(Protocol):
-    """What a DataLoader loads from: `len(d)` and `d[i]`; where it has `take(indices)`, that gives a batch at once."""
+    """What a DataLoader loads from: has `len(d)` and `d[i]`. If it has `take(indices)`, that makes a batch at once."""
 
     def __len__(self) -> int: ...
 
@@ -35,18 +35,23 @@ class Dataset(Protocol):
 
 
 class DataLoader:
-    """`for batch in loader` goes through one epoch. A batch is what the data set's `take` gives, else its items
-    stacked.
+    """Batches of a data set: `for batch in loader` goes through one epoch.
 
-    dataset: see Dataset. batch_size >= 1. sampler: gives the indices of an epoch, with `len`, maybe with `set_epoch`;
-    by default all examples of `dataset` in their order, or shuffled by `seed` and epoch (`shuffle=True`).
-    last: the examples left at the end of an epoch, fewer than batch_size: 'keep' makes a smaller batch of them,
-    'discard' leaves them out, 'rollover' puts them before those of the next epoch.
-    prefetch: so many batches are loaded ahead by a thread; 0 loads each in the caller when it is asked for.
-    batchify_fn: makes a batch of the list of items `dataset[i]`, in the loading thread.
+    A batch is what the data set's `take` gives; of a data set without it, the items stacked.
+
+    dataset: see Dataset. batch_size >= 1. sampler: gives the indices of an epoch; it has `len`, and maybe `set_epoch`.
+    By default the examples come in their order, or shuffled by `seed` and epoch (`shuffle=True`). last: what becomes of
+    the examples left at the end of an epoch, fewer than batch_size: 'keep' makes a smaller batch of them, 'discard'
+    leaves them out, 'rollover' puts them before those of the next epoch. prefetch: how many batches a thread loads
+    ahead; 0 loads each in the caller when it is asked for. batchify_fn: makes a batch of the list of items
+    `dataset[i]`, in the loading thread.
 
     Like the sampler's, an epoch does not advance by itself: call `set_epoch` before each. Local. What the data set
     raises while a batch is loaded is raised to whoever asks for that batch.
+
+    >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2)
+    >>> [batch.tolist() for batch in loader], len(loader)
+    ([[0, 1], [2, 3], [4]], 3)
     """
 
     @tells
@@ -86,9 +91,14 @@ class DataLoader:
         self._running: object = None  # the iteration that was begun last: `state` speaks of it
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch of the next iteration; `start` as of `SplitSampler.set_epoch`.
+        """Choose the epoch of the next iteration; `start` as in `SplitSampler.set_epoch`. Local.
 
         After `load_state` the same epoch goes on where the state was taken, any other one begins at its beginning.
+
+        >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2, shuffle=True)
+        >>> loader.set_epoch(1)
+        >>> sorted(np.concatenate(list(loader)).tolist())
+        [0, 1, 2, 3, 4]
         """
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start)
         self._set_sampler(epoch, start)
@@ -111,7 +121,7 @@ class DataLoader:
         self._batches, self._resumed = 0, False
 
     def __len__(self) -> int:
-        """The batches of a whole epoch, with what the last one left over."""
+        """Return the number of batches of a whole epoch, with what the last one left over."""
         return self._count(len(self._sampler) + len(self._before if self._after is None else self._after))
 
     def _count(self, examples: int) -> int:
@@ -119,10 +129,16 @@ class DataLoader:
         return whole + (rest > 0 and self.last == "keep")
 
     def state(self) -> dict[str, Any]:
-        """Where it is: of plain numbers, strings and lists, so that JSON or a checkpoint can keep it.
+        """Return where the loader is, as plain numbers, strings and lists, so that JSON or a checkpoint can keep it.
+        Local.
 
-        Batches count when they are handed out, not when they are loaded. It is this worker's own; where all take theirs
-        by SplitSampler and `last` is not 'rollover', that of one is good for all.
+        Batches count when they are handed out, not when they are loaded. The state belongs to this worker; where all
+        workers take their examples by SplitSampler and `last` is not 'rollover', the state of one is good for all.
+
+        >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2)
+        >>> first = next(iter(loader))
+        >>> loader.state()['batches']
+        1
         """
         return {
             "epoch": self.epoch,
@@ -133,7 +149,7 @@ class DataLoader:
         }
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to have its meaning."""
+        """What must be the same in two loaders if a state of one is to mean the same in the other."""
         found: dict[str, Any] = {"batch_size": self.batch_size, "last": self.last}
         if isinstance(self._sampler, SplitSampler):
             found |= {name: getattr(self._sampler, name) for name in ("length", "num_parts", "seed", "shuffle")}
@@ -141,9 +157,15 @@ class DataLoader:
         return found
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: the next iteration begins with the batch that would have come then.
+        """Go on where `state` was taken: the next iteration begins with the batch that would have come then. Local.
 
-        Raises ValueError, and changes nothing, for what is no state, or one of other batches than this loader makes.
+        Raises ValueError, and changes nothing, for what is no state, or the state of a loader that makes other batches.
+
+        >>> loader, other = (data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2) for _ in range(2))
+        >>> first = next(iter(loader))
+        >>> other.load_state(loader.state())
+        >>> [batch.tolist() for batch in other]
+        [[2, 3], [4]]
         """
         given = checks.options("state", state)
         if set(given) != set(self.state()):
@@ -214,7 +236,7 @@ class DataLoader:
 
 
 def stack(items: list[Any]) -> Any:
-    """A batch of items: tuples by their places, numbers and arrays as one array; bytes, strings and the rest as a list.
+    """Make a batch of items: tuples place by place, numbers and arrays as one array, everything else as a list.
 
     Raises ValueError where arrays are of different shapes.
     """

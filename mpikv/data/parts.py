@@ -1,7 +1,8 @@
 """Parts of what can be counted: part p of P of n things in their order.
 
-Each part is one piece, the first n % P parts are longer by one: `numpy.array_split`'s rule, as of `SplitSampler`'s
-'uneven'. The parts are disjoint and together all; with fewer things than parts the last parts are empty.
+Each part is one piece, and the first n % P parts are longer by one: the rule of `numpy.array_split`, and of
+`SplitSampler` with 'uneven'. The parts are disjoint and together all; with fewer things than parts the last ones are
+empty.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from mpikv import checks
 
 
 def check_part(num_parts: int, part_index: int) -> tuple[int, int]:
-    """Both as ints. Raises TypeError for what is no whole number, ValueError unless 0 <= part_index < num_parts."""
+    """Return both as ints. TypeError for what is no whole number, ValueError unless 0 <= part_index < num_parts."""
     num_parts = checks.whole("num_parts", num_parts, 1)
     part_index = checks.whole("part_index", part_index)
     if part_index >= num_parts:
@@ -19,7 +20,7 @@ def check_part(num_parts: int, part_index: int) -> tuple[int, int]:
 
 
 def bounds(n: int, num_parts: int, part_index: int) -> tuple[int, int]:
-    """The first of the part and the one behind its last."""
+    """Return the number of the part's first thing, and of the one behind its last."""
     whole, rest = divmod(n, num_parts)
     begin = whole * part_index + min(part_index, rest)
     return begin, begin + whole + (part_index < rest)

@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Name(NamedTuple):
-    """A name that the pickle speaks of; nothing but its text."""
+    """A name that occurs in the pickle; nothing but its text."""
 
     module: str
     name: str
@@ -38,7 +38,7 @@ class Name(NamedTuple):
 
 @dataclass
 class PickledArray:
-    """An array of bytes. content: where its elements are, or, of a small one, the elements; None before they came."""
+    """An array of bytes. content: where its elements are, or the elements, if it is small; None until then."""
 
     shape: tuple[int, ...] = ()
     fortran: bool = False
@@ -60,10 +60,10 @@ _IGNORED = {0x80: 1, 0x95: 8}  # the protocol's number; the length of a frame
 
 
 def read_plain_pickle(file: FileBytes) -> Any:
-    """What the pickle holds: dict, list, tuple, bytes (all strings, of either kind), int, bool, None, Span,
-    PickledArray.
+    """Return what the pickle holds, which is plain data.
 
-    Raises ValueError that names the file and the offset for anything else, and for a damaged or truncated file.
+    That is dict, list, tuple, bytes (all strings, of either kind), int, bool, None, Span, PickledArray. Raises
+    ValueError that names the file and the offset for anything else, and for a damaged or truncated file.
     """
     return _Reader(file).run()
 
@@ -179,7 +179,7 @@ class _Reader:
 
 
 class _RefusedError(Exception):
-    """What is not plain data."""
+    """The pickle holds something that is not plain data."""
 
 
 def _refuse(problem: str) -> Any:
@@ -203,7 +203,7 @@ def _known(name: Name) -> Name:
 
 
 def _called(what: Any, arguments: Any) -> Any:
-    """What NumPy's own function would make, as data."""
+    """Return, as data, what NumPy's own function would make."""
     if what in _RECONSTRUCT and arguments == (_NDARRAY, (0,), b"b"):
         return PickledArray()
     if what == _DTYPE and _of(tuple, arguments)[0] in (b"u1", b"|u1"):

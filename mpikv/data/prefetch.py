@@ -21,7 +21,10 @@ _LOOK_AGAIN_S = 1.0  # a wait looks after the thread so often: it might have bee
 
 
 class _Shared(Generic[T]):
-    """What the thread and the iterator both hold. The thread does not hold the iterator, so that can be let go of."""
+    """What the thread and the iterator both hold.
+
+    The thread does not hold the iterator, so that nobody else need hold it.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -32,7 +35,7 @@ class _Shared(Generic[T]):
 
 
 class Prefetch(Iterator[T]):
-    """Iterates over what `make` returns, which is called in the thread. ahead >= 1. For one thread that takes."""
+    """Iterates over the values of `make()`, which a thread calls. ahead >= 1. Only one thread may take values."""
 
     def __init__(self, make: Callable[[], Iterator[T]], ahead: int) -> None:
         self._shared: _Shared[T] = _Shared()

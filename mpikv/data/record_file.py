@@ -38,6 +38,12 @@ class RecordFile:
 
     Local. Several threads may use it. Raises OSError where a file cannot be read, ValueError for an index that does not
     fit the file, DamagedRecord (a ValueError) when a damaged record is come to. An empty file has no records.
+
+    >>> data.write_records('some.rec', [b'one', b'two', b'three'])
+    3
+    >>> with data.RecordFile('some.rec', index=True) as records:
+    ...     records[-1], len(records), list(records), records.keys().tolist()
+    (b'three', 3, [b'one', b'two', b'three'], [0, 1, 2])
     """
 
     @tells
@@ -90,7 +96,12 @@ class RecordFile:
             yield record
 
     def walk(self) -> Iterator[tuple[int, bytes]]:
-        """Each record's offset and its bytes, in order."""
+        """Yield each record's offset and its bytes, in order.
+
+        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
+        >>> list(data.RecordFile('some.rec').walk())
+        [(0, b'one'), (12, b'four')]
+        """
         file = self._file.ahead(AHEAD_BYTES)
         if self._index is not None:
             yield from self._at_offsets(file, self._index.offsets)
@@ -107,20 +118,37 @@ class RecordFile:
                 yield offset, record
 
     def offset(self, i: int) -> int:
-        """Where record `i` (from the end if negative) begins, in bytes. Raises IndexError."""
+        """Return where record `i` (from the end if negative) begins, in bytes. Raises IndexError.
+
+        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
+        >>> data.RecordFile('some.rec').offset(-1)
+        12
+        """
         i, n = checks.whole("the number of a record", i, None), len(self)
         if not -n <= i < n:
             raise IndexError(f"{self.path}: record {i} of {n} in part {self.part_index} of {self.num_parts}")
         return int(self.offsets()[i])
 
     def offsets(self) -> NDArray[np.int64]:
-        """Where each record of the part begins: int64, (len(self),), not to be written to."""
+        """Return where each record of the part begins: int64, (len(self),), not to be written to.
+
+        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
+        >>> data.RecordFile('some.rec').offsets()
+        array([ 0, 12])
+        """
         if self._offsets is None:
             self._offsets = self._find_offsets()
         return self._offsets
 
     def keys(self) -> NDArray[np.int64]:
-        """The key of each record in the index file: int64, (len(self),). Raises ValueError without an index file."""
+        """Return the key of each record in the index file: int64, (len(self),).
+
+        Raises ValueError without an index file.
+
+        >>> n_records = data.write_records('some.rec', [b'one', b'four'])
+        >>> data.RecordFile('some.rec', index=True).keys()
+        array([0, 1])
+        """
         if self._index is None:
             raise ValueError(f"{self.path} was opened without an index file, which has the keys; pass index=True")
         places = np.searchsorted(self._index.offsets, self.offsets())
@@ -128,16 +156,29 @@ class RecordFile:
 
     @property
     def skipped(self) -> int:
-        """How many damaged places `damaged='skip'` has come to so far. One may have been more than one record."""
+        """How many damaged places `damaged='skip'` has come to so far. One place may have been more than one record.
+
+        >>> n_bytes = open('bad.rec', 'wb').write(b'this is no record file, ')
+        >>> records = data.RecordFile('bad.rec', damaged='skip')
+        >>> list(records), records.skipped, records.damages[0].offset
+        ([], 1, 0)
+        """
         return len(self._damaged)
 
     @property
     def damages(self) -> tuple[DamagedRecord, ...]:
-        """What was wrong at each of them, in the order of the file."""
+        """What was wrong at each damaged place, as DamagedRecord errors in the order of the file.
+
+        Example: see `skipped`.
+        """
         return tuple(self._damaged[offset] for offset in sorted(self._damaged))
 
     def close(self) -> None:
-        """Close the file. Reading afterwards raises ValueError."""
+        """Close the file. Reading afterwards raises ValueError.
+
+        >>> n_records = data.write_records('some.rec', [b'one'])
+        >>> data.RecordFile('some.rec').close()
+        """
         self._file.close()
 
     def __enter__(self) -> RecordFile:

@@ -26,12 +26,12 @@ class Index(NamedTuple):
 
 
 def index_path(path: str) -> str:
-    """NAME.idx for NAME.rec."""
+    """Return NAME.idx for NAME.rec."""
     return os.path.splitext(path)[0] + ".idx"
 
 
 def read_index(path: str, size_bytes: int) -> Index:
-    """The index in the file, sorted by offset. size_bytes: of the file of records.
+    """Read an index file, and sort it by offset. size_bytes: of the file of records.
 
     Raises OSError, and ValueError that names file and line for what is no key and offset, for a key or an offset that
     comes twice, and for offsets that cannot be a record's beginning.
@@ -67,5 +67,5 @@ def read_index(path: str, size_bytes: int) -> Index:
 
 
 def write_index(path: str, entries: Iterable[tuple[int, int]]) -> None:
-    """Write keys and offsets, whole or not at all."""
+    """Write keys and offsets into an index file, whole or not at all."""
     replace_file(path, lambda file: file.writelines(b"%d\t%d\n" % entry for entry in entries))

@@ -28,6 +28,10 @@ class RecordWriter:
 
     index: True writes NAME.idx beside NAME.rec, a path writes there, False writes none (and leaves NAME.idx alone).
     Local, one thread. Raises OSError where a file cannot be written.
+
+    >>> with data.RecordWriter('some.rec') as writer:
+    ...     writer.write(b'one'), writer.write(b'four', key=7)
+    (0, 12)
     """
 
     @tells
@@ -83,11 +87,16 @@ class RecordWriter:
         return key
 
     def __len__(self) -> int:
-        """How many records were written."""
+        """Return how many records were written."""
         return len(self._offsets)
 
     def close(self) -> None:
-        """Put the file and its index in their places. A second call does nothing."""
+        """Put the file and its index in their places. A second call does nothing.
+
+        >>> writer = data.RecordWriter('some.rec', index=False)
+        >>> offset = writer.write(b'one')
+        >>> writer.close()
+        """
         self.__exit__(None, None, None)
 
     def __enter__(self) -> RecordWriter:
@@ -119,7 +128,11 @@ class _AbandonedError(Exception):
 
 
 def write_records(path: Any, records: Iterable[Any], *, index: Any = True) -> int:
-    """Write all `records` to the file; the number of them. See RecordWriter."""
+    """Write all `records` to the file and return how many they are. path, index: as of RecordWriter. Local.
+
+    >>> data.write_records('some.rec', [b'one', b'two'])
+    2
+    """
     with RecordWriter(path, index=index) as writer:
         for record in records:
             writer.write(record)

@@ -32,7 +32,13 @@ _FLAGS = {WHOLE: "a whole record", FIRST: "a first piece", MIDDLE: "a middle pie
 
 
 class DamagedRecord(MpikvError, ValueError):  # noqa: N818 - reads like its siblings
-    """A record that cannot be read. path: of the file. offset: where the record begins, in bytes."""
+    """A record that cannot be read. path: of the file. offset: where the record begins, in bytes.
+
+    >>> n_bytes = open('bad.rec', 'wb').write(b'this is no record file, ')
+    >>> list(data.RecordFile('bad.rec'))
+    Traceback (most recent call last):
+    mpikv.data.recordio.DamagedRecord: bad.rec: damaged record at offset 0: ...
+    """
 
     def __init__(self, path: str, offset: int, problem: str) -> None:
         super().__init__(path, offset, problem)

@@ -35,7 +35,7 @@ class _DamagedImageError(ValueError):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the options say; the status to exit with."""
+    """Do what the options say, and return the status to exit with."""
     try:
         with _ended_by_sigterm():
             status: int = {"pack": _pack, "list": _list, "check": _check}[options.action](options)
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an error does, so that what is half-written is removed."""
+    """Let SIGTERM end the block as an error does, so that what is half-written is removed."""
 
     def end(signum: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -104,7 +104,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _images(options: argparse.Namespace) -> tuple[list[Listed], list[str]]:
-    """The images, and the names of the classes where folders are classes."""
+    """Return the images, and the names of the classes where folders are classes."""
     if not os.path.isdir(options.source):
         if options.label_file is not None:
             raise ValueError(f"--label-file is for a folder; {options.source} is a list, which has labels")
@@ -118,7 +118,7 @@ def _images(options: argparse.Namespace) -> tuple[list[Listed], list[str]]:
 
 
 def _content(path: str, options: argparse.Namespace) -> bytes:
-    """What goes into the record: the file's own bytes, or the changed image's."""
+    """Return what goes into the record: the file's own bytes, or the changed image's."""
     with open(path, "rb") as file:
         content = file.read()
     try:
@@ -164,7 +164,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _described(record: bytes) -> str:
-    """What is in a record: of an image its size, labels and id; else its first bytes."""
+    """Describe a record: an image by its size, labels and id, anything else by its first bytes."""
     try:
         header, content = unpack(record)
         width, height = image_size(content)
@@ -207,7 +207,7 @@ def _undecodable(record: bytes) -> str:
 
 
 def _against_index(options: argparse.Namespace, index: Index | None, found: list[int]) -> Iterator[str]:
-    """What in the index is not in the file, and what in the file is not in the index."""
+    """Say which records are in the index and not in the file, and which in the file and not in the index."""
     if index is None:
         return
     name, good, listed = options.index or index_path(options.file), set(found), set(index.offsets.tolist())
@@ -220,7 +220,7 @@ def _against_index(options: argparse.Namespace, index: Index | None, found: list
 
 
 def _index(options: argparse.Namespace) -> Index | None:
-    """The index that was named, or that lies beside the file."""
+    """Return the index that was named, or that lies beside the file."""
     if options.no_index:
         if options.index is not None:
             raise ValueError("--index and --no-index contradict each other")

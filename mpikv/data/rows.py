@@ -1,4 +1,4 @@
-"""`Rows`: arrays one after another along their first axis, as one, without copying them together.
+"""`Rows`: several arrays, one after another along their first axis, used as one without copying them together.
 
 So the five files of CIFAR-10's training images are one memory-mapped array. What is asked for is copied, and no more.
 """
@@ -49,7 +49,7 @@ class Rows:
         return np.asarray(self[:], dtype)
 
     def take(self, indices: NDArray[Any]) -> NDArray[Any]:
-        """The rows of these numbers: indices (n,), result (n, ...), of the caller's own memory."""
+        """Return the rows of these numbers: indices (n,), result (n, ...), in memory of its own."""
         wanted = np.asarray(indices, dtype=np.int64)
         n = len(self)
         outside = (wanted < -n) | (wanted >= n)

@@ -48,17 +48,23 @@ class HasRank(Protocol):
 class SplitSampler:
     """The indices of one part of `range(length)`, in a new order in every epoch.
 
-    length: number of examples, >= 0. num_parts >= 1, 0 <= part_index < num_parts: which part this is.
-    last: what becomes of the `length % num_parts` examples that do not divide. 'drop': left to the next epoch, which
-    shuffles all examples anew; `left` says which. 'uneven': the first parts take one more each, so every example comes
-    once per epoch; 'wrap': the first examples of the epoch's order come a second time until all parts are equally long.
-    None: 'drop' where it shuffles, so that all workers train for equally many steps, and 'uneven' where it does not, so
-    that an evaluation sees every example once.
-    shuffle: False takes the examples in the order they have. seed: >= 0, the same on every part.
+    length: number of examples, >= 0. num_parts >= 1, 0 <= part_index < num_parts: which part this is. shuffle: False
+    takes the examples in the order they have. seed: >= 0, the same on every part.
+
+    last: what becomes of the `length % num_parts` examples that do not divide. 'drop' leaves them to the next epoch,
+    which shuffles all examples anew; `left` says which they are. 'uneven' gives one more to each of the first parts, so
+    every example comes once per epoch. 'wrap' takes the first examples of the epoch's order a second time, until all
+    parts are equally long. None is 'drop' where it shuffles, so that all workers train for equally many steps, and
+    'uneven' where it does not, so that an evaluation sees every example once.
 
     Works as `sampler=` of `torch.utils.data.DataLoader`. Iterating twice without `set_epoch` gives the same order
     twice: an epoch that advanced by itself would drift apart between parts of which one was iterated once more.
     Local, no messages. Raises TypeError for values that are no integers, ValueError for those out of range.
+
+    >>> sampler = data.SplitSampler(10, num_parts=3, part_index=1, seed=7)
+    >>> sampler.set_epoch(2)
+    >>> list(sampler), len(sampler), sampler.indices().dtype, len(sampler.left)
+    ([...], 3, dtype('int64'), 1)
     """
 
     @tells
@@ -91,10 +97,13 @@ class SplitSampler:
     def for_store(
         cls, length: int, store: HasRank, *, last: Last | None = None, shuffle: bool = True, seed: int = 0
     ) -> SplitSampler:
-        """The part of this worker: `store.rank` of `store.num_workers`.
+        """Make the sampler of this worker: part `store.rank` of `store.num_workers`. Local.
 
         Its `set_epoch` compares the workers' numbers of batches so far, without waiting: worker 0 prints a line where
         they differ, in synchronous stores.
+
+        >>> list(data.SplitSampler.for_store(4, kv.create('local'), shuffle=False))
+        [0, 1, 2, 3]
         """
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
@@ -104,10 +113,15 @@ class SplitSampler:
         return sampler
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part.
+        """Choose the order of the next iteration; the same `epoch` (>= 0) and `start` on every part. Local.
 
-        start: how many examples of the epoch's order are left out at its beginning (0 to `length`), as all parts
+        start: how many examples at the beginning of the epoch's order are left out (0 to `length`), because all parts
         together have had them already, maybe with another `num_parts`. The rest is split as a whole epoch is.
+
+        >>> sampler = data.SplitSampler(4, shuffle=False)
+        >>> sampler.set_epoch(1, start=3)
+        >>> list(sampler)
+        [3]
         """
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start, most=self.length)
         self.epoch, self.start = epoch, start
@@ -129,7 +143,11 @@ class SplitSampler:
         return iter(self.indices().tolist())
 
     def indices(self) -> NDArray[np.int64]:
-        """This epoch's indices of this part at once: int64, (len(self),)."""
+        """Return this epoch's indices of this part at once: int64, (len(self),).
+
+        >>> data.SplitSampler(5, 2, 0, shuffle=False).indices()
+        array([0, 2, 4])
+        """
         left = self.length - self.start
         if left == 0:
             return np.empty(0, dtype=np.int64)
@@ -139,7 +157,11 @@ class SplitSampler:
 
     @property
     def left(self) -> NDArray[np.int64]:
-        """The indices that no part has in this epoch, the end of its order: int64, fewer than `num_parts`."""
+        """The indices that no part has in this epoch, the end of its order: int64, fewer than `num_parts`.
+
+        >>> data.SplitSampler(5, 2, 0, shuffle=False, last='drop').left
+        array([4])
+        """
         if self.last != "drop":
             return np.empty(0, dtype=np.int64)
         return self._order()[self.start + self.num_parts * len(self) :]
@@ -158,11 +180,14 @@ class SplitSampler:
 
 
 def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool = True) -> list[Any]:
-    """Cut `data` along `batch_axis` into `num_slice` slices, views where the array makes views.
+    """Cut `data` along `batch_axis` into `num_slice` slices, which are views where the array makes views. Local.
 
     data: an array (anything with `shape`, `dtype` and slicing, else `numpy.asarray` of it). With `even_split` the axis
     must divide (ValueError otherwise); without, the first slices get one more, as in `numpy.array_split`, and a slice
-    may be empty. Local.
+    may be empty.
+
+    >>> data.split_data(np.arange(5), 2, even_split=False)
+    [array([0, 1, 2]), array([3, 4])]
     """
     array = data if _is_array(data) else as_host("data", data)
     num_slice = checks.whole("num_slice", num_slice, 1, MOST_SLICES)
@@ -186,11 +211,14 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
 def split_and_load(
     data: Any, devices: Sequence[Device] | Device, batch_axis: int = 0, even_split: bool = True
 ) -> list[Any]:
-    """One slice of `data` per device, each as an array on its device.
+    """Cut `data` as `split_data` does, and return the slices as arrays on the devices, one on each. Local.
 
     devices: 'cpu', 'cpu:0' (a NumPy array; a view where `data` already is host memory), 'gpu:0', 'cuda:0' or the
-    device's number (a CuPy array there), or an object that prints itself like one of these. Slices as in
-    `split_data`. Local. Raises UnsupportedError where a GPU is named and CuPy is missing.
+    device's number (a CuPy array there), or an object that prints itself like one of these. Raises what `split_data`
+    raises, and UnsupportedError where a GPU is named and CuPy is missing.
+
+    >>> data.split_and_load(np.arange(4), ['cpu:0', 'cpu:1'])
+    [array([0, 1]), array([2, 3])]
     """
     listed = several(devices)
     return [put(s, d) for s, d in zip(split_data(data, len(listed), batch_axis, even_split), listed, strict=True)]

@@ -1,1 +1,1 @@
-"""What is under way, and what moves it on."""
+"""Everything that is under way in a store, and the engine that moves it on."""

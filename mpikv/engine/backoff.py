@@ -1,6 +1,6 @@
-"""How anybody waits: poll a little, then yield the processor, then sleep in growing steps.
+"""How every wait of the library passes its time: poll a little, then yield the processor, then sleep in growing steps.
 
-There are often more ranks than cores, so nobody spins; and a step that ends soon is seen soon.
+There are often more ranks than cores, so nobody spins; and a wait that ends soon is noticed soon.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LONGEST_TURN = 0.05
 class Backoff:
     """Poll, then yield, then sleep in steps that grow up to `last_nap_s`.
 
-    sleep: ends sooner when something comes; None: the clock's, which does not.
+    sleep: sleeps for so many seconds, or less if something comes meanwhile; None: the clock's `sleep`, which never ends
+    sooner.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Backoff:
         self._turn = 0
 
     def reset(self) -> None:
-        """Something moved: poll again, but nap at once where it took several naps to come, as the next one will.
+        """Begin anew, since something has moved.
 
-        Not where a nap ends by itself: what comes through memory comes in a row.
+        Polling comes first again, unless it took several naps until something moved: the next thing will take as long,
+        so the next `pause` sleeps at once. With a `sleep` that ends sooner polling always comes first: messages through
+        memory come one close behind the other.
         """
         short = self._turn <= POLLS + YIELDS + SHORT_NAPS or self._sleep is not None
         self._turn = 0 if short else POLLS + YIELDS
@@ -70,9 +73,10 @@ def wait_until(
     sleep: Callable[[float], None] | None = None,
     clock: Clock = MACHINE_CLOCK,
 ) -> None:
-    """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns.
+    """Call `step` until `test` says True; after `timeout_s` seconds raise what `on_timeout` returns. Blocks.
 
-    One turn counts for LONGEST_TURN of the limit at most: who was stopped, alone or with the machine, has not waited.
+    step: moves things on; says whether anything moved. Each turn counts as at most LONGEST_TURN of the limit: if the
+    process, or the whole machine, was stopped for a while, that time was not spent waiting.
     """
     backoff = Backoff(sleep=sleep, clock=clock)
     waited_s, before_s = 0.0, clock.now_s()

@@ -1,12 +1,12 @@
 """The progress engine: moves every transfer of one store on, and waits without spinning.
 
 Collectives, server loops and pulls are generators that yield each request they must wait for. `Engine.start` makes a
-`Running` of one, itself a request; `Engine.step` resumes those whose request is done. Neither Open MPI nor MPICH moves
-a message on by itself while Python computes, so a thread of the engine steps whenever no caller does. Whoever steps
-holds one lock, so all MPI calls of a store come from one thread at a time.
+`Running` of a generator, which is itself a request; `Engine.step` resumes the generators whose request is done. Neither
+Open MPI nor MPICH moves a message on by itself while Python computes, so a thread of the engine steps whenever no
+caller does. A thread holds one lock while it steps, so all MPI calls of a store come from one thread at a time.
 
-A generator whose request wakes it (`Waking`) stands in a queue when it has been woken, and is left alone until then.
-Those whose request cannot are asked in every step.
+Some requests wake the generator that waits for them (`Waking`): the engine leaves such a generator alone until it has
+been woken, and then finds it in a queue. Other requests cannot do that, and the engine asks these in every step.
 
 Cost: a step is one `test` for each service, each generator that has been woken and each one that has to be asked,
 however many are under way. An idle engine wakes `1 / IDLE_NAP_S` times a second.
@@ -39,9 +39,9 @@ IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 class Engine:
     """Moves the transfers of one store on.
 
-    threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE.
-    on_fatal: called with the exception that ended a service (a generator that must never end by one). poll: called in
-    each step, to find out what is done and wake who waits for it: a transport's. clock: what waits are measured by.
+    threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE. on_fatal: called
+    with the exception when a service ends by one, which must never happen. poll: called in each step; it finds out what
+    is done, and wakes whoever waits for that; usually a transport's. clock: measures how long waits last.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Engine:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by whoever steps; take it to read or change what generators read or change."""
+        """The lock that a thread holds while it steps; take it to read or change what generators read or change."""
         return self._lock
 
     def start(self, steps: Steps[T], name: str) -> Running[T]:
-        """Start a generator and run it as far as it goes at once."""
+        """Start a generator, and run it until it has to wait for the first time."""
         return self.take(Running(steps, name))
 
     def take(self, running: Running[T]) -> Running[T]:
-        """Move on what was made without an engine, as `start` does."""
+        """Move a generator on that was begun without an engine, as `start` does."""
         with self._lock:
             running.queue = self._woken
             self._running[running] = None
@@ -101,12 +101,12 @@ class Engine:
         """Start a generator that runs beside the others until it ends or the engine stops."""
         running = Running(steps, name)
         with self._lock:
-            self._services.append(running)
+            self._services = [service for service in self._services if not service.done] + [running]
             self._wake.set()
         return running
 
     def step(self) -> bool:
-        """Move everything on that can move; whether anything did."""
+        """Resume every generator that can go on. Returns whether anything moved."""
         with self._lock:
             moved = False
             self._poll()
@@ -136,7 +136,7 @@ class Engine:
         return moved
 
     def _note(self, running: Running[Any]) -> None:
-        """After a generator that is no service was advanced: whether it has to be asked again and again."""
+        """Note, after a generator was resumed, whether it has to be asked in every step. Not for services."""
         if running.done:
             self._running.pop(running, None)
         if running.asked and not running.done:
@@ -145,7 +145,7 @@ class Engine:
             self._asked.pop(running, None)
 
     def interrupted(self, name: str, error: BaseException) -> None:
-        """A transfer was hit and is lost, and other ranks count on it: let every later wait say so."""
+        """Let every later wait fail: an interrupt has hit a transfer that other ranks count on, and it is lost."""
         self.failure = self.failure or MpikvError(
             f"{type(error).__name__} has interrupted a transfer half-way ({name}), and the other workers count on this "
             "worker's part of it: this store can be used no more"

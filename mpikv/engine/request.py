@@ -1,7 +1,7 @@
-"""What is under way, as those see it who wait for it: a request, and generators that yield requests.
+"""What is under way, as it looks to those who wait for it: a request, and generators that yield requests.
 
-Who waits for a request asks it again and again. A request of a type that is `Waking` spares it that: it promises to
-wake the one who waits when there is a reason to ask again.
+Whoever waits for a request asks it again and again. A request whose type is `Waking` makes that unnecessary: it
+promises to wake the one who waits when there is a reason to ask again.
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ T = TypeVar("T")
 
 
 class Request(Protocol):
-    """Something under way. `test` never waits, and goes on saying True once it did."""
+    """Something under way. `test` never waits, and once it has said True it goes on saying so."""
 
     def test(self) -> bool:
-        """Whether it is done. Raises what went wrong with it."""
+        """Return whether it is done. Raises the error if it has failed."""
         ...
 
 
 class Waiter(Protocol):
-    """Who waits for a request and does nothing else until it is woken."""
+    """Somebody who waits for a request, and does nothing else until the request wakes him."""
 
     def wake(self) -> None:
-        """There is a reason to ask the request again. May be called more than once, and by any thread."""
+        """Ask the request again: it may be done. May be called more than once, and by any thread."""
         ...
 
 
 class Waking:
-    """Base of the requests that wake who waits for them. One generator at a time waits for such a request."""
+    """Base of the requests that wake whoever waits for them. One generator at a time waits for such a request."""
 
     __slots__ = ()
 
     def test(self) -> bool:
-        """As `Request.test`."""
+        """Return what `Request.test` does."""
         raise NotImplementedError
 
     def wakes(self, waiter: Waiter) -> bool:
-        """Promise to wake `waiter` once there is a reason to ask again; at once where there is one already.
+        """Promise to wake `waiter` when there is a reason to ask again, which may be at once.
 
-        False: this request cannot promise it now, because what it is made of cannot; then `waiter` has to ask.
+        Returns False where the request cannot promise that now, because something that it consists of cannot; the
+        waiter then has to ask.
         """
         raise NotImplementedError
 
 
 def wakes(request: Request | None, waiter: Waiter) -> bool:
-    """Whether `request` has promised to wake `waiter`."""
+    """Return whether `request` has promised to wake `waiter`."""
     return isinstance(request, Waking) and request.wakes(waiter)
 
 
@@ -61,20 +62,20 @@ class Completion(Waking):
         self._waiter: Waiter | None = None
 
     def test(self) -> bool:
-        """Whether it is done. Raises the error that it was finished with."""
+        """Return whether it is done. Raises the error that it was finished with."""
         if self.error is not None:
             raise self.error
         return self.done
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is done, or has failed: wake who waits."""
+        """Say that it is done, or has failed with `error`, and wake whoever waits for it."""
         self.error, self.done = error, True
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.wake()
 
     def wakes(self, waiter: Waiter) -> bool:
-        """It always does."""
+        """Promise it: this request always can."""
         # In this order: a thread of another rank may call `finish` in between.
         self._waiter = waiter
         if self.done:
@@ -90,16 +91,16 @@ class Done:
     """A request that is done from the start."""
 
     def test(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 
 class Predicate:
-    """A request that is done when a function says so."""
+    """A request that is done when a function returns True."""
 
     def __init__(self, predicate: Callable[[], bool]) -> None:
         self._predicate = predicate
 
     def test(self) -> bool:
-        """What the function says."""
+        """Return what the function returns."""
         return self._predicate()

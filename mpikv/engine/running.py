@@ -15,10 +15,10 @@ RESUMES = 64  # of one generator in a row: a server with messages always waiting
 
 
 class Running(Waking, Generic[T]):
-    """A generator under way, moved on by its engine; a request with a result, which wakes those who wait for it.
+    """A generator under way, moved on by its engine. It is a request with a result, and wakes those who wait for it.
 
-    queue: where it puts itself when it is woken; whoever moves it on looks there. asked: whether what it waits for
-    wakes nobody, so that it has to be moved on again and again to find out.
+    queue: where it puts itself when it is woken, so that the engine finds it. asked: whether the request that it waits
+    for wakes nobody, so that the engine has to resume it again and again to find out whether the request is done.
     """
 
     def __init__(self, steps: Steps[T], name: str, queue: deque[Running[Any]] | None = None) -> None:
@@ -34,9 +34,9 @@ class Running(Waking, Generic[T]):
         self._waiters: list[Waiter] = []
 
     def advance(self) -> bool:
-        """Resume while the yielded requests are done, but not for ever. Raises nothing but Ctrl-C.
+        """Resume the generator as long as the requests that it yields are done, but not for ever.
 
-        Returns whether anything moved.
+        Returns whether it moved. Raises nothing but Ctrl-C; any other exception becomes the error of this request.
         """
         moved, self.woken = False, False
         try:
@@ -73,14 +73,14 @@ class Running(Waking, Generic[T]):
             waiter.wake()
 
     def wake(self) -> None:
-        """What it waits for may be done."""
+        """Put it into the queue: the request that it waits for may be done."""
         if not self.woken:
             self.woken = True
             if self.queue is not None:
                 self.queue.append(self)
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When it has ended."""
+        """Promise to wake `waiter` when the generator has ended."""
         if self.done:
             waiter.wake()
         else:
@@ -88,20 +88,20 @@ class Running(Waking, Generic[T]):
         return True
 
     def test(self) -> bool:
-        """Whether it has ended. Raises the exception that ended it."""
+        """Return whether the generator has ended. Raises the exception that ended it."""
         if self.done and self.error is not None:
             raise self.error
         return self.done
 
     def fail(self, error: BaseException) -> None:
-        """Give up with an error: whoever waits for this raises it. Under the engine's lock."""
+        """End it with an error, which is raised to whoever waits for it. The caller holds the engine's lock."""
         if not self.done:
             self._steps.close()
             self._end(error=error)
             self.wake()  # so that the engine forgets it
 
     def cancel(self) -> None:
-        """Give up: the generator's `finally` blocks run, nothing moves any more."""
+        """End it without a result: the generator's `finally` blocks run, and nothing moves any more."""
         if not self.done:
             self._steps.close()
             self._end()
@@ -109,7 +109,7 @@ class Running(Waking, Generic[T]):
 
 
 def run(steps: Steps[T], timeout_s: float, on_timeout: Callable[[], BaseException]) -> T:
-    """Run one generator to its end without an engine, for a rank that has nothing else to do."""
+    """Run one generator to its end without an engine, in a rank that has nothing else to do. Blocks."""
     running = Running(steps, "")
     wait_until(running.test, running.advance, timeout_s, on_timeout)
     return running.result  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Keys and values that the ranks of a job tell each other before they can call each other: a pure state.
 
-What `torch.distributed` calls a store: `set`, `add`, `compare_set`, and reads that wait until a key is there. One rank
+`torch.distributed` calls this a store: `set`, `add`, `compare_set`, and reads that wait until a key is there. One rank
 holds it; service.py brings the requests of the others. Values are bytes; `add` keeps numbers as their digits.
 """
 
@@ -12,14 +12,14 @@ Reply = Callable[[list[bytes]], None]
 
 
 class Board:
-    """The keys, and who waits for which."""
+    """The keys with their values, and the requests that wait for a key."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._waiting: list[tuple[Sequence[str], Reply]] = []
 
     def handle(self, verb: str, keys: Sequence[str], values: Sequence[bytes], reply: Reply) -> None:
-        """One request. `reply` is called with the answer: now, or when the keys that `get` waits for are there."""
+        """Handle one request. `reply` is called with the answer: now, or when the keys that `get` waits for exist."""
         held = self._values
         if verb == "get":
             self._waiting.append((keys, reply))

@@ -1,17 +1,17 @@
 """A group of ranks and its collective calls: their order, their tags, their ways and their limits.
 
 Each call has a number, the same on every rank, since all make the same calls in the same order. Ranks of one host call
-each other through memory (shared.py), others by messages (messages.py). A call through memory is made on the spot as
-far as the others come soon; what is left of it, and everything by messages, is moved on by the progress engine.
+each other through memory (shared.py), others by messages (messages.py). A call through memory is made on the spot if
+the others come soon; what is left of it, and everything by messages, is moved on by the progress engine.
 
 The tag of a call's messages holds its number and some bits of its digest (what it is called, with which shapes and
-options), so that different calls do not meet. Who waits for long asks the others (watch.py).
+options), so that messages of different calls are never taken for each other. A rank that waits for long asks the others
+(watch.py).
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -21,6 +21,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.broadcast import broadcast
+from mpikv.digests import digest
 from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Steps
@@ -30,7 +31,6 @@ from mpikv.groups import messages
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
 from mpikv.groups.shared import Chunk, SharedCalls
-from mpikv.hostmemory.counters import digest
 from mpikv.transports.base import Group
 
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32
@@ -51,7 +51,7 @@ class Tags(NamedTuple):
 
     @classmethod
     def of(cls, max_tag: int, number: int) -> Tags:
-        """The tags of group `number`, from 1 on."""
+        """Return the tags of group `number`, from 1 on."""
         bits = (max_tag + 1).bit_length() - 1
         if bits < LEAST_BITS:
             raise UnsupportedError(f"this MPI has tags up to {max_tag} only; process groups need {2**LEAST_BITS - 1}")
@@ -62,12 +62,12 @@ class Tags(NamedTuple):
         return cls(low_bits, number << low_bits, 1 << (bits - 1))
 
     def of_call(self, number: int, digest_: int) -> int:
-        """For the messages of call `number`."""
+        """Return the tag for the messages of call `number`."""
         bits = self.low_bits - WINDOW_BITS
         return self.base | (number % (1 << WINDOW_BITS)) << bits | digest_ % (1 << bits)
 
     def of_user(self, tag: int) -> int:
-        """For the messages between two ranks under a tag of the user's."""
+        """Return the tag for the messages between two ranks under a tag of the user's."""
         limit = (1 << self.low_bits) - 1
         if not 0 <= tag <= limit:
             raise ValueError(f"tag {tag} of a message: tags are 0 to {limit}")
@@ -75,7 +75,10 @@ class Tags(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Of any call. timeout_s: the limit to its waiting, None: the group's. finish: what is left to do at its end."""
+    """What any call may be given. timeout_s: the limit to its waiting, None: the group's.
+
+    finish: what to do at its end.
+    """
 
     timeout_s: float | None = None
     finish: Callable[[], None] | None = None
@@ -92,25 +95,25 @@ class Call:
         self.timeout_s = group.timeout_s if options.timeout_s is None else options.timeout_s
         self.finish = options.finish
         self.running: Running[Any] = Running(_nothing(), text)
-        self.started_s = time.monotonic()
+        self.started_s = group.engine.clock.now_s()
         self.waited_s = 0.0  # as watch.py counts it
         self.asked = False
         self._callbacks: list[Callable[[], None]] = []
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with an error or without."""
         return self.running.done
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it."""
+        """The error that ended it, if one did."""
         return self.running.error
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """Block until it has ended; its result. Raises what ended it, StallError after `timeout_s` seconds.
+        """Block until it has ended, and return its result. Raises its error, or StallError after `timeout_s` seconds.
 
-        Its own limit, the group's, holds in any case.
+        The limit of the group holds in any case.
         """
         if not self.running.done:
             engine = self.group.engine
@@ -120,7 +123,7 @@ class Call:
         return self.running.result
 
     def when_done(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` called once it has ended, by whoever moves it on; False if it has ended already."""
+        """Let `callback` be called once it has ended, by whoever moves it on; returns False if it has ended already."""
         with self.group.engine.lock:
             if self.running.done:
                 return False
@@ -128,7 +131,7 @@ class Call:
             return True
 
     def ended(self) -> None:
-        """Tell those who asked for it."""
+        """Call the callbacks."""
         for callback in self._callbacks:
             callback()
 
@@ -229,7 +232,7 @@ class RankGroup:
     def reduce_scatter(
         self, pairs: Sequence[tuple[Sequence[HostArray], HostArray]], operator: Operator, options: Options = DEFAULT
     ) -> Call:
-        """`out` becomes part number `rank` of every rank, combined. pairs: one array for each rank, and `out`."""
+        """Combine part number `rank` of every rank into `out`. pairs: one array for each rank, and `out`."""
         for parts, out in pairs:
             operator.check(out.dtype)
             _check_parts("reduce_scatter", out, parts[self.rank], parts, self.size)
@@ -254,16 +257,16 @@ class RankGroup:
         same: object,
         options: Options = DEFAULT,
     ) -> Call:
-        """Send `outgoing[rank]` to those ranks, receive `incoming[rank]` from those: gather, scatter, all-to-all.
+        """Send `outgoing[rank]` to the ranks in it, and receive `incoming[rank]` from those in it.
 
-        same: what all ranks bring alike, to tell different calls apart.
+        It makes gather, scatter and all-to-all. same: what all ranks bring alike, to tell different calls apart.
         """
         return self._start(
             f"{name} {same}", lambda tag: messages.exchange(self.group, outgoing, incoming, tag), options
         )
 
     def barrier(self, options: Options = DEFAULT) -> Call:
-        """Done when every rank has made this call."""
+        """Start a call that is done when every rank has made it."""
         return self._start("barrier", lambda tag: messages.barrier(self.group, tag), options, lambda shared: [])
 
     # --- point to point: done in any order
@@ -278,7 +281,7 @@ class RankGroup:
         return self._begin(Call(self, -1, f"send to {dest} with tag {tag}", options), steps())
 
     def receive(self, array: HostArray, source: int | None, tag: int, options: Options = DEFAULT) -> Call:
-        """Receive exactly `array` from a rank of the group, None: from any. Its result is that rank."""
+        """Receive exactly `array` from a rank of the group, None: from any. The call's result is that rank."""
         found = self.tags.of_user(tag)
         sender = "any rank" if source is None else str(source)
         with self.engine.lock:
@@ -332,14 +335,16 @@ class RankGroup:
 
     def _spin(self, running: Running[Any]) -> None:
         """Make a call on the spot while the others come soon: no other transfer is moved on meanwhile."""
-        backoff, deadline_s = Backoff(), 0.0
+        clock = self.engine.clock
+        backoff, deadline_s = Backoff(clock=clock), None
         while not running.done:
             if running.advance():
                 backoff.reset()
-                deadline_s = 0.0
+                deadline_s = None
                 continue
-            now_s = time.monotonic()
-            deadline_s = deadline_s or now_s + PATIENCE_S
+            now_s = clock.now_s()
+            if deadline_s is None:
+                deadline_s = now_s + PATIENCE_S
             if now_s > deadline_s:
                 return
             backoff.pause()
@@ -366,7 +371,7 @@ class RankGroup:
         call.ended()
 
     def fail(self, call: Call, error: BaseException) -> None:
-        """End a call that cannot be done. Under the engine's lock."""
+        """End a call that cannot be done. The caller holds the engine's lock."""
         if call.number >= 0:
             self.failure = self.failure or error
         call.running.fail(error)
@@ -382,7 +387,7 @@ class RankGroup:
 
 
 def _after(before: Call | None, steps: Steps[None]) -> Steps[None]:
-    """The same steps, once an earlier call is done."""
+    """Yield from the steps, once an earlier call is done."""
     if before is not None and not before.done:
         yield Predicate(lambda: before.done)
         if before.error is not None:
@@ -396,7 +401,7 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 
 def _shapes(arrays: Sequence[HostArray]) -> str:
-    """'float32 10, 20, int64 1': dtypes and lengths, each dtype once in a row."""
+    """Write dtypes and lengths, each dtype once in a row: 'float32 10, 20, int64 1'."""
     parts: list[str] = []
     last = ""
     for array in arrays:

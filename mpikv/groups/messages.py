@@ -64,7 +64,7 @@ def reduce(group: Group, buf: HostArray, out: HostArray, operator: Operator, *, 
 def reduce_scatter(
     group: Group, parts: Sequence[HostArray], out: HostArray, operator: Operator, tag: int
 ) -> Steps[None]:
-    """`out` becomes part number `group.rank` of every rank, combined. parts: one for each rank, left as they are."""
+    """Combine part number `group.rank` of every rank into `out`. parts: one for each rank, left as they are."""
     chunks = (0, *(int(end) for end in np.cumsum([part.size for part in parts])))
     buf = np.concatenate(parts).astype(sum_dtype(out.dtype), copy=False)
     direct = group.size <= DIRECT_RANKS or buf.nbytes <= DIRECT_BYTES
@@ -77,7 +77,7 @@ def reduce_scatter(
 def exchange(
     group: Group, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int
 ) -> Steps[None]:
-    """Send `outgoing[rank]` to each of those ranks, receive `incoming[rank]` from each of those. Both may have `me`."""
+    """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`."""
     me = group.rank
     others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
     requests = [group.irecv(incoming[rank], rank, tag) for rank in others if rank in incoming and incoming[rank].size]
@@ -88,7 +88,7 @@ def exchange(
 
 
 def barrier(group: Group, tag: int) -> Steps[None]:
-    """Ends when every rank has come: in step k each rank hears from the one 2^k before it."""
+    """Wait until every rank has come: in step k each rank hears from the one 2^k before it."""
     distance = 1
     while distance < group.size:
         send = group.isend(TOKEN, (group.rank + distance) % group.size, tag)

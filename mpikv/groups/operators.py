@@ -6,17 +6,17 @@ whole numbers, the smaller of two complex ones), that is an error before anythin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
+from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
+from mpikv.hostmemory.sums import Way, way_of
 
 
 class Operator(NamedTuple):
-    """combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
+    """An operator. combine: of two arrays, in any order. mean: divide by the number of ranks in the end."""
 
     name: str
     combine: np.ufunc
@@ -24,31 +24,17 @@ class Operator(NamedTuple):
     mean: bool = False
 
     def check(self, dtype: np.dtype[Any]) -> None:
-        """Raises UnsupportedError where it means nothing for this dtype."""
+        """Raise UnsupportedError where it means nothing for this dtype."""
         kind = "f" if dtype == BFLOAT16 else dtype.kind
         if kind not in self.kinds:
             raise UnsupportedError(f"{self.name} of {dtype}: it is defined for NumPy's kinds {', '.join(self.kinds)}")
 
-    def into(self, out: HostArray, sources: Sequence[HostArray]) -> None:
-        """`out` becomes all sources combined, in their order. One length and dtype; `out` may be the first source."""
-        if len(sources) == 1:
-            if sources[0] is not out:
-                out[...] = sources[0]
-            return
-        wide = sum_dtype(out.dtype)
-        total = out
-        if wide == out.dtype:
-            self.combine(sources[0], sources[1], out=out)
-        else:
-            total = self.combine(sources[0].astype(wide), sources[1].astype(wide))
-        for source in sources[2:]:
-            self.combine(total, source, out=total)
-        self.finish(total, len(sources))
-        if total is not out:
-            np.copyto(out, total, casting="unsafe")
+    def way(self, dtype: np.dtype[Any]) -> Way:
+        """Return how all ranks' arrays of this dtype are combined."""
+        return way_of(dtype, self.combine, self.finish if self.mean else None)
 
     def finish(self, total: HostArray, size: int) -> None:
-        """What is left when everything has been combined."""
+        """Make the result of what everything has been combined to."""
         if self.mean:
             np.divide(total, total.dtype.type(size), out=total)
 

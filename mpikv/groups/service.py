@@ -10,7 +10,6 @@ Cost: two messages per request; one probe per step of the engine.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ class Service:
     # --- asking
 
     def ask(self, verb: str, keys: Sequence[str] = (), values: Sequence[bytes] = ()) -> Steps[list[bytes]]:
-        """Ask the board; returns its answer."""
+        """Ask the board, and return its answer."""
         if self._transport.rank != HOLDER:
             return (yield from self._request(HOLDER, {"verb": verb, "keys": list(keys)}, values))
         answers: list[list[bytes]] = []
@@ -92,12 +91,12 @@ class Service:
         return answers[0]
 
     def ask_status(self, rank: int, about: dict[str, Any], limit_s: float) -> Steps[dict[str, Any] | None]:
-        """What `rank` says of itself; None if it has said nothing within `limit_s`."""
+        """Return what `rank` says of itself; None if it has said nothing within `limit_s`."""
         answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
         return json.loads(answer[0]) if answer else None
 
     def leave(self) -> Steps[None]:
-        """Tell the holder of the board that this rank goes."""
+        """Tell the holder of the board that this rank leaves."""
         if self._transport.rank == HOLDER:
             self.left.add(HOLDER)
         else:
@@ -108,10 +107,11 @@ class Service:
     ) -> Steps[list[bytes]]:
         self._number = number = self._number + 1
         request = self._transport.isend(_packed({**header, "number": number}, values), rank, SERVICE_TAG)
-        deadline_s = None if limit_s is None else time.monotonic() + limit_s
+        now_s = self._transport.clock.now_s
+        deadline_s = None if limit_s is None else now_s() + limit_s
         while True:
             arrival = Arrival(self._transport, REPLY_TAGS[number % len(REPLY_TAGS)])
-            yield Predicate(lambda: arrival.test() or (deadline_s is not None and time.monotonic() > deadline_s))  # noqa: B023
+            yield Predicate(lambda: arrival.test() or (deadline_s is not None and now_s() > deadline_s))  # noqa: B023
             if arrival.incoming is None:
                 return []
             message: HostArray = np.empty(arrival.incoming.n_bytes, np.uint8)

@@ -16,8 +16,6 @@ copied out; up to TINY_BYTES each rank combines everything by itself, and waits 
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,18 +25,19 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.collectives.shared_plans import part_of
-from mpikv.engine.request import Predicate, Steps
+from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
 from mpikv.groups.operators import Operator
-from mpikv.hostmemory.counters import CROWDED_POLLS, CROWDED_YIELDS, POLLS, YIELDS
-from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, aligned, fence
+from mpikv.hostmemory.counters import Counters, table_bytes
+from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.segment import ALIGN_BYTES, HostMemory, aligned
 
 CHUNK_BYTES = 512 << 10  # as a store's (collectives/shared_plans.py)
 SLOTS = 4  # one is filled, one combined and one drained; the fourth lets a rank be ahead
 TINY_BYTES = 16 << 10  # combining this much p times costs less than waiting for it
 
 FILLED, COMBINED, DRAINED, DIGEST = 0, 8, 16, 24  # each counter in a cache line of its own; two digests
-WORDS_PER_RANK = 32
+WORDS = DIGEST + 2
 
 Action = Callable[[], None]
 
@@ -54,7 +53,7 @@ class Chunk:
 
 def region_bytes(size: int) -> int:
     """What a group of so many ranks takes of the host's memory."""
-    return aligned(size * (WORDS_PER_RANK * WORD_BYTES + SLOTS * CHUNK_BYTES))
+    return aligned(table_bytes(size, WORDS) + size * SLOTS * CHUNK_BYTES)
 
 
 class MismatchError(MpikvError):
@@ -70,13 +69,10 @@ class SharedCalls:
 
     def __init__(self, memory: HostMemory, begin_bytes: int, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._memory, self._begin = memory, begin_bytes
-        self._words = memory.words(begin_bytes, size * WORDS_PER_RANK)
-        self._slots_begin = begin_bytes + size * WORDS_PER_RANK * WORD_BYTES
-        crowded = memory.threads or size > len(os.sched_getaffinity(0))
-        self._polls = range(CROWDED_POLLS if crowded else POLLS)
-        self._yields = range(CROWDED_YIELDS if crowded else YIELDS)
-        self._yield = partial(time.sleep, 0) if memory.threads else os.sched_yield
+        self._memory = memory
+        patience = Patience.of(memory, size)
+        self._counters = Counters(memory, begin_bytes, WORDS, rank=rank, size=size, patience=patience)
+        self._slots_begin = begin_bytes + table_bytes(size, WORDS)
         self._calls = 0
         self._chunks = 0  # of all calls before the one under way
 
@@ -94,16 +90,16 @@ class SharedCalls:
         Raises MismatchError, on all ranks, where their digests differ.
         """
         chunks = plan() or [Chunk()]
-        me, first, n = self.rank * WORDS_PER_RANK, self._chunks, len(chunks)
+        first, n = self._chunks, len(chunks)
         place = DIGEST + self._calls % 2  # a rank that still reads the digest of the call before is not overwritten
-        self._words[me + place] = digest
+        self._counters.say(place, digest)
         for i in range(n + 2):
             if i < n:
                 yield from self._until(DRAINED, first + i - SLOTS + 1)
                 self._do(chunks[i].fills, FILLED, first + i + 1)
             if 0 < i <= n:
                 if i == 1 or chunks[i - 1].combines:
-                    yield from self._until(FILLED, first + i, here=i > 1)
+                    yield from self._until(FILLED, first + i, soon=i > 1)
                 if i == 1:
                     self._compare(digest, place)
                 self._do(chunks[i - 1].combines, COMBINED, first + i)
@@ -117,49 +113,26 @@ class SharedCalls:
     def _do(self, actions: Sequence[Action], word: int, count: int) -> None:
         for action in actions:
             action()
-        if not ORDERED:
-            fence()
-        self._words[self.rank * WORDS_PER_RANK + word] = count
+        self._counters.count(word, count)
 
-    def _until(self, word: int, count: int, *, here: bool = True) -> Steps[None]:
-        """Wait until every rank has counted so far. here: all are in this call, so it will not take long."""
-        words = self._words
-        for index in range(word, self.size * WORDS_PER_RANK, WORDS_PER_RANK):
-            if words[index] < count and not (here and self._soon(index, count)):
-                yield Predicate(lambda: words[index] >= count)  # noqa: B023 - is done before the loop goes on
-        if not ORDERED:
-            fence()
-
-    def _soon(self, index: int, count: int) -> bool:
-        """Poll, then give the core away for a while: who naps while others copy comes late to the next chunk."""
-        words = self._words
-        for _ in self._polls:
-            if words[index] >= count:
-                return True
-        for _ in self._yields:
-            self._yield()
-            if words[index] >= count:
-                return True
-        return False
+    def _until(self, word: int, count: int, *, soon: bool = True) -> Steps[None]:
+        """Wait until every rank has counted so far. soon: all are in this call, so it will not take long."""
+        request = self._counters.awaited(word, count, soon=soon)
+        if request is not None:
+            yield request
 
     def _compare(self, digest: int, place: int) -> None:
-        others = [self._words[rank * WORDS_PER_RANK + place] for rank in range(self.size)]
-        different = [rank for rank, other in enumerate(others) if other != digest]
+        different = [rank for rank in range(self.size) if self._counters.said(rank, place) != digest]
         if different:
             raise MismatchError(
                 f"rank {', '.join(map(str, different))} of the group made another call than rank {self.rank}, or "
                 "brought other shapes, dtypes or options: every rank of a group makes the same calls in the same order"
             )
 
-    def missing(self) -> list[int]:
-        """Which ranks have filled fewer chunks than this one: those it waits for."""
-        mine = self._words[self.rank * WORDS_PER_RANK + FILLED]
-        return [rank for rank in range(self.size) if self._words[rank * WORDS_PER_RANK + FILLED] < mine]
-
     def discard(self) -> None:
         """Let go of this rank's slots, unless another rank may still read them."""
-        mine = self._words[self.rank * WORDS_PER_RANK + FILLED]
-        if any(self._words[rank * WORDS_PER_RANK + DRAINED] < mine for rank in range(self.size)):
+        mine = self._counters.of(self.rank, FILLED)
+        if not all(self._counters.reached(rank, DRAINED, mine) for rank in range(self.size)):
             return
         begin = self._slots_begin + self.rank * SLOTS * CHUNK_BYTES
         self._memory.discard(self._memory.array(begin, SLOTS * CHUNK_BYTES, np.dtype(np.uint8)))
@@ -171,10 +144,11 @@ class SharedCalls:
         return self._chunked(arrays, partial(self._allreduce, operator))
 
     def _allreduce(self, operator: Operator, i: int, values: HostArray) -> Chunk:
+        way = operator.way(values.dtype)
         slots = [self._slot(rank, i, values.dtype)[: values.size] for rank in range(self.size)]
         if values.nbytes <= TINY_BYTES:
             fills = [_copy(slots[self.rank], values)]
-            return Chunk(fills, [partial(operator.into, values, slots)])
+            return Chunk(fills, [partial(way, values, slots)])
         parts = [slice(*part_of(rank, self.size, values.size, values.itemsize)) for rank in range(self.size)]
         own = parts[self.rank]
         sources = [values[own] if rank == self.rank else slots[rank][own] for rank in range(self.size)]
@@ -184,10 +158,7 @@ class SharedCalls:
                 continue
             if rank == self.rank:
                 # A temporary result in the cache, and not in `values`, which is a source.
-                chunk.combines += [
-                    partial(operator.into, slots[rank][part], sources),
-                    _copy(values[part], slots[rank][part]),
-                ]
+                chunk.combines += [partial(way, slots[rank][part], sources), _copy(values[part], slots[rank][part])]
             else:
                 chunk.fills.append(_copy(slots[self.rank][part], values[part]))
                 chunk.drains.append(_copy(values[part], slots[rank][part]))
@@ -195,14 +166,14 @@ class SharedCalls:
 
     def reduce(self, values: HostArray, out: HostArray, operator: Operator, root: int) -> list[Chunk]:
         """Combine `values` over all ranks into the root's `out`."""
-        chunks = []
+        chunks, way = [], operator.way(values.dtype)
         for i, part in enumerate(_parts(values)):
             slots = [self._slot(rank, i, values.dtype)[: part.stop - part.start] for rank in range(self.size)]
             if self.rank != root:
                 chunks.append(Chunk([_copy(slots[self.rank], values[part])]))
                 continue
             sources = [values[part] if rank == root else slots[rank] for rank in range(self.size)]
-            temporary = partial(operator.into, slots[root], sources)
+            temporary = partial(way, slots[root], sources)
             chunks.append(Chunk([], [temporary, _copy(out[part], slots[root])]))
         return chunks
 
@@ -232,7 +203,7 @@ class SharedCalls:
 
     def reduce_scatter(self, parts: Sequence[HostArray], out: HostArray, operator: Operator) -> list[Chunk]:
         """`out` becomes part number `rank` of every rank, combined. parts: one for each rank."""
-        room = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES
+        room, way = CHUNK_BYTES // self.size // ALIGN_BYTES * ALIGN_BYTES, operator.way(out.dtype)
         chunks: list[Chunk] = []
         for dest, values in enumerate(parts):
             for i, part in enumerate(_parts(values, room)):
@@ -244,7 +215,7 @@ class SharedCalls:
                     chunks[i].fills.append(_copy(slots[self.rank], values[part]))
                     continue
                 sources = [values[part] if rank == dest else slots[rank] for rank in range(self.size)]
-                chunks[i].combines += [partial(operator.into, slots[dest], sources), _copy(out[part], slots[dest])]
+                chunks[i].combines += [partial(way, slots[dest], sources), _copy(out[part], slots[dest])]
         return chunks
 
     def _chunked(self, arrays: Sequence[HostArray], plan: Callable[[int, HostArray], Chunk]) -> list[Chunk]:

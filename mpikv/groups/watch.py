@@ -1,14 +1,13 @@
-"""Who waits too long in a call of a group asks the others how far they are.
+"""Watches for calls of a group that wait too long, and asks the other ranks how far they are.
 
-After a while it learns whether another rank has made another call at this place, which is an error at once; at the end
-of its time, who has not made the call. The time of a machine that was stopped does not count.
+After a while a rank that waits learns whether another rank has made another call at this place, which is an error at
+once; at the end of its time it learns who has not made the call. The time of a machine that was stopped does not count.
 
 Cost: nothing but a look at the clock, until a call has waited ASK_AFTER_S; then two messages per other rank.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ ANSWER_S = 2.0  # an answer comes at once from a rank that lives
 
 
 class Watch:
-    """Looks after the calls of all groups of one rank. labels: of the transport's ranks, for messages."""
+    """Watches the calls of all groups of one rank. labels: of the transport's ranks, for messages."""
 
     def __init__(
         self, engine: Engine, service: Service, groups: Mapping[int, RankGroup], rank: int, labels: list[str]
@@ -34,7 +33,7 @@ class Watch:
         self._rank, self._labels = rank, labels
 
     def status(self, about: dict[str, Any]) -> dict[str, Any]:
-        """What this rank says of itself to one that waits in a call."""
+        """Return what this rank says of itself to one that waits in a call."""
         group = self._groups.get(about["group"])
         if group is None:
             return {"calls": -1, "text": None, "now": "it has left this process group"}
@@ -43,11 +42,12 @@ class Watch:
         return {"calls": group.calls, "text": text, "now": now}
 
     def serve(self) -> Steps[None]:
-        """Look after the calls, for ever. To be run as a service of the engine."""
-        last_s = time.monotonic()
+        """Watch the calls, for ever. To be run as a service of the engine."""
+        clock = self._engine.clock
+        last_s = clock.now_s()
         while True:
-            yield Predicate(lambda: time.monotonic() >= last_s + TICK_S)  # noqa: B023
-            now_s = time.monotonic()
+            yield Predicate(lambda: clock.now_s() >= last_s + TICK_S)  # noqa: B023
+            now_s = clock.now_s()
             elapsed_s, last_s = min(now_s - last_s, 2 * TICK_S), now_s
             for group in tuple(self._groups.values()):
                 for call in tuple(group.under_way):
@@ -57,7 +57,7 @@ class Watch:
                         self._engine.start(self._inquire(call), "status")
 
     def _inquire(self, call: Call) -> Steps[None]:
-        """Ask all other ranks of the group; once more when the time is over."""
+        """Ask all other ranks of the group, and once more when the time is over."""
         group = call.group
         while True:
             over = call.waited_s >= call.timeout_s
@@ -93,7 +93,7 @@ class Watch:
     def stall(
         self, call: Call, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None
     ) -> StallError:
-        """The error of a call that has waited too long."""
+        """Return the error of a call that has waited too long."""
         said = []
         for rank, answer in (answers or {}).items():
             if answer is None:

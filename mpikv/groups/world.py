@@ -59,9 +59,9 @@ class World:
         self.sessions: list[object] = []  # of init_process_group: what each holds. Keys of one are not the next one's
 
     def group(self, ranks: Sequence[int], number: int, timeout_s: float) -> RankGroup:
-        """A new group of these ranks, of which this is one. number: from 1 on, the same on all, never used.
+        """Make a new group of these ranks, of which this is one. Local: the others may not be there yet.
 
-        Local: the others may not be there yet.
+        number: from 1 on, the same on all of them, never used before.
         """
         group = Group(self.transport, ranks)
         made = RankGroup(
@@ -109,7 +109,10 @@ class World:
         return StallError(f"{self.labels[self.rank]} waited {limit_s:g} s for {what} the keys {', '.join(keys)}")
 
     def close(self) -> None:
-        """Leave. The rank that holds the board waits until the others have left, at most MPIKV_TIMEOUT_S."""
+        """Leave the job's groups.
+
+        The rank that holds the board waits until the others have left, at most MPIKV_TIMEOUT_S.
+        """
         service, engine = self.service, self.engine
         for group in tuple(self.groups.values()):
             group.close()
@@ -124,7 +127,7 @@ class World:
 
 
 def opened() -> World:
-    """The world of this process.
+    """Return the world of this process.
 
     The first call initialises MPI where nobody has, is collective over COMM_WORLD and blocks until all its ranks have
     called it. Raises ConfigError where there is no MPI or ranks have different settings, StallError where ranks do not

@@ -38,19 +38,27 @@ OPS = ("mean", "sum")
 
 
 class GradientTransformation(NamedTuple):
-    """optax's pair of functions, of which `optax.chain` and everything else in optax takes any that has them."""
+    """optax's pair of functions; `optax.chain` and everything else in optax takes any object that has the two.
+
+    >>> transformation = mj.allreduce_gradients(kv.create('local'))
+    >>> transformation.update({'w': jnp.ones(2)}, transformation.init(None))
+    ({'w': Array([1., 1.], dtype=float32)}, ())
+    """
 
     init: Callable[[Any], Any]
     update: Callable[..., Any]
 
 
 def allreduce(tree: Any, store: KVStore, op: str = "mean") -> Any:
-    """The mean or the sum over the workers of each leaf, as new JAX arrays of the same shapes and dtypes.
+    """Return the mean or the sum over the workers of each leaf, as new JAX arrays of the same shapes and dtypes.
 
     tree: a pytree of JAX or NumPy arrays or numbers, float16, bfloat16, float32 or float64; with op="sum" also int8,
     uint8, int32 and int64. float16 and bfloat16 are added in float32. Results have the same bits on every worker, and
-    lie on the devices on which the leaves are. Collective; blocks (inside `jit`: the compiled program). Raises
-    ShapeMismatch where workers bring different trees, UnsupportedError for what cannot be exchanged.
+    lie on the devices on which the leaves are. Collective; blocks (inside `jit` it is the compiled program that
+    blocks). Raises ShapeMismatch where workers bring different trees, UnsupportedError for what cannot be exchanged.
+
+    >>> mj.allreduce({'w': jnp.ones(2)}, kv.create('local'), op='sum')
+    {'w': Array([1., 1.], dtype=float32)}
     """
     _check_store("allreduce", store)
     if op not in OPS:
@@ -59,10 +67,13 @@ def allreduce(tree: Any, store: KVStore, op: str = "mean") -> Any:
 
 
 def broadcast(tree: Any, store: KVStore, root: int = 0) -> Any:
-    """Worker `root`'s value of each leaf, as new JAX arrays. Collective; blocks (inside `jit`: the compiled program).
+    """Return worker `root`'s value of each leaf, as new JAX arrays. Collective; blocks as `allreduce` does.
 
     tree: a pytree of arrays or numbers of any dtype; on other workers only structure, shapes and dtypes count. Raises
     ShapeMismatch where these differ.
+
+    >>> mj.broadcast({'w': jnp.ones(2)}, kv.create('local'))
+    {'w': Array([1., 1.], dtype=float32)}
     """
     _check_store("broadcast", store)
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
@@ -73,10 +84,15 @@ def broadcast(tree: Any, store: KVStore, root: int = 0) -> Any:
 
 
 def allreduce_gradients(store: KVStore, op: str = "mean") -> GradientTransformation:
-    """A link for `optax.chain`: its `update` replaces gradients by their mean (or sum) over the workers.
+    """Make a link for `optax.chain`: its `update` replaces gradients by their mean (or sum) over the workers.
 
-    To stand before whatever uses gradients, clipping by the global norm among it. Keeps no state. Its `update` is
+    It stands before whatever uses gradients, also before clipping by the global norm. Keeps no state. Its `update` is
     collective and raises what `allreduce` raises. optax itself is not needed.
+
+    >>> link = mj.allreduce_gradients(kv.create('local'))
+    >>> gradients, state = link.update({'w': jnp.ones(2)}, link.init(None))
+    >>> gradients
+    {'w': Array([1., 1.], dtype=float32)}
     """
     _check_store("allreduce_gradients", store)
     if op not in OPS:
@@ -97,7 +113,7 @@ def _check_store(call: str, store: Any) -> None:
 
 
 def _calls_of(store: KVStore) -> Calls:
-    """The calls of a store, which keeps them, so that they end with it."""
+    """Return the calls of a store, which keeps them, so that they end with it."""
     kept: dict[str, Any] = vars(store)
     if "_jax_calls" not in kept:
         kept["_jax_calls"] = Calls(store)
@@ -122,7 +138,7 @@ def _exchange(tree: Any, store: KVStore, title: str, op: str, root: int) -> Any:
 
 
 def _array(leaf: Any, what: str) -> Any:
-    """A leaf as JAX sees it: an array of its own or one under tracing; numbers keep their weak type."""
+    """Return a leaf as JAX sees it: an array of its own or one under tracing; numbers keep their weak type."""
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except (TypeError, ValueError) as error:

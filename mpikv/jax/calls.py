@@ -1,4 +1,4 @@
-"""What happens at the host: NumPy arrays in, NumPy arrays out. Knows no JAX.
+"""The host's part of a JAX exchange: NumPy arrays in, NumPy arrays out. This module knows no JAX.
 
 There is one `Calls` for a store. Each kind of sum (op, shapes, dtypes) has keys of its own, one for each dtype, whose
 values lie in memory that the workers of a host share: a leaf is copied there once, and added where it is. Other calls,
@@ -42,7 +42,7 @@ class _Sums:
                 self._parts[i] = buffer[end - size :][: arrays[i].size].reshape(arrays[i].shape)
 
     def run(self, arrays: Sequence[HostArray], divisor: int) -> list[HostArray]:
-        """The sums of arrays / divisor, in memory that the next call uses again."""
+        """Return the sums of arrays / divisor, in memory that the next call uses again."""
         for part, array in zip(self._parts, arrays, strict=True):
             if divisor == 1:
                 np.copyto(part, array)
@@ -61,7 +61,7 @@ class Calls:
         self._sums: dict[Any, _Sums] = {}
 
     def exchange(self, call: Call, arrays: Sequence[HostArray]) -> list[HostArray]:
-        """The results, in memory that the next call may use again. Collective, blocks."""
+        """Return the results, in memory that the next call may use again. Collective, blocks."""
         self._calls.agree(call.lines, "a call of mpikv.jax", ShapeMismatch)
         if call.op == "broadcast":
             return self._calls.broadcast(arrays, call.root)
@@ -85,10 +85,10 @@ class Call:
     lines: tuple[str, ...]
 
     def check_dtypes(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """UnsupportedError for what the store cannot add."""
+        """Raise UnsupportedError for a dtype that the store cannot add."""
         for dtype in dtypes if self.op != "broadcast" else ():
             dtype_named(dtype)
 
     def run(self, arrays: Sequence[HostArray]) -> list[HostArray]:
-        """As `Calls.exchange`."""
+        """Do what `Calls.exchange` does."""
         return self.calls.exchange(self, arrays)

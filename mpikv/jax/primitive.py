@@ -31,7 +31,7 @@ exchange_p.multiple_results = True
 
 
 def exchange(leaves: Sequence[Any], call: Call) -> list[Any]:
-    """The results, one for each leaf."""
+    """Exchange the leaves, and return the results, one for each leaf."""
     results: list[Any] = exchange_p.bind(*leaves, call=call)
     return results
 
@@ -47,7 +47,7 @@ def _at_once(*leaves: Any, call: Call) -> list[Any]:
 
 
 def _like(result: np.ndarray[Any, Any], leaf: Any) -> Any:
-    """A JAX array of its own, of the leaf's kind and where the leaf is."""
+    """Make a JAX array that owns its memory, of the leaf's kind and where the leaf is."""
     if leaf.weak_type and not leaf.ndim:
         return jnp.asarray(result.item())
     raw = np.empty(result.nbytes + ALIGNED, np.uint8)
@@ -117,7 +117,7 @@ def _transpose(cotangents: Sequence[Any], *_leaves: Any, call: Call) -> list[Any
 
 
 def _part(call: Call, prefix: str, known: Sequence[int]) -> Call:
-    """The same for some of the leaves."""
+    """Return the call for some of the leaves."""
     return replace(call, lines=(prefix + call.lines[0], *(call.lines[1 + i] for i in known)))
 
 

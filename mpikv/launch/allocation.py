@@ -15,7 +15,9 @@ from mpikv.errors import ConfigError
 from mpikv.launch.hosts import Host, check_name
 
 OTHERS = ("PBS_NODEFILE", "LSB_HOSTS", "COBALT_NODEFILE")
-QRSH = ("qrsh", "-inherit", "-nostdin", "-V")  # Grid Engine's remote shell within a job; the host's name follows
+# Grid Engine's remote shell within a job; the host's name follows. Not -V, which leaves the whole environment, the
+# secret of the job with it, in files that every user of that host can read.
+QRSH = ("qrsh", "-inherit", "-nostdin", "-v", "PATH,LD_LIBRARY_PATH")
 # A step beside those that run, for looking at what is left.
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--quiet", "--nodelist")
 

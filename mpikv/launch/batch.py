@@ -23,7 +23,7 @@ from pathlib import Path
 from mpikv.config import VARIABLES
 from mpikv.errors import ConfigError
 
-SCHEDULERS = {"slurm": "Slurm", "sge": "Grid Engine"}
+SCHEDULERS = ("slurm", "sge")
 DISTRIBUTIONS = ("block", "cyclic")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  # Grid Engine's rule for job names, the narrower of the two
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -61,11 +61,11 @@ class Job:
     """What is asked of the scheduler. Raises ConfigError, from `check`, where that is contradictory.
 
     workers, servers: ranks; time_s: limit (None: the queue's); nodes, tasks_per_node, queue, python_env: None for the
-    scheduler's or the script's choice; environ: names of variables that stand in the file `environment`; options: words
-    for the scheduler;
-    launch_options: words for mpirun or srun; with_srun: Slurm starts the ranks itself; notice_s: how long before its
-    time limit the job is told; stop_file: "" for one named like the
-    output; program: shell text of the PROGRAM line instead of `command`.
+    scheduler's or the script's choice; environ: names of variables that stand in the file `environment`; passed: names
+    of this environment's variables that Grid Engine gives to the job, () for its usual ones; options: words for the
+    scheduler; launch_options: words for mpirun or srun; with_srun: Slurm starts the ranks itself; notice_s: how long
+    before its time limit the job is told; stop_file: "" for one named like the output; program: shell text of the
+    PROGRAM line instead of `command`.
     """
 
     scheduler: str
@@ -87,6 +87,7 @@ class Job:
     stop_file: str = ""
     python_env: str = ""
     environ: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()
     environment: str = ""
     options: tuple[str, ...] = ()
     launch_options: tuple[str, ...] = ()
@@ -97,11 +98,6 @@ class Job:
     def ranks(self) -> int:
         """Workers and servers: the slots that the job needs."""
         return self.workers + self.servers
-
-    @property
-    def scheduler_name(self) -> str:
-        """As its users call it."""
-        return SCHEDULERS[self.scheduler]
 
     def output(self, job_id: str) -> Path:
         """The file that the scheduler writes the job's output to. job_id: a number or the scheduler's pattern."""

@@ -79,9 +79,9 @@ def proof(secret: str, who: str, address: str, challenge: bytes, nonce: bytes) -
     return hmac.new(secret.encode(), f"{who} {address} ".encode() + challenge + nonce, hashlib.sha256).digest()
 
 
-def is_proof(given: bytes, expected: bytes) -> bool:
-    """Whether they are the same, in a time that does not tell how much of them is."""
-    return hmac.compare_digest(given, expected)
+def family_of(address: str) -> socket.AddressFamily:
+    """Of an address in figures."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def network() -> str:
@@ -107,7 +107,7 @@ class Trial:
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self.address = f"{host}:{port}"
-        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.socket = socket.socket(family_of(host), socket.SOCK_STREAM)
         self.socket.setblocking(False)
         self.socket.connect_ex((host, port))
         self._secret = secret
@@ -128,7 +128,7 @@ class Trial:
             self._challenge = data
             self.socket.sendall(self._nonce + self._proof("rank"))
             return False
-        if not is_proof(data, self._proof("launcher")):
+        if not hmac.compare_digest(data, self._proof("launcher")):
             raise ConnectionError("a wrong proof")
         return True
 
@@ -178,7 +178,7 @@ def dialled_from(addresses: Sequence[tuple[str, int]], launchers_network: str) -
 def is_own(host: str) -> bool:
     """Whether this address is one of this host's: then it can be bound."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as trial:
+        with socket.socket(family_of(host), socket.SOCK_STREAM) as trial:
             trial.bind((host, 0))
     except OSError:
         return False

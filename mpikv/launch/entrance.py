@@ -8,6 +8,7 @@ proves itself at once. See `channel` for the proof. Nothing here blocks.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import selectors
 import socket
@@ -105,7 +106,7 @@ class Entrance:
             return False
         nonce, given = stranger.answer[: channel.NONCE_BYTES], stranger.answer[channel.NONCE_BYTES :]
         facts = (stranger.address, stranger.challenge, nonce)
-        if not channel.is_proof(given, channel.proof(self._secret, "rank", *facts)):
+        if not hmac.compare_digest(given, channel.proof(self._secret, "rank", *facts)):
             raise ConnectionError("it does not know the secret")
         stranger.socket.send(channel.proof(self._secret, "launcher", *facts))
         return True
@@ -124,9 +125,8 @@ def listeners(addresses: Sequence[str], backlog: int) -> dict[socket.socket, str
     found: dict[socket.socket, str] = {}
     said = ""
     for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            listener = socket.create_server((address, 0), family=family, backlog=backlog)
+            listener = socket.create_server((address, 0), family=channel.family_of(address), backlog=backlog)
         except OSError as error:  # of an interface that went down, or is not ready
             said = f"{address}: {error.strerror}"
             continue

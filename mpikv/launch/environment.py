@@ -7,6 +7,7 @@ of this environment goes along without being asked for. MXNet's `NAME:VALUE` is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ ALWAYS = re.compile(
 # JSON, variables by role as `given` has them: from a Secret of Kubernetes, so that they stand in no command line.
 GIVEN = "_MPIKV_GIVEN"
 ROLES = ("all", "worker", "server")
+OPTIONS = ("--env", "--env-worker", "--env-server")  # one for each of ROLES
 PAIR = re.compile(r"(?P<name>[A-Za-z_]\w*)(?:(?P<sign>[=:])(?P<value>.*))?", re.DOTALL)
 
 
@@ -31,7 +33,8 @@ def read_pairs(option: str, texts: Sequence[str], environ: Mapping[str, str]) ->
     for text in texts:
         pair = PAIR.fullmatch(text)
         if pair is None:
-            raise ConfigError(f"{option} {text}: it is NAME=VALUE, or NAME for a variable of this environment")
+            shown = re.split("[=:]", text, maxsplit=1)[0]  # without the value, which may be a secret
+            raise ConfigError(f"{option} {shown}: it is NAME=VALUE, or NAME for a variable of this environment")
         name = pair["name"]
         if pair["sign"] is None and name not in environ:
             raise ConfigError(f"{option} {name}: no such variable is set here; give {option} {name}=VALUE")
@@ -42,6 +45,14 @@ def read_pairs(option: str, texts: Sequence[str], environ: Mapping[str, str]) ->
 def always(environ: Mapping[str, str]) -> dict[str, str]:
     """The part of this environment that goes to every rank on another host."""
     return {name: value for name, value in environ.items() if ALWAYS.fullmatch(name)}
+
+
+def asked(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The variables of GIVEN and of `--env` and its like, by role. Raises ConfigError."""
+    found = given(environ)
+    for role, option in zip(ROLES, OPTIONS, strict=True):
+        found[role] |= read_pairs(option, getattr(options, option[2:].replace("-", "_")), environ)
+    return found
 
 
 def given(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:

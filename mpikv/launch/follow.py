@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -57,20 +58,18 @@ class Tail:
         self.last = (self.last + text)[-4096:]
         return text
 
-    def status(self, job_id: str) -> int | None:
-        """The status that the job's last line tells, None if it has not come, or not since it was requeued."""
-        match = self._last_line(job_id)
-        return int(match[2]) if match and not match[0].endswith("queue") else None
+    def ended(self, job_id: str) -> tuple[int | None, str]:
+        """What the job's last line tells: its status, and the job that goes on with its work, "" for none.
 
-    def successor(self, job_id: str) -> str:
-        """The job that goes on with the work of this one, "" if none."""
-        match = self._last_line(job_id)
-        return (match[3] or "") if match else ""
-
-    def _last_line(self, job_id: str) -> re.Match[str] | None:
-        return next((match for match in reversed([*LAST_LINE.finditer(self.last)]) if match[1] == job_id), None)
+        The status is None where the line has not come, or not since the job was requeued.
+        """
+        lines = [match for match in LAST_LINE.finditer(self.last) if match[1] == job_id]
+        if not lines:
+            return None, ""
+        return None if lines[-1][0].endswith("queue") else int(lines[-1][2]), lines[-1][3] or ""
 
 
+@dataclass
 class Follower:
     """One job that is waited for.
 
@@ -78,23 +77,18 @@ class Follower:
     where its output goes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        job_id: str,
-        *,
-        output: Callable[[str], Path],
-        ask: Callable[[str], State],
-        cancel: Callable[[str], str],
-        say: Callable[[str], None],
-        out: TextIO,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name, self.job_id = name, job_id
-        self._output, self._tail = output, Tail(output(job_id))
-        self._ask, self._cancel, self._say, self._out = ask, cancel, say, out
-        self._sleep, self._clock = sleep, clock
+    name: str
+    job_id: str
+    output: Callable[[str], Path]
+    ask: Callable[[str], State]
+    cancel: Callable[[str], str]
+    say: Callable[[str], None]
+    out: TextIO
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.output(self.job_id))
         self._shown = ""
 
     def run(self) -> int:
@@ -105,32 +99,32 @@ class Follower:
             except _Interrupted as interrupted:
                 number = interrupted.number
             try:
-                problem = self._cancel(self.job_id)
+                problem = self.cancel(self.job_id)
                 if problem:
-                    self._say(f"{self.name} did not cancel job {self.job_id}: {problem}")
+                    self.say(f"{self.name} did not cancel job {self.job_id}: {problem}")
                 else:
-                    self._say(f"{signal.Signals(number).name}: {self.name} was asked to cancel job {self.job_id}")
-                    self._wait(self._clock() + CANCEL_S)
+                    self.say(f"{signal.Signals(number).name}: {self.name} was asked to cancel job {self.job_id}")
+                    self._wait(self.clock() + CANCEL_S)
             except _Interrupted:
-                self._say(f"job {self.job_id} may still run")
+                self.say(f"job {self.job_id} may still run")
             except (ConfigError, SchedulerError) as error:
-                self._say(f"{self.name} does not answer, job {self.job_id} may still run: {error}")
+                self.say(f"{self.name} does not answer, job {self.job_id} may still run: {error}")
             return INTERRUPTED + number
 
     def _wait(self, until_s: float | None) -> int:
-        began_s = answered_s = asked_s = self._clock()
+        began_s = answered_s = asked_s = self.clock()
         poll_s = 0.0
         while True:
             self._show()
-            now_s = self._clock()
+            now_s = self.clock()
             if until_s is not None and now_s > until_s:
-                self._say(f"job {self.job_id} is not gone yet")
+                self.say(f"job {self.job_id} is not gone yet")
                 return UNKNOWN
             if now_s - asked_s >= poll_s:
                 asked_s = now_s
                 try:
-                    state = self._ask(self.job_id)
-                    answered_s = self._clock()
+                    state = self.ask(self.job_id)
+                    answered_s = self.clock()
                 except SchedulerError as error:
                     if now_s - answered_s > SILENT_S:
                         raise ConfigError(
@@ -141,46 +135,44 @@ class Follower:
                 poll_s = min(max(POLL_S, (now_s - began_s) / 60), MOST_POLL_S)
                 if state.lost or state.status is not None:
                     status = self._end(state)
-                    successor = self._tail.successor(self.job_id)
+                    _, successor = self._tail.ended(self.job_id)
                     if not successor:
                         return status
-                    self.job_id, self._tail, poll_s = successor, Tail(self._output(successor)), 0.0
+                    self.job_id, self._tail, poll_s = successor, Tail(self.output(successor)), 0.0
                     continue
                 if state.text and state.text != self._shown:
                     self._shown = state.text
-                    self._say(f"job {self.job_id}: {state.text}")
-            self._sleep(POLL_S if poll_s else 0.0)
+                    self.say(f"job {self.job_id}: {state.text}")
+            self.sleep(POLL_S if poll_s else 0.0)
 
     def _show(self) -> None:
         text = self._tail.read()
         if text:
-            self._out.write(text)
-            self._out.flush()
+            self.out.write(text)
+            self.out.flush()
 
     def _end(self, state: State) -> int:
         """The job is over: the rest of its output, and its status."""
         status, waited_s = state.status, 0.0
         while True:
             self._show()
-            told = self._tail.status(self.job_id)
+            told, successor = self._tail.ended(self.job_id)
             if told is not None and (status is None or state.lost):
                 status = told  # before the accounting, which may have several records of one job
             # A job that the scheduler ended has no last line.
             if told is not None or waited_s >= (QUIET_S if status is not None else ACCOUNTED_S):
                 break
-            self._sleep(POLL_S)
+            self.sleep(POLL_S)
             waited_s += POLL_S
             if status is None:
-                status = self._ask(self.job_id).status
+                status = self.ask(self.job_id).status
         if not self._tail.last:
-            self._say(f"there is no output in {self._tail.path}")
+            self.say(f"there is no output in {self._tail.path}")
         if status is None:
-            self._say(f"job {self.job_id} is over, and {self.name} does not know with which status: taken as {UNKNOWN}")
+            self.say(f"job {self.job_id} is over, and {self.name} does not know with which status: taken as {UNKNOWN}")
             return UNKNOWN
-        successor = self._tail.successor(self.job_id)
-        self._say(
-            f"job {self.job_id}: {state.text}, status {status}" + (f", goes on as job {successor}" if successor else "")
-        )
+        goes_on = f", goes on as job {successor}" if successor else ""
+        self.say(f"job {self.job_id}: {state.text}, status {status}{goes_on}")
         return status
 
 

@@ -27,18 +27,18 @@ from mpikv.launch.processes import JOB
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import FAILED
 from mpikv.launch.watch import Limits, Watch
-from mpikv.mpirun import Mpirun, find_mpirun, identify
+from mpikv.mpirun import find_mpirun, identify
 from mpikv.runtime.interface import mpirun_variables
 from mpikv.runtime.launcher import OPEN_MPI
 
 BAD_INPUT = 2
+NOT_SHOWN = "***"  # by --dry-run, for a value of --env
 PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 
 
 class Job(NamedTuple):
     """What is to be started. shell: what runs a command on another host, () where there is none."""
 
-    mpirun: Mpirun
     hosts: list[Host]
     blocks: list[Block]
     words: list[str]
@@ -61,6 +61,11 @@ def run(options: argparse.Namespace) -> int:
                 for host in job.hosts:
                     print(shlex.join(sync.command(host, os.getcwd(), options.sync_dst_dir, job.shell, _own(options))))
             print(line.shown(job.words, {**job.variables, **_told(job, [])}))
+            if NOT_SHOWN in (value for pairs in job.given.values() for value in pairs.values()):
+                print(
+                    f"mpikv launch: values of --env are not printed: put them in the places of {NOT_SHOWN}",
+                    file=sys.stderr,
+                )
             return 0
         output = Output(Path(options.output_dir) if options.output_dir else None)
     except (ConfigError, ValueError) as error:
@@ -101,8 +106,8 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     if chosen and elsewhere:
         shell = allocation.remote_shell(environ) if scheduled and not options.ssh else ()
         shell = shell or remote.shell(options.ssh or "ssh", chosen)
-    # mpirun starts its daemons through Slurm itself, and hydra through Grid Engine, which Open MPI 5 does not know.
-    alone = scheduled and not options.ssh and not ("PE_HOSTFILE" in environ and mpirun.is_open_mpi)
+    # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
+    alone = scheduled and not options.ssh and "PE_HOSTFILE" not in environ
     words = line.build(
         mpirun,
         blocks,
@@ -111,18 +116,14 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         oversubscribe=options.oversubscribe or not (chosen or scheduled),
         more=options.mpirun_options,
     )
-    number = {"MPIKV_NUM_SERVERS": str(servers)}  # else a variable set here would make servers of workers
-    told = environment.given(environ)
-    given = {
-        "all": {
-            **(environment.always(environ) if elsewhere else {}),
-            **line.package_path(environ),
-            **told["all"],
-            **environment.read_pairs("--env", options.env, environ),
-            **number,
-        },
-        "worker": {**told["worker"], **environment.read_pairs("--env-worker", options.env_worker, environ)},
-        "server": {**told["server"], **environment.read_pairs("--env-server", options.env_server, environ)},
+    given = environment.asked(options, environ)
+    if options.dry_run:
+        given = {role: dict.fromkeys(pairs, NOT_SHOWN) for role, pairs in given.items()}
+    given["all"] = {
+        **(environment.always(environ) if elsewhere else {}),
+        **line.package_path(environ),
+        **given["all"],
+        "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers
     }
     variables, addresses = mpirun.environment(() if alone else shell), []
     if elsewhere:
@@ -130,7 +131,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         variables |= mpirun_variables(family, config.interface)
         addresses = remote.addresses(config.interface)
     return Job(
-        mpirun, chosen, blocks, words, variables, shell,
+        chosen, blocks, words, variables, shell,
         options.sync_dst_dir or os.getcwd(), given, secrets.token_hex(16), secrets.token_hex(8),
         addresses, options.grace,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 
 from mpikv.errors import ConfigError
 from mpikv.files import write_private
-from mpikv.launch.environment import GIVEN, read_pairs
+from mpikv.launch.environment import GIVEN, asked
 
 HOST_FILE = "/etc/mpi/hostfile"  # where the operator puts it
 # Pods have new host keys in every job, and the operator's own key pair for this one job.
@@ -51,16 +51,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def given(options: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """The variables of `--env` and its like, by role; {} where there are none.
+    """The variables of `--env` and its like, by role; {} where there are none. Raises ConfigError.
 
-    Variables that were named alone get their value now: a pod has none of them. Raises ConfigError.
+    Variables that were named alone get their value now: a pod has none of them.
     """
-    roles = {"all": "--env", "worker": "--env-worker", "server": "--env-server"}
-    found = {
-        role: read_pairs(option, getattr(options, option[2:].replace("-", "_")), os.environ)
-        for role, option in roles.items()
-    }
-    return {role: pairs for role, pairs in found.items() if pairs}
+    return {role: pairs for role, pairs in asked(options, os.environ).items() if pairs}
 
 
 def secret(options: argparse.Namespace) -> dict[str, Any]:

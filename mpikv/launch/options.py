@@ -43,7 +43,12 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_job_options(parser)
+    parser.add_argument("-n", "--num-workers", metavar="N", type=at_least(1, MOST_RANKS), required=True, help="workers")
+    parser.add_argument("-s", "--num-servers", metavar="N", type=at_least(0, MOST_RANKS),
+                        help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
+    for option, who in (("--env", "all"), ("--env-worker", "the workers"), ("--env-server", "the servers")):
+        parser.add_argument(option, metavar="NAME[=VALUE]", action="append", default=[],
+                            help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
     parser.add_argument("--launcher", choices=LAUNCHERS, default="mpi", help="default mpi: mpirun, here, in an "
                         "allocation or on the hosts given; local: here; ssh: the hosts are checked first; slurm, sge: "
                         "submitted, and waited for; kubernetes: prints a manifest")  # fmt: skip
@@ -70,16 +75,6 @@ def add_parser(commands: Any) -> None:
     kube.add_argument("--kube-namespace", metavar="NAME", help="default: that of the context of kubectl")
     parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the workers' command")
     parser.set_defaults(run=_run, parser=parser)
-
-
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """What a job is, wherever it runs: numbers and environment."""
-    parser.add_argument("-n", "--num-workers", metavar="N", type=at_least(1, MOST_RANKS), required=True, help="workers")
-    parser.add_argument("-s", "--num-servers", metavar="N", type=at_least(0, MOST_RANKS),
-                        help="servers; default: as many as workers; 0: none, the workers own the keys")  # fmt: skip
-    for option, who in (("--env", "all"), ("--env-worker", "the workers"), ("--env-server", "the servers")):
-        parser.add_argument(option, metavar="NAME[=VALUE]", action="append", default=[],
-                            help=f"a variable for {who}; NAME alone has its value from here")  # fmt: skip
 
 
 def command_words(parser: argparse.ArgumentParser, words: Sequence[str], example: str) -> list[str]:

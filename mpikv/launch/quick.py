@@ -6,6 +6,7 @@ every rank of a job needs it. Only the standard library and modules that need no
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from pathlib import Path
@@ -16,17 +17,8 @@ def main() -> int:
     package = types.ModuleType("mpikv")
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules["mpikv"] = package
-    if sys.argv[1] == "rank":
-        from mpikv.launch.rank import main as rank  # noqa: PLC0415 - found by the package made above
-
-        return rank(sys.argv[2:])
-    if sys.argv[1] == "folder":
-        from mpikv.launch.folder import main as folder  # noqa: PLC0415
-
-        return folder(sys.argv[2:])
-    from mpikv.launch.sweep import main as sweep  # noqa: PLC0415
-
-    return sweep(sys.argv[2:])
+    status: int = importlib.import_module(f"mpikv.launch.{sys.argv[1]}").main(sys.argv[2:])
+    return status
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """What `mpikv submit` asks of a scheduler, and how its commands are run.
 
-A scheduler is a module with `script`, `submit`, `state`, `cancel` (see `slurm` and `sge`). Each asks by running the
-scheduler's own commands, which exist on every site and version; none of their libraries is loaded.
+There are two, `slurm.SLURM` and `sge.SGE`. Each asks by running the scheduler's own commands, which exist on every site
+and version; none of their libraries is loaded.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mpikv.errors import ConfigError
+from mpikv.launch.batch import Job
 
 COMMAND_S = 60.0  # a busy controller answers within seconds, or its commands give up after some tens of them
 
@@ -29,6 +31,38 @@ class State(NamedTuple):
 
 class SchedulerError(Exception):
     """A command failed that may work a moment later; its text is the scheduler's."""
+
+
+class Scheduler(NamedTuple):
+    """One of them.
+
+    script: of a job. state: where a job is, by its number; raises SchedulerError where there is no answer. submission:
+    the command that takes a script and prints the job's number. ending: the command that ends a job.
+    """
+
+    name: str
+    script: Callable[[Job], str]
+    state: Callable[[str], State]
+    submission: tuple[str, ...]
+    ending: str
+
+    def submit(self, text: str, without: Collection[str] = ()) -> str:
+        """Hand over a script; the job's number. without: variables of this environment that the job shall not have.
+
+        Raises ConfigError with the scheduler's words where it refuses, SchedulerError where it does not answer.
+        """
+        done = run(self.submission, self.name, text, without)
+        if done.returncode != 0:
+            raise ConfigError(f"{self.name} refused the job: {said(done)}")
+        numbers: list[str] = re.findall(r"^\s*(\d+)(?:;.*)?\s*$", done.stdout, re.MULTILINE)  # 17, or 17;cluster
+        if not numbers:
+            raise ConfigError(f"{self.submission[0]} said no job number, but {said(done)}")
+        return numbers[-1]
+
+    def cancel(self, job_id: str) -> str:
+        """Ask it to end the job; "" or why not."""
+        done = run([self.ending, job_id], self.name)
+        return "" if done.returncode == 0 else said(done)
 
 
 def run(

@@ -10,11 +10,12 @@ import getpass
 import re
 import shlex
 import xml.etree.ElementTree as ET
-from collections.abc import Collection
 
 from mpikv.errors import ConfigError
 from mpikv.launch.batch import Job, render, time_text
-from mpikv.launch.scheduler import SchedulerError, State, run, said
+from mpikv.launch.scheduler import Scheduler, SchedulerError, State, run, said
+
+PASSED = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
 def script(job: Job) -> str:
@@ -30,23 +31,11 @@ def script(job: Job) -> str:
         lines.append(f"-q {shlex.quote(job.queue)}")
     output = str(job.output("$JOB_ID"))
     lines.append(f'-o "{output}"' if re.search(r"\s", output) else f"-o {output}")
-    lines.append("-S /bin/bash -cwd -V -j y")
+    lines.append("-S /bin/bash -cwd -j y")
+    # Not -V: Grid Engine shows a job's environment to every user, in files of its own and by `qstat -j`.
+    lines.append(f"-v {','.join(job.passed or PASSED)}")
     lines += job.options
     return render("train-servers.sh" if job.servers else "train.sh", job, [f"#$ {line}" for line in lines])
-
-
-def submit(text: str, without: Collection[str] = ()) -> str:
-    """Hand a script to Grid Engine; the job's number. without: variables of this environment that it is not to have.
-
-    Raises ConfigError with its words where it refuses.
-    """
-    done = run(["qsub", "-terse"], "Grid Engine", text, without)
-    if done.returncode != 0:
-        raise ConfigError(f"Grid Engine refused the job: {said(done)}")
-    job_id = next((line.strip() for line in reversed(done.stdout.splitlines()) if line.strip().isdigit()), "")
-    if not job_id:
-        raise ConfigError(f"qsub said no job number, but {said(done)}")
-    return job_id
 
 
 def state(job_id: str) -> State:
@@ -120,7 +109,4 @@ def read_accounting(text: str) -> int | None:
     return int(codes[-1]["exit_status"]) or (0 if failed == "0" else 1)
 
 
-def cancel(job_id: str) -> str:
-    """Ask Grid Engine to end the job; "" or why not."""
-    done = run(["qdel", job_id], "Grid Engine")
-    return "" if done.returncode == 0 else said(done)
+SGE = Scheduler("Grid Engine", script, state, ("qsub", "-terse"), "qdel")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection
 
 from mpikv.errors import ConfigError
 from mpikv.launch.batch import Job, render, time_text
-from mpikv.launch.scheduler import SchedulerError, State, run, said
+from mpikv.launch.scheduler import Scheduler, SchedulerError, State, run, said
 
 FINAL = {
     "BOOT_FAIL",
@@ -56,20 +55,6 @@ def script(job: Job, array: str | None = None) -> str:
     return render(template, job, [f"#SBATCH {shlex.quote(word)}" for word in words])
 
 
-def submit(text: str, without: Collection[str] = ()) -> str:
-    """Hand a script to Slurm; the job's number. without: variables of this environment that the job shall not have.
-
-    Raises ConfigError with its words where it refuses.
-    """
-    done = run(["sbatch", "--parsable"], "Slurm", text, without)
-    if done.returncode != 0:
-        raise ConfigError(f"Slurm refused the job: {said(done)}")
-    job_id = done.stdout.strip().partition(";")[0]  # "17" or "17;cluster"
-    if not job_id.isdigit():
-        raise ConfigError(f"sbatch said no job number, but {said(done)}")
-    return job_id
-
-
 def state(job_id: str) -> State:
     """Where the job is. Raises SchedulerError where Slurm does not answer."""
     done = run(["scontrol", "--oneliner", "show", "job", job_id], "Slurm")
@@ -110,7 +95,4 @@ def _final(name: str, code: str) -> State:
     return State(name.lower().replace("_", " "), status)
 
 
-def cancel(job_id: str) -> str:
-    """Ask Slurm to end the job; "" or why not."""
-    done = run(["scancel", job_id], "Slurm")
-    return "" if done.returncode == 0 else said(done)
+SLURM = Scheduler("Slurm", script, state, ("sbatch", "--parsable"), "scancel")

@@ -12,18 +12,21 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from mpikv.errors import ConfigError
 from mpikv.files import write_private
-from mpikv.launch import environment, sge, slurm
-from mpikv.launch.batch import DISTRIBUTIONS, NOTICE_S, SCHEDULERS, Job, environment_file, parse_time
+from mpikv.launch import environment
+from mpikv.launch.batch import DISTRIBUTIONS, NOTICE_S, Job, environment_file, parse_time
 from mpikv.launch.follow import Follower
 from mpikv.launch.options import command_words
 from mpikv.launch.scheduler import SchedulerError
+from mpikv.launch.sge import SGE
+from mpikv.launch.slurm import SLURM
 
+SCHEDULERS = {"slurm": SLURM, "sge": SGE}
 BAD_INPUT = 2
 EXAMPLES = """examples:
   mpikv submit slurm -n 4 -s 2 --time 1:00:00 -- python train.py
@@ -46,30 +49,25 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = submit.add_subparsers(metavar="slurm|sge", required=True, dest="scheduler")
-    for scheduler, name in SCHEDULERS.items():
+    for key, scheduler in SCHEDULERS.items():
         parser = kinds.add_parser(
-            scheduler,
-            help=f"submit to {name}",
-            usage=f"mpikv submit {scheduler} -n WORKERS [options] -- COMMAND...",
+            key,
+            help=f"submit to {scheduler.name}",
+            usage=f"mpikv submit {key} -n WORKERS [options] -- COMMAND...",
             epilog=EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_options(parser)
-        if scheduler == "slurm":
-            _add_slurm_options(parser)
-        else:
-            _add_sge_options(parser)
-        # Last: it takes all words from the first that is no option.
-        parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="what every rank runs")
         parser.set_defaults(run=_run, parser=parser)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    """The options; each is stored under the name of the field of `Job` that it sets."""
     add = parser.add_argument
-    add("-n", "--num-workers", type=int, required=True, metavar="N", help="workers")
-    add("-s", "--num-servers", type=int, default=0, metavar="N", help="servers beside them (0)")
+    add("-n", "--num-workers", dest="workers", type=int, required=True, metavar="N", help="workers")
+    add("-s", "--num-servers", dest="servers", type=int, default=0, metavar="N", help="servers beside them (0)")
     add("-t", "--time", metavar="LIMIT", help="H:MM:SS, M:SS, minutes or D-H; default: the queue's limit")
-    add("--notice", type=int, default=NOTICE_S, metavar="SECONDS",
+    add("--notice", dest="notice_s", type=int, default=NOTICE_S, metavar="SECONDS",
         help=f"how long before its limit the job is asked to stop ({NOTICE_S})")  # fmt: skip
     add("--requeue", action="store_true", help="stopped so, and ended with status 0, the job goes back into the queue")
     add("--stop-file", default="", metavar="FILE", help="where a Trainer saves when it is stopped (NAME-JOB.state)")
@@ -79,80 +77,53 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="ranks fill one host after the other, or each host in turn gets one (block)")  # fmt: skip
     add("--name", default="train", help="the job's name (train)")
     add("--output-dir", default="", metavar="DIR", help="where NAME-JOB.out is written; default: here")
-    add("--python-env", metavar="DIR", help="the Python environment of the job; default: the one of this command")
+    add("--python-env", default=this_environment(), metavar="DIR",
+        help="the Python environment of the job; default: the one of this command")  # fmt: skip
     add("--env", action="append", default=[], metavar="NAME[=VALUE]",
         help="a variable for all ranks; NAME alone has its value from here")  # fmt: skip
-    add("--option", action="append", default=[], metavar="TEXT",
+    add("--option", dest="options", action="append", default=[], metavar="TEXT",
         help='a line more for the scheduler, as in --option "--account=x" or --option "-P x"')  # fmt: skip
-    add("--launch-option", action="append", default=[], metavar="TEXT", help="a word more for mpirun or srun")
+    add("--launch-option", dest="launch_options", action="append", default=[], metavar="TEXT",
+        help="a word more for mpirun or srun")  # fmt: skip
     add("--dry-run", action="store_true", help="print the script")
     add("--wait", action="store_true", help="show the job's output and state until it ends; exit with its status")
-
-
-def _add_slurm_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--nodes", type=int, metavar="N", help="on so many nodes")
-    add("--tasks-per-node", type=int, metavar="N", help="so many ranks on each node")
-    add("--cpus-per-task", type=int, default=1, metavar="N", help="CPUs, and threads of NumPy, of each rank (1)")
-    add("--srun", action="store_true", help="srun starts the ranks, not mpirun: with Open MPI alone")
-    parser.add_argument("--pe", help=argparse.SUPPRESS)
-
-
-def _add_sge_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pe", default="mpi", metavar="NAME", help="the parallel environment (mpi); see qconf -spl")
-    for option in ("--nodes", "--tasks-per-node", "--cpus-per-task"):  # so that what is said of them is why not
-        parser.add_argument(option, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--srun", action="store_true", help=argparse.SUPPRESS)
+    add("--nodes", type=int, metavar="N", help="Slurm: on so many nodes")
+    add("--tasks-per-node", type=int, metavar="N", help="Slurm: so many ranks on each node")
+    add("--cpus-per-task", type=int, default=1, metavar="N", help="Slurm: CPUs, and threads of NumPy, of each rank (1)")
+    add("--srun", dest="with_srun", action="store_true", help="Slurm: srun starts the ranks, with Open MPI alone")
+    add("--pe", dest="parallel_environment", default="", metavar="NAME",
+        help="Grid Engine: the parallel environment (mpi); see qconf -spl")  # fmt: skip
+    # Last: it takes all words from the first that is no option.
+    add("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="what every rank runs")
 
 
 def _run(options: argparse.Namespace) -> int:
     options.command = command_words(options.parser, options.command, "mpikv submit slurm -n 2 -- python train.py")
-    try:
-        job = Job(
-            options.scheduler,
-            workers=options.num_workers,
-            servers=options.num_servers,
-            command=tuple(options.command),
-            name=options.name,
-            time_s=None if options.time is None else parse_time(options.time),
-            notice_s=options.notice,
-            nodes=options.nodes,
-            tasks_per_node=options.tasks_per_node,
-            cpus_per_task=options.cpus_per_task or 1,
-            queue=options.queue,
-            parallel_environment=options.pe or "",
-            output_dir=options.output_dir,
-            placement=options.placement,
-            distribution=options.distribution,
-            requeue=options.requeue,
-            stop_file=options.stop_file,
-            python_env=this_environment() if options.python_env is None else options.python_env,
-            options=tuple(options.option),
-            launch_options=tuple(options.launch_option),
-            with_srun=options.srun,
-        )
-        variables = environment.read_pairs("--env", options.env, os.environ)
-        return submit_and_follow(job, variables, wait=options.wait, dry_run=options.dry_run, command="mpikv submit")
-    except ConfigError as error:
-        print(f"mpikv submit: error: {error}", file=sys.stderr)
-        return BAD_INPUT
+
+    def job() -> Job:
+        options.time_s = None if options.time is None else parse_time(options.time)
+        given: dict[str, Any] = {one.name: getattr(options, one.name, one.default) for one in fields(Job)}
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return Job(**{**given, **lists})
+
+    return _guarded(job, options, wait=options.wait, command="mpikv submit")
 
 
 def launch(options: argparse.Namespace) -> int:
     """`mpikv launch --launcher slurm|sge`: submit and wait. options: those of `mpikv.launch.options`."""
-    try:
-        for option, given in (
-            ("--hostfile and --hosts", options.hostfile or options.hosts),
-            ("--sync-dst-dir", options.sync_dst_dir),
-            ("--oversubscribe", options.oversubscribe),
+    hosts = "where the scheduler gives hosts that share the current folder"
+    role = "where a rank's role is known only when it runs; use --env"
+
+    def job() -> Job:
+        for option, given, why in (
+            ("--hostfile and --hosts", options.hostfile or options.hosts, hosts),
+            ("--sync-dst-dir", options.sync_dst_dir, hosts),
+            ("--oversubscribe", options.oversubscribe, hosts),
+            ("--env-worker and --env-server", options.env_worker or options.env_server, role),
         ):
             if given:
-                raise ConfigError(f"{option}: not with --launcher {options.launcher}, where the scheduler gives hosts "
-                                  "that share the current folder")  # fmt: skip
-        if options.env_worker or options.env_server:
-            raise ConfigError(f"--env-worker and --env-server: not with --launcher {options.launcher}, where a rank's "
-                              "role is known only when it runs; use --env")  # fmt: skip
-        job = Job(
+                raise ConfigError(f"{option}: not with --launcher {options.launcher}, {why}")
+        return Job(
             options.launcher,
             workers=options.num_workers,
             servers=options.num_workers if options.num_servers is None else options.num_servers,
@@ -163,10 +134,16 @@ def launch(options: argparse.Namespace) -> int:
             python_env=this_environment(),
             launch_options=tuple(options.mpirun_options),
         )
+
+    return _guarded(job, options, wait=True, command="mpikv launch")
+
+
+def _guarded(job: Callable[[], Job], options: argparse.Namespace, *, wait: bool, command: str) -> int:
+    try:
         variables = environment.read_pairs("--env", options.env, os.environ)
-        return submit_and_follow(job, variables, wait=True, dry_run=options.dry_run, command="mpikv launch")
+        return submit_and_follow(job(), variables, wait=wait, dry_run=options.dry_run, command=command)
     except ConfigError as error:
-        print(f"mpikv launch: error: {error}", file=sys.stderr)
+        print(f"{command}: error: {error}", file=sys.stderr)
         return BAD_INPUT
 
 
@@ -187,13 +164,16 @@ def submit_and_follow(
     out: for the job's output, or with `dry_run` its script; err: for what the command says; default this process's.
     Raises ConfigError where the job is wrong or refused, or the scheduler cannot be reached.
     """
-    out, err = out or sys.stdout, err or sys.stderr
-    say = _speaker(err, command)
-    variables = variables or {}
+    out, variables = out or sys.stdout, variables or {}
+
+    def say(text: str) -> None:
+        print(f"{command}: {text}", file=err or sys.stderr, flush=True)
+
     if variables:
         name = f"{job.name}.env" if dry_run else f".mpikv-{uuid.uuid4().hex[:16]}.env"
         job = replace(job, environ=tuple(variables), environment=os.path.abspath(os.path.join(job.output_dir, name)))
-    scheduler = {"slurm": slurm, "sge": sge}[job.check().scheduler]
+    job = replace(job, passed=tuple(sorted(environment.always(os.environ).keys() - variables.keys())))
+    scheduler = SCHEDULERS[job.check().scheduler]
     script = scheduler.script(job)
     if dry_run:
         out.write(script)
@@ -201,57 +181,29 @@ def submit_and_follow(
             say(f"values of --env are not printed: {job.environment} is to have a line export NAME=VALUE for each of "
                 f"{', '.join(variables)}, and mode 600")  # fmt: skip
         return 0
-    _make(job.output_dir)
     submitted = False
     try:
-        if variables:
-            _write(job.environment, environment_file(variables))
         try:
+            if job.output_dir:
+                Path(job.output_dir).mkdir(parents=True, exist_ok=True)
+            if variables:
+                write_private(job.environment, environment_file(variables))
             job_id = scheduler.submit(script, variables)
+        except OSError as error:
+            raise ConfigError(f"--output-dir {job.output_dir or '.'}: {error.strerror}") from None
         except SchedulerError as error:
-            raise ConfigError(f"{job.scheduler_name} did not take the job: {error}") from None
+            raise ConfigError(f"{scheduler.name} did not take the job: {error}") from None
         submitted = True
         path = job.output(job_id)
-        say(f"{job.scheduler_name} job {job_id}: {job.workers} workers, {job.servers} servers; output in {path}")
+        say(f"{scheduler.name} job {job_id}: {job.workers} workers, {job.servers} servers; output in {path}")
         if not wait:
             return 0
-        follower = Follower(
-            job.scheduler_name,
-            job_id,
-            output=job.output,
-            ask=scheduler.state,
-            cancel=scheduler.cancel,
-            say=say,
-            out=out,
-        )
-        return follower.run()
+        follow = Follower(scheduler.name, job_id, job.output, scheduler.state, scheduler.cancel, say, out)
+        return follow.run()
     finally:
         if variables and (wait or not submitted):
             with contextlib.suppress(OSError):
                 os.remove(job.environment)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        write_private(path, text)
-    except OSError as error:
-        raise ConfigError(f"{path}, for the values of --env: {error.strerror}") from None
-
-
-def _speaker(err: TextIO, command: str) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        print(f"{command}: {text}", file=err, flush=True)
-
-    return say
-
-
-def _make(directory: str) -> None:
-    if not directory:
-        return
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output-dir {directory}: {error.strerror}") from None
 
 
 def this_environment() -> str:

@@ -1,1 +1,1 @@
-"""What a run tells its user."""
+"""What the ranks of a run tell their user."""

@@ -1,7 +1,7 @@
-"""What a rank is doing in one of its stores, for the report of somebody who waits for it.
+"""What a rank is doing in one of its stores, so that others who wait for it can be told.
 
-A rank with several stores may wait in one of them while it is missed in another. Who misses it has to know: two
-ranks that close two stores in different orders wait for each other for ever.
+A rank with several stores may wait in one of them while others miss it in another store, and these must learn of it:
+two ranks that close two stores in different orders wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Activity:
         self._last, self._since_s, self._failed = call, self._clock.now_s(), False
 
     def waiting(self) -> str | None:
-        """'in pull of key 'w' for 2.1 s' during a call, else None."""
+        """Return text such as 'in pull of key 'w' for 2.1 s' during a call, else None."""
         return self.text() if self._call is not None else None
 
     def text(self) -> str:
-        """'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'.
+        """Return text such as 'in pull of key 'w' for 2.1 s', or 'outside the store for 7.0 s, its last call was ...'.
 
         Where the rank waits in another store: 'in close of another store for 2.1 s'; where it has waited there in vain:
         'its close of another store failed 0.3 s ago'.
@@ -65,5 +65,5 @@ class Activity:
         return f"outside the store for {elapsed_s:.1f} s, its last call was {self._last}"
 
     def held_by(self) -> frozenset[str]:
-        """The processes that this one waits for in its other stores."""
+        """Return the processes that this one waits for in its other stores."""
         return frozenset().union(*(other.waits_for for other in self.others()))

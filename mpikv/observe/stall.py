@@ -1,4 +1,4 @@
-"""The text of a wait that took too long: who waited for what, who did not come, where those are, what to do."""
+"""The text of a wait that took too long: who waited for what, who did not come, where these are, what to do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mpikv.keys import Key
 
 
 class Waiting(NamedTuple):
-    """A call that blocks. `key`, `key_id` and `round` only where it is about one key.
+    """A call that blocks. It has `key`, `key_id` and `round` only where it is about one key.
 
-    owners: the ranks that must answer, where not the workers do. Without a round, only they are waited for.
+    owners: the ranks that must answer, where these are not the workers. Without a round, only they are waited for.
     """
 
     call: str
@@ -39,7 +39,10 @@ def stall_text(
     missing: Mapping[str, str],
     silent: list[str],
 ) -> str:
-    """One paragraph. arrived, missing: label -> what that rank is doing; silent: those that did not answer at all."""
+    """Make the text, one paragraph.
+
+    arrived, missing: what each of these ranks is doing, by its label; silent: the ranks that did not answer at all.
+    """
     lines = [f"{me} waited {timeout_s:g} s in {waiting}."]
     if waiting.owners and not missing:
         lines.append("No answer from " + ", ".join(waiting.owners) + ", which own it: stopped, or in a long update?")

@@ -77,10 +77,17 @@ OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 
 def register(cls: OptimizerClass) -> OptimizerClass:
-    """Make an optimizer class known by its `name` (by default the class's, in lower case); a decorator.
+    """Make an optimizer class known by its `name` (by default the class's name in lower case); a decorator. Local.
 
-    Local: ranks that rebuild an optimizer from a saved file need the registration too. Raises TypeError for anything
+    Ranks that rebuild an optimizer from a saved file need the registration too. Raises TypeError for anything
     but an Optimizer class, ValueError where another class has the name.
+
+    >>> @optimizers.register
+    ... class Sign(optimizers.Optimizer):
+    ...     def formula(self, step, w, g, arrays, tmp):
+    ...         w -= step.real(step.learning_rate) * np.sign(g)
+    >>> optimizers.create('sign').learning_rate
+    0.01
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(f"register takes a class derived from Optimizer, not {shown(cls)}")
@@ -99,16 +106,23 @@ for _cls in (SGD, NAG, Signum, DCASGD, Adam, AdamW, AdaGrad, RMSProp, AdaDelta, 
 
 
 def names() -> tuple[str, ...]:
-    """The registered names, sorted."""
+    """Return the registered names, sorted.
+
+    >>> 'adam' in optimizers.names()
+    True
+    """
     return tuple(sorted(_registry))
 
 
 @tells
 def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[Any, Any], **kwargs: Any) -> Optimizer:
-    """An optimizer from a name, an Optimizer class, a callable, or a torch.optim class or (class, kwargs).
+    """Make an optimizer from a name, an Optimizer class, a callable, or a torch.optim class or (class, kwargs). Local.
 
-    kwargs: its parameters. An instance is returned as it is, and takes no kwargs. Local. Raises ValueError for an
+    kwargs: its parameters. An instance is returned as it is, and takes no kwargs. Raises ValueError for an
     unknown name (lists the names), TypeError for anything else and for unknown kwargs (lists the valid ones).
+
+    >>> optimizers.create('sgd', learning_rate=0.5).learning_rate
+    0.5
     """
     if isinstance(optimizer, Optimizer):
         if kwargs:
@@ -142,9 +156,12 @@ def create(optimizer: str | Optimizer | type[Any] | Callable[..., Any] | tuple[A
 
 
 def from_config(config: Mapping[str, Any]) -> Optimizer:
-    """The optimizer that `Optimizer.config` described. Nothing in `config` is executed. Local.
+    """Make the optimizer that `Optimizer.config` described. Nothing in `config` is executed. Local.
 
     Raises ValueError for an unknown name or attribute, UnsupportedError where the optimizer is a user's function.
+
+    >>> optimizers.from_config({'name': 'sgd', 'attributes': {'momentum': 0.9}}).momentum
+    0.9
     """
     if not isinstance(config, Mapping) or not isinstance(config.get("attributes"), Mapping):
         raise ValueError(f"an optimizer's config is a dict with 'name' and 'attributes', not {shown(config)}")
@@ -155,7 +172,7 @@ def from_config(config: Mapping[str, Any]) -> Optimizer:
 
 
 def _complete(cls: type[Optimizer]) -> type[Optimizer]:
-    """The class. TypeError where it says of no update what it does."""
+    """Return the class. TypeError where it defines no update at all."""
     if all(getattr(cls, name) is getattr(Optimizer, name) for name in ("formula", "update", "update_sum")):
         raise TypeError(f"{cls.__name__} defines no formula: it is a base for optimizers, and none itself")
     return cls

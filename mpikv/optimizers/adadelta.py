@@ -23,6 +23,11 @@ class AdaDelta(Optimizer):
     w = w - (d + wd * w).
 
     As in MXNet 1.9 the learning rate, its schedule and `lr_mult` have no part in it.
+
+    >>> weight, optimizer = np.ones(1), optimizers.AdaDelta(wd=0.5)
+    >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))
+    >>> weight, sorted(state)
+    (array([0.5]), ['acc_delta', 'acc_grad', 't'])
     """
 
     rho: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")

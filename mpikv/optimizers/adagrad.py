@@ -17,7 +17,12 @@ from mpikv.optimizers.fields import number
 
 
 class AdaGrad(Optimizer):
-    """g = clip(rescale_grad * grad);  h = h + g^2;  w = w - lr * (g / sqrt(h + eps) + wd * w)."""
+    """g = clip(rescale_grad * grad);  h = h + g^2;  w = w - lr * (g / sqrt(h + eps) + wd * w).
+
+    >>> weight, optimizer = np.ones(1), optimizers.AdaGrad(learning_rate=0.5, eps=0.0)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1, 'history': array([1.])}, array([0.5]))
+    """
 
     eps: float = number(default=1e-7, low=0.0, doc="added to h before its root is taken")
     states = (Array("history", "h, the sum of squared gradients"),)

@@ -22,7 +22,7 @@ from mpikv.optimizers.fields import flag, number
 
 
 class RunningMeans(Optimizer):
-    """Base of those that keep m and v."""
+    """Base of the optimizers that keep m and v."""
 
     learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
     beta1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old m stays")
@@ -31,7 +31,10 @@ class RunningMeans(Optimizer):
     states = (Array("mean", "m, the running mean of gradients"), Array("var", "v, the running mean of their squares"))
 
     def update_means(self, step: Step, g: HostArray, arrays: Mapping[str, HostArray], tmp: HostArray) -> None:
-        """m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g^2. tmp: scratch that is not `g`."""
+        """Update m = beta1 * m + (1 - beta1) * g and v = beta2 * v + (1 - beta2) * g^2. tmp: scratch that is not `g`.
+
+        Example: see `corrected`.
+        """
         real, mean, var = step.real, arrays["mean"], arrays["var"]
         mean *= real(self.beta1)
         mean += np.multiply(g, real(1.0 - self.beta1), out=tmp)
@@ -41,12 +44,25 @@ class RunningMeans(Optimizer):
         var += square
 
     def corrected(self, step: Step) -> float:
-        """The learning rate lr_t."""
+        """Return the learning rate lr_t.
+
+        >>> step = optimizers.Step('w', 1, 0.5, 0.0, 0.5, real=np.float64, shape=(1,), state={})
+        >>> optimizer, means = optimizers.Adam(beta1=0.75, beta2=0.75), {'mean': np.zeros(1), 'var': np.zeros(1)}
+        >>> optimizer.update_means(step, np.ones(1), means, np.empty(1))
+        >>> means['mean'], optimizer.corrected(step)
+        (array([0.25]), 1.0)
+        """
         return step.learning_rate * math.sqrt(1.0 - self.beta2**step.t) / (1.0 - self.beta1**step.t)
 
 
 class Adam(RunningMeans):
-    """g = clip(rescale_grad * grad + wd * w);  w = w - lr_t * m / (sqrt(v) + epsilon)."""
+    """g = clip(rescale_grad * grad + wd * w);  w = w - lr_t * m / (sqrt(v) + epsilon).
+
+    >>> weight, optimizer = np.ones(1), optimizers.Adam(learning_rate=0.5)
+    >>> state = optimizer.update('w', weight, np.ones(1), optimizer.init(weight))
+    >>> weight.round(3), sorted(state)
+    (array([0.5]), ['mean', 't', 'var'])
+    """
 
     epsilon = 1e-8
     lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
@@ -69,6 +85,11 @@ class AdamW(RunningMeans):
 
     With correct_bias=False lr_t = lr. With True the decay, too, is scaled by the corrected rate (PyTorch's AdamW scales
     it by lr, and adds its eps to the corrected root).
+
+    >>> weight, optimizer = np.ones(1), optimizers.AdamW(learning_rate=0.5, wd=0.5, correct_bias=False)
+    >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))
+    >>> weight
+    array([0.75])
     """
 
     correct_bias: bool = flag(default=True, doc="whether the bias of the means is corrected")

@@ -4,11 +4,10 @@
 the new state. Nothing of a key is kept in the optimizer, so the same object serves any number of keys and slices, and a
 state can be saved, cut, joined and moved to another rank (states.py).
 
-How an update runs. The weight is seen flat. An elementwise formula is applied to blocks of it that stay in the cache
-with their temporaries, so that an update reads and writes memory once, however many NumPy calls its formula has; no
-result depends on where blocks or slices begin. Arithmetic is in float32 or float64 (numeric.py), and each element is
-rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16 weight has a float32 copy in its state,
-which the formula changes and the weight is rounded from.
+How an update runs. The weight is seen flat. The space that it is in (mpikv/spaces) runs the formula, an elementwise one
+on parts of the weight; no result depends on where these or slices begin. Arithmetic is in float32 or float64
+(numeric.py), and each element is rounded once to the weight's dtype. With `multi_precision` a float16 or bfloat16
+weight has a float32 copy in its state, which the formula changes and the weight is rounded from.
 
 A new optimizer: docs/optimizers.md shows one from the declaration to the store.
 
@@ -19,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,9 +29,10 @@ from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
-from mpikv.optimizers.numeric import check_array, round_into, work_dtype
+from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
-from mpikv.optimizers.scratch import Scratch
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,15 +41,15 @@ State = dict[str, Any]
 """The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
 of elements and plain numbers. What a user's own function keeps may be anything (function.py)."""
 
-BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
-
 
 @dataclass(frozen=True)
 class Array:
     """A part of a state with one number for each element of the weight, in the arithmetic's dtype.
 
-    where: the field that a state has the array for; without one, where it is 0 or False. Empty: always.
-    from_weight: whether it begins as the weight, not as zeros.
+    where: a field; where it is 0 or False, states have no such array. from_weight: it begins as the weight, not as 0.
+
+    >>> optimizers.Adam.states[0]
+    Array(name='mean', doc='m, the running mean of gradients', where='', from_weight=False)
     """
 
     name: str
@@ -59,7 +60,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A part of a state that is one number for the whole weight; begin: its first value."""
+    """A part of a state that is one number for the whole weight; begin: its first value.
+
+    >>> optimizers.LARS.states[-1].begin
+    0.0
+    """
 
     name: str
     doc: str
@@ -72,6 +77,9 @@ class Step(NamedTuple):
     t: the update's number, 1 for the first. learning_rate, wd: those of the key, factors included. global_rate: the
     learning rate without the key's factor. real: makes a number that keeps the arithmetic's dtype. shape: the weight's.
     state: the state, for its numbers; the arrays come as blocks.
+
+    >>> optimizers.Step('w', 1, 0.5, wd=0.0, global_rate=0.5, real=np.float32, shape=(2,), state={}).real(0.25).dtype
+    dtype('float32')
     """
 
     key: Key
@@ -87,11 +95,26 @@ class Step(NamedTuple):
 class Optimizer(Declared):
     """Base of all optimizers. Its attributes are plain and may be changed at any time; each new value is checked.
 
-    `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, t being the key's own count; `learning_rate` is not
-    used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands for the default.
-    `lr_mult` and `wd_mult` leave nothing out by its name.
+    `lr_scheduler` gives the rate of an update as `lr_scheduler(t)`, where t counts the updates of the key;
+    `learning_rate` is not used beside it. An explicit `learning_rate` replaces the schedule's `base_lr`; None stands
+    for the default. `lr_mult` and `wd_mult` take every key as it is: none is left out because of its name.
 
     Raises TypeError or ValueError, which name the parameter, for a value of the wrong kind.
+
+    >>> optimizer, weight, grad = optimizers.SGD(learning_rate=0.5, momentum=0.9), np.ones(2), np.ones(2)
+    >>> optimizer.check_update('w', weight, grad)
+    >>> state = optimizer.update('w', weight, grad, optimizer.init(weight))
+    >>> weight, state
+    (array([0.5, 0.5]), {'t': 1, 'momentum': array([-0.5, -0.5])})
+    >>> state = optimizer.update_sum('w', weight, [grad, grad], state)  # with the sum of the two
+    >>> optimizer.complete_arrays(weight, state, ['momentum'])
+    >>> optimizer.check_state(weight, state)
+    >>> optimizer.set_learning_rate(0.1), optimizer.set_lr_mult({'bias': 2.0}), optimizer.set_wd_mult({'bias': 0.0})
+    (None, None, None)
+    >>> optimizers.SGD.from_attributes(optimizer.attributes()).config() == optimizer.config()
+    True
+    >>> optimizer.state_names(), optimizer.sums
+    (['momentum'], True)
     """
 
     learning_rate: float = number(default=0.01, low=0.0, doc="the rate of an update where there is no lr_scheduler")
@@ -114,7 +137,7 @@ class Optimizer(Declared):
     scratch: ClassVar[int] = 2
     """Temporary arrays that `formula` needs."""
 
-    _memory: ClassVar[Scratch]  # each optimizer has its own; without ClassVar type checkers would take it for a field
+    _space: ClassVar[Space]  # each optimizer's own; without ClassVar type checkers would take it for a field
     _arrays: ClassVar[Mapping[str, Array]] = {}
     _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
     _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
@@ -129,13 +152,25 @@ class Optimizer(Declared):
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A new one, with its memory for temporaries."""
+        """Make a new one, whose weights are in host memory."""
         made = super().__new__(cls, *args, **kwargs)
-        object.__setattr__(made, "_memory", Scratch())
+        made.work_in(HostSpace())
         return made
 
+    def work_in(self, space: Space) -> None:
+        """Weights are in that space from now on, and so are states and temporaries. Local; the store calls it.
+
+        >>> from mpikv.spaces.host import HostSpace
+        >>> optimizers.SGD().work_in(HostSpace())
+        """
+        object.__setattr__(self, "_space", space)
+
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Declared`: the learning rate and the `base_lr` of a schedule are one."""
+        """See `Declared`: the learning rate and the `base_lr` of a schedule are one value.
+
+        >>> optimizers.SGD(learning_rate=0.5, lr_scheduler=optimizers.FactorScheduler(10)).lr_scheduler.base_lr
+        0.5
+        """
         rate, schedule = given.get("learning_rate"), given.get("lr_scheduler")
         if isinstance(schedule, Scheduler):
             given["lr_scheduler"] = schedule = schedule if rate is None else replace(schedule, base_lr=rate)
@@ -163,12 +198,12 @@ class Optimizer(Declared):
         self.wd_mult = wd_mult  # type: ignore[assignment] # as above
 
     def config(self) -> dict[str, Any]:
-        """{"name", "attributes"} as JSON; two optimizers do the same where these are equal. See `from_config`."""
+        """Return {"name", "attributes"} as JSON; two optimizers do the same where these are equal."""
         return {"name": self.name, "attributes": self.attributes()}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
-        """A new optimizer of this class with these attributes."""
+        """Make a new optimizer of this class with these attributes."""
         optimizer = cls()
         optimizer.set_attributes(attributes)
         return optimizer
@@ -182,7 +217,7 @@ class Optimizer(Declared):
         return [name for name, one in self._arrays.items() if not one.where or getattr(self, one.where)]
 
     def init(self, weight: HostArray) -> State:
-        """The state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.
+        """Make the state of a key, or a slice of one, that has this value. Local; keeps no reference to `weight`.
 
         Raises TypeError for a weight that is no NumPy array or has an unsupported dtype.
         """
@@ -190,10 +225,10 @@ class Optimizer(Declared):
         return self._complete(weight.reshape(-1), dict(self._numbers), self.state_names())
 
     def _complete(self, flat: HostArray, state: State, names: Sequence[str]) -> State:
-        """Make the state what the hyperparameters in force ask for, where they have changed since the last update."""
+        """Make the state what the hyperparameters ask for now, where they have changed since the last update."""
         if self.multi_precision and flat.dtype in (np.float16, BFLOAT16):
             if "master" not in state:
-                state["master"] = flat.astype(np.float32)
+                state["master"] = self._copy(flat, np.dtype(np.float32))
         else:
             state.pop("master", None)
         self.complete_arrays(flat, state, names)
@@ -207,10 +242,16 @@ class Optimizer(Declared):
                 del state[name]
         for name in names:
             if name not in state:
-                state[name] = flat.astype(work) if self._arrays[name].from_weight else np.zeros(flat.size, work)
+                from_weight = self._arrays[name].from_weight
+                state[name] = self._copy(flat, work) if from_weight else self._space.zeros(flat.size, work)
             elif state[name].shape != flat.shape or state[name].dtype != work:
                 found = f"{state[name].dtype}{state[name].shape}"
                 raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
+
+    def _copy(self, flat: HostArray, dtype: np.dtype[Any]) -> HostArray:
+        made = self._space.empty(flat.size, dtype)
+        self._space.copy(made, flat)
+        return made
 
     def check_state(self, weight: HostArray, state: State) -> None:
         """Raise ValueError where `state` (from a file, say) cannot be one of `weight` under this optimizer."""
@@ -230,10 +271,11 @@ class Optimizer(Declared):
     # --- update
 
     def update(self, key: Key, weight: HostArray, grad: HostArray, state: State) -> State:
-        """One update: changes `weight` in place and returns the new state, which reuses the memory of the old one.
+        """Make one update: change `weight` in place and return the new state, which reuses the memory of the old one.
+        Local.
 
         weight: any supported dtype; the whole value of a key in its shape, or a flat slice of it where `elementwise`.
-        grad: same shape, any supported dtype, not changed. state: of `init` or of the last update. Local.
+        grad: same shape, any supported dtype, not changed. state: of `init` or of the last update.
         Raises ShapeMismatch, TypeError, or ValueError for a read-only weight; the weight is unchanged then.
         """
         return self.update_sum(key, weight, (grad,), state)
@@ -244,9 +286,9 @@ class Optimizer(Declared):
         return self.elementwise and type(self).update is Optimizer.update
 
     def update_sum(self, key: Key, weight: HostArray, terms: Sequence[HostArray], state: State) -> State:
-        """`update` with the sum of `terms`, arrays like `grad` of one dtype, which are added in their order.
+        """Do what `update` does, with the sum of `terms`: arrays like `grad`, of one dtype, added in their order.
 
-        That happens block by block: the sum is in the cache when it is used, and nowhere else. Several: see `sums`.
+        The space adds them as it runs the formula. Several terms: only where `sums` is True.
         """
         for term in terms:
             self.check_update(key, weight, term)
@@ -258,7 +300,16 @@ class Optimizer(Declared):
         step = self._step(key, flat, weight.shape, state)
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
-            self._apply(step, flat, [term.reshape(-1) for term in terms], state, names)
+            self._space.update(
+                partial(self.formula, step),
+                flat,
+                [term.reshape(-1) for term in terms],
+                {name: state[name] for name in names},
+                master=state.get("master"),
+                dtype=work_dtype(flat.dtype),
+                temporaries=self.scratch,
+                elementwise=self.elementwise,
+            )
         if not weight.flags.c_contiguous:
             weight[...] = flat.reshape(weight.shape)
         state["t"] = step.t
@@ -287,56 +338,29 @@ class Optimizer(Declared):
             state=state,
         )
 
-    def _apply(
-        self, step: Step, weight: HostArray, terms: Sequence[HostArray], state: State, names: Sequence[str]
-    ) -> None:
-        n, work = weight.size, work_dtype(weight.dtype)
-        dtype = terms[0].dtype
-        # A formula of few arrays has room for longer blocks, of which there are fewer.
-        longer = max(1, 6 // (2 + len(names) + self.scratch))
-        length = min(n, BLOCK_ELEMS * longer) if self.elementwise else n
-        if length == 0:
-            return
-        master = state.get("master")
-        converts = 2 if weight.dtype != work or dtype != work else 0
-        rows = self.scratch + converts
-        n_bytes = rows * length * work.itemsize
-        sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
-        memory = self._memory.take(sum_at + (length * dtype.itemsize if len(terms) > 1 else 0))
-        buffers = memory[:n_bytes].view(work).reshape(rows, length)
-        for begin in range(0, n, length):
-            here = slice(begin, min(begin + length, n))
-            size = here.stop - begin
-            stored, g = weight[here], terms[0][here]
-            w = stored if stored.dtype == work else buffers[-1, :size] if master is None else master[here]
-            if master is None and w is not stored:
-                np.copyto(w, stored, casting="unsafe")
-            for term in terms[1:]:
-                g = np.add(g, term[here], out=memory[sum_at : sum_at + size * dtype.itemsize].view(dtype))
-            if dtype != work:
-                np.copyto(buffers[-2, :size], g, casting="unsafe")
-                g = buffers[-2, :size]
-            arrays = {name: state[name][here] for name in names}
-            self.formula(step, w, g, arrays, [buffers[i, :size] for i in range(self.scratch)])
-            if w is not stored:
-                round_into(stored, w)
-        self._memory.give(memory)
-
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
     ) -> None:
         """Change the block `w` and the state's `arrays` in place. g: the gradient, not to be changed. tmp: scratch.
 
-        All flat, of one length and in the arithmetic's dtype. Elementwise: nothing may depend on the block's place.
+        All arrays are flat, of one length and in the arithmetic's dtype. Where the optimizer is elementwise, nothing
+        may depend on where in the weight the block lies. Example: see `prepared`.
         """
         raise UnsupportedError(f"{type(self).__name__} defines no formula")
 
     def prepared(
         self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], *, decay: bool = False, scale: float = 1.0
     ) -> HostArray:
-        """`scale` * clip(rescale_grad * g [+ wd * w where `decay`]), in tmp[0]; `g` itself where that is the same.
+        """Return `scale` * clip(rescale_grad * g [+ wd * w where `decay`]).
 
-        tmp[1] is used where `decay` and wd is not 0.
+        It is in tmp[0], or `g` itself where that is the same. tmp[1] is used where `decay` is True and wd is not 0.
+
+        >>> class Plain(optimizers.Optimizer):
+        ...     def formula(self, step, w, g, arrays, tmp):
+        ...         w -= self.prepared(step, w, g, tmp, decay=True, scale=step.learning_rate)
+        >>> optimizer, weight = Plain(learning_rate=0.5, wd=1.0), np.ones(2)
+        >>> optimizer.update('w', weight, np.zeros(2), {'t': 0})
+        {'t': 1}
         """
         real, bound = step.real, self.clip_gradient
         decay = decay and step.wd != 0.0

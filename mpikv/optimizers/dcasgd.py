@@ -21,6 +21,10 @@ class DCASGD(Optimizer):
     """g = clip(rescale_grad * grad);  mom = momentum * mom - lr * (g + wd * w + lamda * g^2 * (w - previous));
 
     previous = w;  w = w + mom.
+
+    >>> weight, optimizer = np.ones(1), optimizers.DCASGD(learning_rate=0.5)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1, 'previous': array([1.])}, array([0.5]))
     """
 
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")

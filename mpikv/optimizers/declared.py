@@ -77,7 +77,7 @@ class Declared:
         )
 
     def __new__(cls, *args: Any, **_kwargs: Any) -> Self:
-        """Refuse what is given by its place and taken by name: MXNet, PyTorch and this class have other orders."""
+        """Refuse unnamed arguments: MXNet, PyTorch and this class have them in different orders."""
         if args:
             places = [one for one in cls.__signature__.parameters.values() if one.kind <= one.VAR_POSITIONAL]
             if len(args) > len(places) and not any(one.kind is one.VAR_POSITIONAL for one in places):
@@ -119,7 +119,7 @@ class Declared:
         return f"{type(self).__name__}({values})"
 
     def attributes(self) -> dict[str, Any]:
-        """Every hyperparameter now in force, as JSON. A function of the user's stands there as a description."""
+        """Return every hyperparameter as it is now, as JSON. A function of the user's stands there as a description."""
         return {name: field.to_json(getattr(self, name)) for name, field in self.fields.items()}
 
     def set_attributes(self, values: Mapping[str, Any]) -> None:
@@ -127,6 +127,11 @@ class Declared:
 
         Raises ValueError for an unknown name, UnsupportedError for a description of a function that this optimizer
         does not have, and what a wrong value raises.
+
+        >>> optimizer = optimizers.SGD()
+        >>> optimizer.set_attributes({'momentum': 0.9})
+        >>> optimizer.attributes()['momentum']
+        0.9
         """
         checked: dict[str, Any] = {}
         for name, sent in options("attributes", values).items():

@@ -59,7 +59,18 @@ class Field:
 
 
 def field(*, default: Any, check: Check, doc: str, type: Any = Any, wanted: str = "", **more: Any) -> Any:  # noqa: A002
-    """A hyperparameter of any kind; its values are JSON, or become JSON by `to_json`. See `Field`."""
+    """Declare a hyperparameter of any kind; its values are JSON, or become JSON by `to_json`. See `Field`.
+
+    >>> def odd(owner, name, value):
+    ...     if value % 2 == 0:
+    ...         raise ValueError(f'{owner}: {name} is an odd number, not {value}')
+    ...     return value
+    >>> class Strange(optimizers.Optimizer):
+    ...     size: int = optimizers.field(default=3, check=odd, doc='how many')
+    >>> Strange(size=4)
+    Traceback (most recent call last):
+    ValueError: strange: size is an odd number, not 4
+    """
     return Field(default, check, type, wanted, doc, **more)
 
 
@@ -72,7 +83,14 @@ def number(
     kw_only: bool = True,
     factor: bool = False,
 ) -> Any:
-    """A finite float of at least `low` and less than `below`; also None where that is the default."""
+    """Declare a finite float of at least `low` and less than `below`; None is allowed where it is the default.
+
+    >>> class Strange(optimizers.Optimizer):
+    ...     decay: float = optimizers.number(default=0.5, low=0.0, below=1.0, doc='how much is lost')
+    >>> Strange(decay=1.5)
+    Traceback (most recent call last):
+    ValueError: strange: decay must be less than 1, not 1.5
+    """
     optional = default is None
     bounds = [f"at least {low:g}"] if low is not None else []
     bounds += [f"less than {below:g}"] if below is not None else []
@@ -91,7 +109,13 @@ def number(
 
 
 def flag(*, default: bool, doc: str) -> Any:
-    """True or False."""
+    """Declare a hyperparameter that is True or False.
+
+    >>> class Strange(optimizers.Optimizer):
+    ...     centered: bool = optimizers.flag(default=False, doc='whether the mean is taken off')
+    >>> Strange(centered=True).centered
+    True
+    """
 
     def check(owner: str, name: str, value: Any) -> bool:
         return checks.flag(f"{owner}: {name}", value)
@@ -100,7 +124,13 @@ def flag(*, default: bool, doc: str) -> Any:
 
 
 def texts(*, default: tuple[str, ...], doc: str) -> Any:
-    """A tuple of strings."""
+    """Declare a hyperparameter that is a tuple of strings.
+
+    >>> class Strange(optimizers.Optimizer):
+    ...     skip: tuple = optimizers.texts(default=('bias',), doc='keys that are left alone')
+    >>> Strange(skip=['bias', 'gamma']).skip
+    ('bias', 'gamma')
+    """
 
     def check(owner: str, name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
@@ -111,7 +141,10 @@ def texts(*, default: tuple[str, ...], doc: str) -> Any:
 
 
 def factors(*, init: bool, doc: str) -> Any:
-    """A dict from key to a factor of at least 0; also the list of pairs that JSON can hold. Empty at first."""
+    """Declare a dict from key to a factor of at least 0; the list of pairs that JSON can hold is taken, too.
+
+    Empty at first.
+    """
     one = number(default=1.0, low=0.0, doc="").check
 
     def check(owner: str, name: str, value: Any) -> dict[Key, float]:

@@ -24,6 +24,11 @@ class Ftrl(Optimizer):
     w = (sign(z) * lamda1 - z) / ((beta + sqrt(n)) / lr + wd) where |z| > lamda1, else 0.
 
     A learning rate of 0, from a schedule or `lr_mult` too, is a ValueError at the update: the formula divides by it.
+
+    >>> weight, optimizer = np.ones(1), optimizers.Ftrl(lamda1=5.0)
+    >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))
+    >>> weight  # no sum of gradients has moved it
+    array([0.])
     """
 
     learning_rate = 0.1

@@ -28,7 +28,14 @@ UserFunction = Callable[[HostArray, HostArray, Any], Any]
 
 
 class Function(Optimizer):
-    """An optimizer made of a callable; see the module. `create(callable)` makes one."""
+    """An optimizer made of a callable; see the module. `create(callable)` makes one.
+
+    >>> def plain(weight, grad, state):
+    ...     weight -= 0.5 * grad
+    >>> weight, optimizer = np.ones(2), optimizers.create(plain)
+    >>> optimizer.update('w', weight, np.ones(2), optimizer.init(weight)), weight
+    ({'t': 1}, array([0.5, 0.5]))
+    """
 
     name: ClassVar[str] = "function"
 

@@ -26,6 +26,11 @@ class LAMB(RunningMeans):
 
     w = w - lr * r * s,  r = |w| / |s|, with |w| limited to lower_bound and upper_bound, and r = 1 where either norm is
     then 0. With bias_correction m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), else m and v themselves.
+
+    >>> weight, optimizer = np.ones(1), optimizers.LAMB(learning_rate=0.5)
+    >>> state = optimizer.update('w', weight, np.ones(1), optimizer.init(weight))
+    >>> weight.round(3)
+    array([0.5])
     """
 
     lower_bound: float | None = number(default=None, doc="|w| counts as at least this; None or <= 0: as it is")

@@ -23,6 +23,11 @@ class LARS(Optimizer):
 
     The norm is that of the gradient before clipping. With momentum_correction the momentum is multiplied by the ratio
     of this update's learning rate (before factors) to the last one's, so that a change of rate acts on old steps, too.
+
+    >>> weight, optimizer = np.ones(1), optimizers.LARS(learning_rate=0.5, eta=0.5)
+    >>> state = optimizer.update('w', weight, np.ones(1), optimizer.init(weight))
+    >>> weight
+    array([0.75])
     """
 
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")

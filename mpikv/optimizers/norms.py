@@ -1,7 +1,7 @@
 """The Euclidean norm of an array, or of many together: the same bits every time.
 
-Squares, added in float64 by NumPy's pairwise sum: unlike a BLAS call, the order of additions depends on neither threads
-nor the processor's vector length. So workers that have the same values have the same norm.
+Squares are added in float64 by NumPy's pairwise sum: unlike a BLAS call, the order of its additions depends on neither
+threads nor the processor's vector length. So workers that have the same values have the same norm.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpikv.arrays import HostArray
 
 
 def norm(values: HostArray, tmp: HostArray) -> float:
-    """The 2-norm of flat `values`. tmp: scratch of the same length and dtype."""
+    """Return the 2-norm of flat `values`. tmp: scratch of the same length and dtype."""
     return math.sqrt(float(np.sum(np.multiply(values, values, out=tmp), dtype=np.float64)))
 
 
@@ -23,7 +23,7 @@ PART_ELEMS = 1 << 16  # squared at a time: half a megabyte of float64 stays in t
 
 
 def global_norm(arrays: Iterable[HostArray]) -> float:
-    """The 2-norm of all elements of some arrays, of any shapes and dtypes; squares in float64."""
+    """Return the 2-norm of all elements of some arrays, of any shapes and dtypes; squares in float64."""
     total = 0.0
     for array in arrays:
         flat = array.reshape(-1)

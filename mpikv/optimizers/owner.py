@@ -15,14 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import PLAIN, Label, label_of
 from mpikv.optimizers.base import FACTOR, Optimizer, State
+from mpikv.spaces.base import Space
 
 DEFAULT_SLOT = 0
 KEPT_ATTRIBUTES = (
@@ -72,10 +71,6 @@ class AttributeLog:
             self._plain[slot] = _plain(optimizer)
             self._as_set[slot] = label_of(optimizer.attributes(), FACTOR)
             self._relabel(slot, self._as_set[slot])
-
-    def optimizer(self, slot: int) -> Optimizer | None:
-        """The user's optimizer in a slot."""
-        return self._optimizers.get(slot)
 
     @staticmethod
     def _text(optimizer: Optimizer) -> str:
@@ -134,12 +129,12 @@ def _plain(optimizer: Optimizer) -> list[Any] | None:
 class Owner:
     """Applies pushed sums to owned values. Knows no MPI; not thread-safe.
 
-    own: whether the optimizers are this owner's copies, which follow the numbers; else they are the user's own objects,
-    which he changes himself.
+    space: where the values are. own: whether the optimizers are this owner's copies, which follow the numbers; else
+    they are the user's own objects, which he changes himself.
     """
 
-    def __init__(self, *, own: bool = True) -> None:
-        self._own = own
+    def __init__(self, space: Space, *, own: bool = True) -> None:
+        self._space, self._own = space, own
         self.states: dict[int, State] = {}  # key id -> state of the part owned here
         self._optimizers: dict[int, Optimizer] = {}
         self._slots: dict[int, int] = {}
@@ -153,10 +148,11 @@ class Owner:
 
     def optimizer_of(self, key_id: int) -> Optimizer | None:
         """The optimizer that serves this key, None where the stored value becomes the sum."""
-        return self._optimizers.get(self.slot_of(key_id))
+        return self._optimizers.get(self._slots.get(key_id, DEFAULT_SLOT))
 
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
+        optimizer.work_in(self._space)
         self._optimizers[slot] = optimizer
         self._as_set[slot] = Kept(optimizer.attributes())
         self._in_force[slot] = AS_SET, None
@@ -222,7 +218,7 @@ class Owner:
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
             (total,) = terms
-            np.copyto(weight, total, casting="unsafe")
+            self._space.copy(weight, total)
             return state
         slot = self.slot_of(info.id)
         if self._own and self._in_force[slot] != (attributes, factor):

@@ -27,6 +27,10 @@ class RMSProp(Optimizer):
     not centered: w = w - lr * G / sqrt(n + epsilon);
     centered: g = gamma1 * g + (1 - gamma1) * G;  delta = gamma2 * delta - lr * G / sqrt(n - g^2 + epsilon);
     w = w + delta.
+
+    >>> weight, optimizer = np.ones(1), optimizers.RMSProp(learning_rate=0.5, gamma1=0.0, epsilon=0.0)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1, 'n': array([1.])}, array([0.5]))
     """
 
     learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")

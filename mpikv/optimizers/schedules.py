@@ -14,16 +14,16 @@ Source: MXNet 1.9, python/mxnet/lr_scheduler.py; cosine: Loshchilov and Hutter, 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mpikv import checks
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
-from mpikv.optimizers.fields import Field
+from mpikv.optimizers.fields import Check, Field
 from mpikv.optimizers.identity import identity
 
 WARMUP_MODES = ("linear", "constant")
@@ -33,43 +33,73 @@ def _rate(owner: str, name: str, value: Any) -> float:
     return checks.number(f"{owner}: {name}", value, 0.0)
 
 
-def whole(owner: str, name: str, value: Any, low: int) -> int:
-    """`value` as an int of at least `low`."""
-    return checks.whole(f"{owner}: {name}", value, low)
+def _count(low: int) -> Check:
+    return lambda owner, name, value: checks.whole(f"{owner}: {name}", value, low)
 
 
-@dataclasses.dataclass(frozen=True)
+def _mode(owner: str, name: str, value: Any) -> Any:
+    checks.one_of(f"{owner}: {name}", value, WARMUP_MODES)
+    return value
+
+
+def _reduction(owner: str, name: str, value: Any) -> float:
+    result = _rate(owner, name, value)
+    if result > 1.0:
+        raise ValueError(f"{owner}: {name} must be at most 1, so that the learning rate never grows, not {result:g}")
+    return result
+
+
+def _steps(owner: str, name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise checks.wrong(f"{owner}: {name}", "a list of update numbers", value)
+    steps = tuple(_count(1)(owner, f"each {name}", item) for item in value)
+    if not steps or any(after <= before for before, after in itertools.pairwise(steps)):
+        raise ValueError(f"{owner}: {name} must hold at least one number and rise, not {shown(value)}")
+    return steps
+
+
+def declared(check: Check, wanted: str, doc: str) -> dict[str, Any]:
+    """What is declared of a field beside its type and default, in its metadata: see `Scheduler.__post_init__`."""
+    return {"check": check, "wanted": wanted, "doc": doc}
+
+
+@dataclass(frozen=True)
 class Scheduler:
     """Base of the schedules; alone it is the warm-up followed by `base_lr` for ever.
 
-    A schedule of your own: a frozen dataclass that derives from this one, lists its fields (these four among them) and
-    defines `after_warmup`. Raises TypeError or ValueError for values that make no schedule.
+    A schedule of your own: a frozen dataclass that derives from this one, lists its fields and defines `after_warmup`.
+    Raises TypeError or ValueError for values that make no schedule.
+
+    >>> warm_up = optimizers.Scheduler(base_lr=0.5, warmup_steps=2)
+    >>> [warm_up(t) for t in (1, 2, 3)], warm_up.after_warmup(3), warm_up.config()['warmup_steps']
+    ([0.25, 0.5, 0.5], 0.5, 2)
     """
 
-    base_lr: float = 0.01
-    warmup_steps: int = 0
-    warmup_begin_lr: float = 0.0
-    warmup_mode: str = "linear"
+    base_lr: float = field(default=0.01, metadata=declared(_rate, "at least 0", "the rate after the warm-up"))
+    warmup_steps: int = field(default=0, metadata=declared(_count(0), "at least 0", "updates that the warm-up covers"))
+    warmup_begin_lr: float = field(
+        default=0.0, metadata=declared(_rate, "from 0 to base_lr", "the rate at the warm-up's begin")
+    )
+    warmup_mode: str = field(
+        default="linear",
+        metadata=declared(_mode, "'linear' or 'constant'", "whether the rate rises during the warm-up"),
+    )
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        self._set(base_lr=_rate(name, "base_lr", self.base_lr))
-        self._set(warmup_begin_lr=_rate(name, "warmup_begin_lr", self.warmup_begin_lr))
-        self._set(warmup_steps=whole(name, "warmup_steps", self.warmup_steps, 0))
-        checks.one_of(f"{name}: warmup_mode", self.warmup_mode, WARMUP_MODES)
+        for one in fields(self):
+            if "check" in one.metadata:
+                value = one.metadata["check"](name, one.name, getattr(self, one.name))
+                object.__setattr__(self, one.name, value)  # the way to finish a frozen dataclass
         if self.warmup_begin_lr > self.base_lr:
             raise ValueError(
                 f"{name}: the warm-up rises, so warmup_begin_lr ({self.warmup_begin_lr:g}) "
                 f"must not exceed base_lr ({self.base_lr:g})"
             )
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # the way to finish a frozen dataclass
-
     def __call__(self, num_update: int) -> float:
         """The learning rate of update `num_update` (at least 0). Local; the same value every time."""
-        t = whole(type(self).__name__, "num_update", num_update, 0)
+        t: int = _count(0)(type(self).__name__, "num_update", num_update)
         if t >= self.warmup_steps:
             return self.after_warmup(t)
         if self.warmup_mode == "constant":
@@ -82,44 +112,33 @@ class Scheduler:
         return self.base_lr
 
     def config(self) -> dict[str, Any]:
-        """The schedule as JSON: its name and its fields. `schedule_from_config` is the inverse."""
-        return {"name": type(self).__name__, **dataclasses.asdict(self)}
+        """The schedule as JSON: its name and its fields, the base's first. `schedule_from_config` is the inverse."""
+        values = asdict(self)
+        common = {one.name: values[one.name] for one in fields(Scheduler)}
+        return {"name": type(self).__name__, **common, **values}
 
 
-def _decay_length(scheduler: Scheduler, max_update: Any) -> int:
-    """Check `max_update`, which must lie behind the warm-up."""
-    name = type(scheduler).__name__
-    result = whole(name, "max_update", max_update, 1)
-    if result <= scheduler.warmup_steps:
-        raise ValueError(f"{name}: max_update ({result}) must be more than warmup_steps ({scheduler.warmup_steps})")
-    return result
+# --- MXNet's schedules. Their own arguments come before the base's, and `dataclass` orders fields by the classes that
+# declare them, the last base first: so each has its own fields in a base of their own. Where a field is named again
+# there, it is for its place; the declaration of `Scheduler` counts.
 
 
-@dataclasses.dataclass(frozen=True)
-class FactorScheduler(Scheduler):
+@dataclass(frozen=True)
+class _Factor:
+    step: int = field(metadata=declared(_count(1), "at least 1", "updates from one reduction to the next"))
+    factor: float = field(default=1.0, metadata=declared(_reduction, "from 0 to 1", "by what the rate is multiplied"))
+    stop_factor_lr: float = field(default=1e-8, metadata=declared(_rate, "at least 0", "a reduced rate is no lower"))
+
+
+@dataclass(frozen=True)
+class FactorScheduler(Scheduler, _Factor):
     """Multiply by `factor` after every `step` updates: base_lr * factor^k with k = floor((t - 1) / step).
 
     From the first reduction on, the rate is at least `stop_factor_lr`.
+
+    >>> [optimizers.FactorScheduler(step=2, factor=0.5, base_lr=1.0)(t) for t in (1, 2, 3, 5)]
+    [1.0, 1.0, 0.5, 0.25]
     """
-
-    step: int = dataclasses.field(default=0)
-    factor: float = 1.0
-    stop_factor_lr: float = 1e-8
-
-    def __init__(  # noqa: PLR0917 - MXNet's signature
-        self,
-        step: int,
-        factor: float = 1.0,
-        stop_factor_lr: float = 1e-8,
-        base_lr: float = 0.01,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0.0,
-        warmup_mode: str = "linear",
-    ) -> None:
-        name = type(self).__name__
-        self._set(step=whole(name, "step", step, 1), factor=_reduction(name, factor))
-        self._set(stop_factor_lr=_rate(name, "stop_factor_lr", stop_factor_lr))
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
 
     def after_warmup(self, num_update: int) -> float:
         """See the class."""
@@ -127,37 +146,21 @@ class FactorScheduler(Scheduler):
         return max(self.base_lr * self.factor**reductions, self.stop_factor_lr) if reductions else self.base_lr
 
 
-def _reduction(owner: str, factor: Any) -> float:
-    result = _rate(owner, "factor", factor)
-    if result > 1.0:
-        raise ValueError(f"{owner}: factor must be at most 1, so that the learning rate never grows, not {result:g}")
-    return result
+@dataclass(frozen=True)
+class _MultiFactor:
+    step: list[int] | tuple[int, ...] = field(
+        metadata=declared(_steps, "rising, each at least 1", "updates after which the rate is reduced")
+    )
+    factor: float = field(default=1.0, metadata=declared(_reduction, "from 0 to 1", "by what the rate is multiplied"))
 
 
-@dataclasses.dataclass(frozen=True)
-class MultiFactorScheduler(Scheduler):
-    """Multiply by `factor` after each update listed in `step` (rising): base_lr * factor^k, k = #{s in step: s < t}."""
+@dataclass(frozen=True)
+class MultiFactorScheduler(Scheduler, _MultiFactor):
+    """Multiply by `factor` after each update listed in `step` (rising): base_lr * factor^k, k = #{s in step: s < t}.
 
-    step: tuple[int, ...] = ()
-    factor: float = 1.0
-
-    def __init__(  # noqa: PLR0917 - MXNet's signature
-        self,
-        step: list[int] | tuple[int, ...],
-        factor: float = 1.0,
-        base_lr: float = 0.01,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0.0,
-        warmup_mode: str = "linear",
-    ) -> None:
-        name = type(self).__name__
-        if not isinstance(step, (list, tuple)):
-            raise checks.wrong(f"{name}: step", "a list of update numbers", step)
-        steps = tuple(whole(name, "each step", item, 1) for item in step)
-        if not steps or any(after <= before for before, after in itertools.pairwise(steps)):
-            raise ValueError(f"{name}: step must hold at least one number and rise, not {shown(step)}")
-        self._set(step=steps, factor=_reduction(name, factor))
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
+    >>> [optimizers.MultiFactorScheduler(step=[1, 3], factor=0.5, base_lr=1.0)(t) for t in (1, 2, 4)]
+    [1.0, 0.5, 0.25]
+    """
 
     def after_warmup(self, num_update: int) -> float:
         """See the class."""
@@ -168,69 +171,67 @@ class MultiFactorScheduler(Scheduler):
         return {**super().config(), "step": list(self.step)}
 
 
-@dataclasses.dataclass(frozen=True)
-class PolyScheduler(Scheduler):
+@dataclass(frozen=True)
+class _Decay:
+    max_update: int = field(metadata=declared(_count(1), "more than warmup_steps", "the update at which the fall ends"))
+    base_lr: float
+
+
+@dataclass(frozen=True)
+class _Falling(Scheduler, _Decay):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_update <= self.warmup_steps:
+            raise ValueError(
+                f"{type(self).__name__}: max_update ({self.max_update}) must be more than "
+                f"warmup_steps ({self.warmup_steps})"
+            )
+
+    def _progress(self, num_update: int) -> float:
+        return (min(num_update, self.max_update) - self.warmup_steps) / (self.max_update - self.warmup_steps)
+
+
+@dataclass(frozen=True)
+class _Poly(_Decay):
+    pwr: float = field(default=2.0, metadata=declared(_rate, "at least 0", "the power of the polynomial"))
+    final_lr: float = field(default=0.0, metadata=declared(_rate, "at least 0", "the rate in the end"))
+
+
+@dataclass(frozen=True)
+class PolyScheduler(_Falling, _Poly):
     """Fall as a polynomial: final_lr + (base_lr - final_lr) * (1 - x)^pwr.
 
     x runs from 0 at the end of the warm-up to 1 at `max_update`, and stays there.
+
+    >>> [optimizers.PolyScheduler(max_update=4, base_lr=1.0, pwr=1)(t) for t in (1, 4, 5)]
+    [0.75, 0.0, 0.0]
     """
-
-    max_update: int = 1
-    pwr: float = 2.0
-    final_lr: float = 0.0
-
-    def __init__(  # noqa: PLR0917 - MXNet's signature
-        self,
-        max_update: int,
-        base_lr: float = 0.01,
-        pwr: float = 2.0,
-        final_lr: float = 0.0,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0.0,
-        warmup_mode: str = "linear",
-    ) -> None:
-        name = type(self).__name__
-        self._set(pwr=_rate(name, "pwr", pwr), final_lr=_rate(name, "final_lr", final_lr))
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self._set(max_update=_decay_length(self, max_update))
 
     def after_warmup(self, num_update: int) -> float:
         """See the class."""
-        x = _progress(num_update, self.warmup_steps, self.max_update)
+        x = self._progress(num_update)
         return self.final_lr + (self.base_lr - self.final_lr) * math.pow(1.0 - x, self.pwr)
 
 
-@dataclasses.dataclass(frozen=True)
-class CosineScheduler(Scheduler):
+@dataclass(frozen=True)
+class _Cosine(_Decay):
+    final_lr: float = field(default=0.0, metadata=declared(_rate, "at least 0", "the rate in the end"))
+
+
+@dataclass(frozen=True)
+class CosineScheduler(_Falling, _Cosine):
     """Fall as half a cosine wave: final_lr + (base_lr - final_lr) * (1 + cos(pi * x)) / 2.
 
     x runs from 0 at the end of the warm-up to 1 at `max_update`, and stays there.
+
+    >>> [round(optimizers.CosineScheduler(max_update=4, base_lr=1.0)(t), 2) for t in (1, 2, 4)]
+    [0.85, 0.5, 0.0]
     """
-
-    max_update: int = 1
-    final_lr: float = 0.0
-
-    def __init__(  # noqa: PLR0917 - MXNet's signature
-        self,
-        max_update: int,
-        base_lr: float = 0.01,
-        final_lr: float = 0.0,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0.0,
-        warmup_mode: str = "linear",
-    ) -> None:
-        self._set(final_lr=_rate(type(self).__name__, "final_lr", final_lr))
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self._set(max_update=_decay_length(self, max_update))
 
     def after_warmup(self, num_update: int) -> float:
         """See the class."""
-        x = _progress(num_update, self.warmup_steps, self.max_update)
+        x = self._progress(num_update)
         return self.final_lr + (self.base_lr - self.final_lr) * (1.0 + math.cos(math.pi * x)) / 2.0
-
-
-def _progress(num_update: int, begin: int, end: int) -> float:
-    return (min(num_update, end) - begin) / (end - begin)
 
 
 SCHEDULES: Mapping[str, type[Scheduler]] = {
@@ -247,12 +248,12 @@ def schedule_from_config(config: Mapping[str, Any], like: object = None) -> Sche
     known = dict(SCHEDULES)
     if isinstance(like, Scheduler):
         known.setdefault(type(like).__name__, type(like))
-    fields = checks.options("a schedule's config", config)
-    name = fields.pop("name", None)
+    given = checks.options("a schedule's config", config)
+    name = given.pop("name", None)
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown schedule {shown(name)}; known: {', '.join(known)}")
     make: Callable[..., Scheduler] = known[name]
-    return make(**fields)
+    return make(**given)
 
 
 # --- as a field of an optimizer

@@ -19,7 +19,12 @@ from mpikv.optimizers.fields import flag, number
 
 
 class SGD(Optimizer):
-    """mom = momentum * mom - lr * (g + wd * w);  w = w + mom.  Without momentum: w = w - lr * (g + wd * w)."""
+    """mom = momentum * mom - lr * (g + wd * w);  w = w + mom.  Without momentum: w = w - lr * (g + wd * w).
+
+    >>> weight, optimizer = np.ones(1), optimizers.SGD(learning_rate=0.5)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1}, array([0.5]))
+    """
 
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
     lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
@@ -61,6 +66,10 @@ class NAG(Optimizer):
     """mom = momentum * mom - lr * (g + wd * w);  w = w + momentum * mom - lr * (g + wd * w).
 
     Without momentum it is SGD.
+
+    >>> weight, optimizer = np.ones(1), optimizers.NAG(learning_rate=0.5, momentum=0.5)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1, 'momentum': array([-0.5])}, array([0.25]))
     """
 
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")

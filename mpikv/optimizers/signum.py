@@ -21,6 +21,10 @@ class Signum(Optimizer):
 
     w = (1 - lr * wd_lh) * w + lr * sign(mom).
     Without momentum: w = (1 - lr * (wd + wd_lh)) * w - lr * sign(rescale_grad * grad).
+
+    >>> weight, optimizer = np.ones(1), optimizers.Signum(learning_rate=0.5, momentum=0.0)
+    >>> optimizer.update('w', weight, np.array([7.0]), optimizer.init(weight)), weight
+    ({'t': 1}, array([0.5]))
     """
 
     learning_rate: float = number(default=0.01, low=0.0, kw_only=False, doc="the rate of an update")

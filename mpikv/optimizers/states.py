@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
     @property
     def n_elems(self) -> int:
-        """Elements of the whole value; 1 for a 0-dimensional one."""
+        """The elements of the whole value; 1 for a 0-dimensional one."""
         return math.prod(self.shape)
 
     @property
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 
 def part_of(info: KeyInfo, begin: int, end: int, state: State) -> Part:
-    """The state of some elements of a store's key."""
+    """Make the state of some elements of a store's key."""
     return Part(info.key, info.shape, info.dtype, begin, end, state)
 
 
@@ -108,14 +108,14 @@ def load_states(path: str | os.PathLike[str]) -> StatesFile:
 
 
 def parts_to_bytes(parts: Iterable[Part]) -> bytes:
-    """Parts of states, to be sent. UnsupportedError for a state that cannot be saved."""
+    """Return parts of states as bytes that can be sent. UnsupportedError for a state that cannot be saved."""
     file = io.BytesIO()
     _write(file, parts)
     return file.getvalue()
 
 
 def parts_from_bytes(data: bytes, origin: str = "parts of states") -> list[Part]:
-    """The inverse of `parts_to_bytes`. Raises StatesFileError."""
+    """Do the inverse of `parts_to_bytes`. Raises StatesFileError."""
     return _read(io.BytesIO(data), origin)[0]
 
 

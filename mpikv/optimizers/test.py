@@ -14,7 +14,12 @@ from mpikv.optimizers.base import Optimizer, Step
 
 
 class Test(Optimizer):
-    """w = w + rescale_grad * grad. The other common parameters are accepted and not used."""
+    """w = w + rescale_grad * grad. The other common parameters are accepted and not used.
+
+    >>> weight, optimizer = np.ones(1), optimizers.Test(rescale_grad=0.5)
+    >>> optimizer.update('w', weight, np.ones(1), optimizer.init(weight)), weight
+    ({'t': 1}, array([1.5]))
+    """
 
     scratch = 1
     __test__ = False  # pytest would take the name for a test class

@@ -43,7 +43,13 @@ class TorchOptimizer(Optimizer):
 
     kwargs: the class's own, and those that every optimizer here has. `learning_rate` and `lr` mean the same, as do `wd`
     and `weight_decay`. Raises TypeError for others (lists the valid ones), UnsupportedError for a class that cannot
-    serve.
+    serve. The example needs PyTorch.
+
+    >>> import torch
+    >>> weight, optimizer = np.ones(2), optimizers.create(torch.optim.SGD, lr=0.5)
+    >>> state = optimizer.update('w', weight, np.ones(2), optimizer.init(weight))
+    >>> weight
+    array([0.5, 0.5])
     """
 
     name: ClassVar[str] = "torch"

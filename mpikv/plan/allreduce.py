@@ -58,29 +58,29 @@ class Bucket(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Of its values."""
+        """How many bytes the bucket's values have."""
         return ITEM_BYTES * self.n_elems
 
 
 class Busy(NamedTuple):
-    """Seconds at work, of the host or rank with most."""
+    """For how many seconds the busiest host or rank works."""
 
     out_s: float = 0.0
     in_s: float = 0.0
     core_s: float = 0.0
 
     def with_more(self, other: Busy) -> Busy:
-        """Of both together."""
+        """Return the seconds of both together."""
         return Busy(*(one + another for one, another in zip(self, other, strict=True)))
 
 
 def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
-    """The host of each worker, in blocks of neighbours."""
+    """Return the host of each worker, in blocks of neighbours."""
     return tuple(f"h{rank // per_host}" for rank in range(workers))
 
 
 def buckets_of(workload: Workload, hosts: Sequence[str], algorithm: str = "auto") -> list[Bucket]:
-    """The buckets of a trainer's keys, in the order in which a backward pass completes them."""
+    """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
     sizes = [workload.sizes[key] for key in order]
     members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
@@ -102,7 +102,7 @@ def predict(
     algorithm: str = "auto",
     compute_s: float = 0.0,
 ) -> Outcome:
-    """One step. Raises ConfigError where it crosses no link."""
+    """Predict one step. Raises ConfigError where it crosses no link."""
     hosts = hosts_of(workers, per_host)
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
@@ -128,7 +128,7 @@ def predict(
 
 
 def counted(bucket: Bucket, rank: int, hosts: Sequence[str]) -> Counting:
-    """What one rank sends, receives and adds of a bucket in one step."""
+    """Count what one rank sends, receives and adds of a bucket in one step."""
     transport = Counting(rank, hosts)
     group, module = Group(transport, range(len(hosts))), ALGORITHMS[bucket.placement.algorithm]
     bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
@@ -139,7 +139,10 @@ def counted(bucket: Bucket, rank: int, hosts: Sequence[str]) -> Counting:
 
 
 def _busy(bucket: Bucket, counts: Sequence[Counting], link: Link, costs: Costs) -> Busy:
-    """Of one bucket. All ranks of a host use one link; a value is copied into its bucket and out of it."""
+    """Return the work that one bucket makes.
+
+    All ranks of a host use one link; values are copied into a bucket and out of it.
+    """
     out_s: dict[str, float] = {}
     in_s: dict[str, float] = {}
     for one in counts:
@@ -150,7 +153,7 @@ def _busy(bucket: Bucket, counts: Sequence[Counting], link: Link, costs: Costs) 
 
 
 def alone(bucket: Bucket, hosts: Sequence[str], link: Link, costs: Costs) -> float:
-    """The time of one bucket when nothing else is under way and no link is full: the table at the top."""
+    """Return the time of one bucket when nothing else is under way and no link is full: the table at the top."""
     p, n_hosts, n_bytes = len(hosts), len(set(hosts)), bucket.n_bytes
 
     def step_s(message_bytes: float, messages: int = 1) -> float:
@@ -179,7 +182,7 @@ def _overlapped_s(
     alone_s: Sequence[float],
     costs: Costs,
 ) -> float:
-    """A step in which each bucket leaves when its last gradient is there, behind those before it."""
+    """Return the time of a step in which each bucket leaves, in order, when its last gradient is there."""
     link_s, core_s, end_s = 0.0, 0.0, max(ready_s)
     for bucket, one, least_s in zip(found, busy, alone_s, strict=True):
         begin_s, copy_s = max(ready_s[key] for key in bucket.keys), bucket.n_bytes * costs.copy_byte_s
@@ -190,12 +193,12 @@ def _overlapped_s(
 
 
 def mode_of(workload: Workload, workers: int, *, per_host: int = 1, algorithm: str = "auto") -> str:
-    """What `predict` will call it: `allreduce` and its algorithms."""
+    """Return what `predict` will call it: `allreduce` and its algorithms."""
     return _mode(buckets_of(workload, hosts_of(workers, per_host), algorithm))
 
 
 def _mode(found: Sequence[Bucket]) -> str:
-    """The algorithms by the bytes that they move."""
+    """Name the algorithms, those that move most bytes first."""
     moved: dict[str, int] = {}
     for bucket in found:
         name = bucket.placement.algorithm

@@ -39,7 +39,7 @@ TAG = 9
 
 
 def measured() -> Costs:
-    """The costs of this machine's cores. Raises ConfigError where there is no MPI."""
+    """Measure the costs of this machine's cores. Raises ConfigError where there is no MPI."""
     library.prepare(Config.from_environ().mpi)
     try:
         from mpi4py import MPI  # noqa: PLC0415 - it initialises MPI
@@ -85,19 +85,22 @@ def _raise(error: BaseException) -> None:
 
 
 def _listen(transport: Transport) -> Steps[None]:
-    """What an engine always does besides."""
+    """Do what an engine always does besides."""
     yield Arrival(transport, TAG + 1)
 
 
 def _line(seconds: Callable[[int], float]) -> tuple[float, float]:
-    """From the time of a short and of a long message: that of an empty one, and that of a byte."""
+    """Return the time of an empty message, and that of a byte, from the times of a short and of a long message."""
     short_s, long_s = seconds(SHORT_BYTES), seconds(LINK_SEGMENT_BYTES)
     byte_s = max(0.0, (long_s - short_s) / (LINK_SEGMENT_BYTES - SHORT_BYTES))
     return max(0.0, short_s - byte_s * SHORT_BYTES), byte_s
 
 
 def _each(what: Callable[[], object], times: int, clock: Callable[[], float] = time.process_time) -> float:
-    """Seconds of one call; the median of some turns of many. In processor time, which other programs disturb less."""
+    """Return the seconds of one call: the median of some turns of many calls.
+
+    It is processor time, which other programs disturb less.
+    """
     turns = []
     for _ in range(TURNS):
         begin_s = clock()
@@ -108,7 +111,7 @@ def _each(what: Callable[[], object], times: int, clock: Callable[[], float] = t
 
 
 def _through_mpi(transport: Transport, n_bytes: int) -> float:
-    """Seconds of one message from this rank to itself."""
+    """Return the seconds of one message from this rank to itself."""
     group = Group(transport, [0])
     outgoing, incoming = np.ones(MEMORY_BYTES, np.uint8), np.ones(MEMORY_BYTES, np.uint8)
     pieces = [slice(i * n_bytes, (i + 1) * n_bytes) for i in range(MESSAGES)]
@@ -123,7 +126,7 @@ def _through_mpi(transport: Transport, n_bytes: int) -> float:
 
 
 def _through_kernel(n_bytes: int) -> float:
-    """Processor seconds of one message through TCP."""
+    """Return the processor seconds of one message through TCP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         out = socket.create_connection(server.getsockname())
         into, _ = server.accept()

@@ -40,7 +40,7 @@ class Machine(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> int:
-    """The status to exit with: 0, or 2 for what cannot be planned."""
+    """Predict what the options ask for. Returns the status to exit with: 0, or 2 for what cannot be planned."""
     try:
         if options.json and options.json != "-" and not Path(options.json).absolute().parent.is_dir():
             raise ValueError(f"--json {options.json}: there is no such folder")
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace, settings: Mapping[str, Any]) -> Table:
-    """The table of these cases. Raises ConfigError where they cannot be predicted."""
+    """Return the table of these cases. Raises ConfigError where they cannot be predicted."""
     workload = workload_of(options)
     width = max(len(mode_of(options, case, workload)) for case in cases(options))
     return Table(settings, width, steps=bool(options.compute_ms))
@@ -76,7 +76,7 @@ def _costs(options: argparse.Namespace) -> Costs:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Every row, in the order of the table."""
+    """Yield every row, in the order of the table."""
     for workers in options.workers:
         for number in dict.fromkeys(count(workers) for count in options.servers):
             for mode in options.modes:
@@ -84,12 +84,15 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """What is exchanged."""
+    """Return what is exchanged."""
     return of_model(options.model) if options.bytes is None else of_bytes(options.bytes)
 
 
 def _predicted(options: argparse.Namespace, costs: Costs, table: Table | None) -> list[Row]:
-    """All rows, and the table printed as far as it is known: the marks compare the rows of one number of workers."""
+    """Predict all rows, and print the table as far as it is known.
+
+    It is known for one number of workers at a time, since the marks compare the rows of one number.
+    """
     workload, link = workload_of(options), Link(options.link, options.latency, options.mtu)
     todo, rows = list(cases(options)), []
     with Progress("mpikv plan", len(todo), "rows") as progress:
@@ -112,7 +115,7 @@ def _predicted(options: argparse.Namespace, costs: Costs, table: Table | None) -
 
 
 def mode_of(options: argparse.Namespace, case: Case, workload: Workload) -> str:
-    """The mode of its row, before it is predicted."""
+    """Return the mode of its row, before it is predicted."""
     if case.mode == "sync" and not case.servers:
         return allreduce.mode_of(workload, case.workers, per_host=options.per_host, algorithm=options.algorithm)
     return servers.mode_of(case.servers, synchronous=case.mode == "sync")
@@ -121,7 +124,7 @@ def mode_of(options: argparse.Namespace, case: Case, workload: Workload) -> str:
 def predict(
     options: argparse.Namespace, case: Case, machine: Machine, alive: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """One row: an allreduce from its counts, servers by simulation. Raises ConfigError for what crosses no link."""
+    """Predict one row: an allreduce from its counts, servers by simulation. ConfigError for what crosses no link."""
     compute_s = options.compute_ms / 1e3
     if case.mode == "sync" and not case.servers:
         return allreduce.predict(

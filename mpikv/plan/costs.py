@@ -25,27 +25,27 @@ MESSAGE_BYTES = 64  # MPI's own header of a message, about, in both libraries
 
 @dataclass(frozen=True)
 class Link:
-    """Of every host: so many bytes per second out and at the same time as many in."""
+    """The link of every host: so many bytes per second out, and at the same time as many in."""
 
     bytes_per_s: float
     latency_s: float
     mtu_bytes: int = 1500
 
     def wire_bytes(self, n_bytes: int) -> float:
-        """What a message of `n_bytes` takes of a link."""
+        """Return how many bytes a message of `n_bytes` takes of a link."""
         n_bytes += MESSAGE_BYTES
         packets = math.ceil(n_bytes / (self.mtu_bytes - IP_TCP_BYTES))
         headers = IP_TCP_BYTES + ETHERNET_BYTES + ACKNOWLEDGEMENT_BYTES / PACKETS_PER_ACKNOWLEDGEMENT
         return n_bytes + packets * headers
 
     def time_s(self, n_bytes: int) -> float:
-        """How long a message of `n_bytes` keeps a link busy."""
+        """Return how long a message of `n_bytes` keeps a link busy."""
         return self.wire_bytes(n_bytes) / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a rank's core, in seconds.
+    """What work costs a rank's core, in seconds.
 
     message_s: to send a message, and as much to receive it, from Python to the kernel. byte_s: of each byte sent or
     received. add_byte_s, copy_byte_s: of each byte added or copied. poll_s: one look for messages. nap_s: how much

@@ -18,9 +18,10 @@ from mpikv.plan.costs import Costs, Link
 
 
 class Counting:
-    """A transport. out, into: the bytes of each message to and from other hosts; out_here, into_here: within the host.
+    """A transport that counts and moves nothing.
 
-    added_bytes: what `combine` was given.
+    out, into: the bytes of each message to and from other hosts; out_here, into_here: within the host. added_bytes:
+    what `combine` was given.
     """
 
     def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",)) -> None:
@@ -34,14 +35,14 @@ class Counting:
         self.sent_messages = self.sent_bytes = self.added_bytes = 0
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """See `Transport`."""
+        """Count a message that is sent."""
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes
         (self.out_here if self._here(dest) else self.out).append(buf.nbytes)
         return Done()
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
-        """See `Transport`."""
+        """Count a message that is received."""
         (self.into_here if self._here(source) else self.into).append(buf.nbytes)
         return Done()
 
@@ -49,29 +50,29 @@ class Counting:
         return rank < self.size and self.hosts[rank] == self.hosts[self.rank] and self.size > 1
 
     def probe(self, tag: int) -> None:
-        """Nothing comes."""
+        """Return None: nothing comes."""
 
     def poll(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: nothing is ever under way."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     def combine(self, one: HostArray, other: HostArray, out: HostArray) -> None:
-        """In place of `np.add`."""
+        """Count what `np.add` would add."""
         self.added_bytes += out.nbytes
 
     def run(self, steps: Steps[Any]) -> None:
-        """To its end."""
+        """Run a generator to its end."""
         for request in steps:
             request.test()
 
     def link_s(self, link: Link) -> tuple[float, float]:
-        """How long its messages keep the link of its host busy: out, and in."""
+        """Return how long its messages keep the link of its host busy: out, and in."""
         return sum(map(link.time_s, self.out)), sum(map(link.time_s, self.into))
 
     def core_s(self, costs: Costs) -> float:
-        """How long its core works to send, to receive and to add."""
+        """Return how long its core works to send, to receive and to add."""
         across, here = self.out + self.into, self.out_here + self.into_here
         bytes_s = sum(across) * costs.byte_s + sum(here) * costs.copy_byte_s
         return (len(across) + len(here)) * costs.message_s + bytes_s + self.added_bytes * costs.add_byte_s

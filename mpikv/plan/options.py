@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mpikv import models
-from mpikv.numbers import at_least, size
+from mpikv.numbers import at_least, size, words
 from mpikv.plan import units
 
 T = TypeVar("T")
@@ -49,14 +49,16 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="0: allreduce (asynchronous: a server in every worker); default 0,W/2,W",
     )
-    parser.add_argument("--modes", type=_modes, default=MODES, metavar="M", help="sync, async or both (default)")
+    parser.add_argument("--modes", type=words(MODES), default=MODES, metavar="M", help="sync, async or both (default)")
     parser.add_argument(
         "--link", type=_read(units.rate), default="10gbit", metavar="RATE", help="of each host, each way (10gbit)"
     )
     parser.add_argument(
         "--latency", type=_read(units.duration), default="20us", metavar="TIME", help="from host to host (20us)"
     )
-    parser.add_argument("--mtu", type=_mtu, default=1500, metavar="BYTES", help="longest packet (default 1500)")
+    parser.add_argument(
+        "--mtu", type=at_least(100, 65535), default=1500, metavar="BYTES", help="longest packet (default 1500)"
+    )
     parser.add_argument("--per-host", type=at_least(1), default=1, metavar="N", help="workers on each host (default 1)")
     parser.add_argument(
         "--server-hosts",
@@ -90,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _read(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """With argparse's own error."""
+    """Read a number with units; a mistake is argparse's own error."""
 
     def read(text: str) -> T:
         try:
@@ -101,13 +103,6 @@ def _read(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
-def _mtu(text: str) -> int:
-    found = at_least(100)(text)
-    if found > 65535:
-        raise argparse.ArgumentTypeError(f"{text} bytes: a packet has at most 65535")
-    return found
-
-
 def _milliseconds(text: str) -> float:
     try:
         number = float(text)
@@ -116,11 +111,3 @@ def _milliseconds(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of milliseconds from 0 on")
     return number
-
-
-def _modes(text: str) -> tuple[str, ...]:
-    words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    unknown = [word for word in words if word not in MODES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(MODES)}")
-    return words

@@ -10,12 +10,12 @@ BUSY = 0.6  # a resource that works for less than this share of the time is not 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One exchange, and the step around it.
+    """A predicted exchange, and the step around it.
 
     exchange_s: from the end of the computing, in all workers at the same time, to the last worker's last value.
     overlapped_s: a step whose gradients leave as soon as they are there. messages, sent_bytes: of the worker with most,
-    in one step. busy_s: seconds at work in the exchange by resource.
-    simulated: how, where not every rank of a simulation was there.
+    in one step. busy_s: seconds at work in the exchange, by resource. simulated: says how, where the simulation did not
+    have every rank.
     """
 
     mode: str
@@ -28,7 +28,7 @@ class Outcome:
 
     @property
     def binds(self) -> tuple[str, float]:
-        """What is at work for most of the exchange, and for which share of it; `waiting` where nothing is."""
+        """Return what is at work for most of the exchange, and for which share of it; `waiting` where nothing is."""
         if self.exchange_s <= 0:
             return "nothing", 0.0
         what = max(self.busy_s, key=lambda name: self.busy_s[name])

@@ -1,7 +1,7 @@
 """One simulated rank: its core, its transport, and the generators that it runs.
 
-The transport is the one that collectives, clients and servers see. A request wakes only the generator that waits for
-it, as over MPI. What a message holds is not kept, but for requests to servers, which read their headers.
+Collectives, clients and servers see the transport as any other. A request wakes only the generator that waits for it,
+as over MPI. What a message holds is not kept, except for requests to servers, which read the headers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transfer(Completion):
 
 
 class Message:
-    """On its way from one rank to another."""
+    """A message on its way from one rank to another."""
 
     __slots__ = ("content", "incoming", "kind", "local", "n_bytes", "receiver", "request", "source", "tag")
 
@@ -49,7 +49,7 @@ class Message:
         self.incoming: Transfer | None = None  # the receive that it belongs to
 
     def arrive(self, time_s: float) -> None:
-        """An event: it is there, or the answer to its announcement is."""
+        """Note, as an event, that the message is there, or that the answer to its announcement is."""
         target = self.request.rank if self.kind == AGREED else self.receiver
         target.inbox.append(self)
         target.expect(time_s)
@@ -63,7 +63,7 @@ class Arrived:
         self.source, self.n_bytes = message.source, message.n_bytes
 
     def receive(self, buf: HostArray) -> Request:
-        """Receive it."""
+        """Start receiving it."""
         rank = self._message.receiver
         request = Transfer(rank, buf)
         rank.match(self._message, request)
@@ -71,7 +71,7 @@ class Arrived:
 
 
 class Rank:
-    """A rank, and its transport."""
+    """A simulated rank, which is also its own transport."""
 
     def __init__(self, simulation: Simulation, rank: int, rhythm: Rhythm) -> None:
         self._simulation = simulation
@@ -100,13 +100,13 @@ class Rank:
 
     @property
     def waits(self) -> bool:
-        """Whether one of its generators has not ended."""
+        """Return whether one of its generators has not ended."""
         return bool(self._running)
 
     # --- transport
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """See `Transport`."""
+        """Do what `Transport.isend` does, in virtual time."""
         n_bytes = buf.nbytes
         self.sent_messages += 1
         self.sent_bytes += n_bytes
@@ -126,7 +126,7 @@ class Rank:
         return request
 
     def _weights(self, tag: int) -> tuple[float, float]:
-        """How many messages one stands for at its sender, and at its receiver."""
+        """Return how many messages one stands for at its sender, and at its receiver."""
         weight = self._simulation.weight
         if weight == 1:
             return 1.0, 1.0
@@ -150,7 +150,7 @@ class Rank:
         return self._costs.copy_byte_s if message.local else self._costs.byte_s
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
-        """See `Transport`."""
+        """Do what `Transport.irecv` does, in virtual time."""
         request = Transfer(self, buf)
         waiting = self._unexpected.get((source, tag))
         if waiting:
@@ -160,17 +160,17 @@ class Rank:
         return request
 
     def probe(self, tag: int) -> Arrived | None:
-        """See `Transport`; requests to servers alone."""
+        """Do what `Transport.probe` does; only requests to servers are found."""
         return Arrived(self._requests.popleft()) if tag == wire.TAG_REQUEST and self._requests else None
 
     def poll(self) -> None:
-        """Nothing to find out: a look handles what has arrived."""
+        """Do nothing: a look handles what has arrived."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     def match(self, message: Message, request: Transfer) -> None:
-        """A message and the receive for it have met."""
+        """Let a message and the receive for it, which have found each other, go on."""
         if request.buf is not None and request.buf.nbytes != message.n_bytes:
             raise ValueError(f"{message.n_bytes} bytes of tag {message.tag} for an array of {request.buf.nbytes}")
         if message.kind == EAGER:
@@ -191,16 +191,16 @@ class Rank:
     # --- the core
 
     def pay(self, seconds: float) -> None:
-        """The core works."""
+        """Keep the core busy for so long."""
         self.now_s += seconds
         self.busy_s += seconds
 
     def pay_work(self, seconds: float) -> None:
-        """The core adds or copies; as a server for all workers that are stood for."""
+        """Keep the core busy with adding or copying; at a server, for all workers that are stood for."""
         self.pay(seconds * self._simulation.weight if self._serving else seconds)
 
     def expect(self, time_s: float) -> None:
-        """Something has happened that the next look will see."""
+        """Note that something has happened that the next look will see."""
         if time_s < self.computing_until_s:
             look_s = min(self._rhythm.look_beside(self._since_s, time_s), self.computing_until_s)
             turn = 0
@@ -219,7 +219,7 @@ class Rank:
         self.work(time_s, lambda: None)
 
     def work(self, time_s: float, what: Callable[[], None]) -> None:
-        """At this time do something, look at what has arrived, and run as far as possible."""
+        """Do something at this time, look at what has arrived, and run as far as possible."""
         self.now_s = max(self.now_s, time_s)
         self._simulation.current = self
         what()
@@ -255,14 +255,14 @@ class Rank:
     # --- generators
 
     def start(self, steps: Steps[Any]) -> Running[Any]:
-        """Start a generator, as the engine does. Inside `work`."""
+        """Start a generator, as the engine does. To be called inside `work`."""
         running: Running[Any] = Running(steps, "", self._ready)
         self._running.add(running)
         self._step(running)
         return running
 
     def serve(self, steps: Steps[Any]) -> None:
-        """Start a generator that is looked after at every look, and need not end."""
+        """Start a generator that is resumed at every look, and need not end."""
         self._services.append(Running(steps, ""))
 
     def _step(self, running: Running[Any]) -> bool:
@@ -296,5 +296,5 @@ class _Back:
         self.receiver = message.request.rank
 
     def arrive(self, time_s: float) -> None:
-        """The sender may send now."""
+        """Let the sender send."""
         self._message.arrive(time_s)

@@ -23,7 +23,10 @@ SYNC_MARK, ASYNC_MARK = "*", "a"
 
 @dataclass
 class Row:
-    """One line. mark: `*` the fastest synchronous mode of its number of workers, `a` an asynchronous faster one."""
+    """One line of the table.
+
+    mark: `*` for the fastest synchronous mode of its number of workers, `a` for an asynchronous one that is faster.
+    """
 
     workers: int
     servers: int
@@ -37,7 +40,7 @@ class Row:
 
     @property
     def best_s(self) -> float:
-        """What modes are compared by."""
+        """The time by which modes are compared."""
         return self.outcome.exchange_s if self.outcome.overlapped_s is None else self.outcome.overlapped_s
 
 
@@ -56,7 +59,7 @@ def marked(rows: Sequence[Row]) -> None:
 
 
 def settings_of(options: argparse.Namespace, costs: Costs) -> dict[str, Any]:
-    """What is assumed, as plain values; times in seconds."""
+    """Return what is assumed, as plain values; times in seconds."""
     return {
         "workload": options.model if options.bytes is None else f"{options.bytes} bytes",
         "link_bytes_per_s": options.link,
@@ -71,7 +74,7 @@ def settings_of(options: argparse.Namespace, costs: Costs) -> dict[str, Any]:
 
 
 def document(settings: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """All of it as plain values; times in seconds."""
+    """Return the whole plan as plain values; times in seconds."""
     return {"settings": dict(settings), "rows": [_as_dict(row, settings["compute_s"]) for row in rows]}
 
 
@@ -96,7 +99,10 @@ def _as_dict(row: Row, compute_s: float) -> dict[str, Any]:
 
 
 class Table:
-    """What is printed, piece by piece. settings: of `document`. mode_width: of the longest mode. steps: with a step."""
+    """What is printed, piece by piece.
+
+    settings: of `document`. mode_width: of the longest mode. steps: whether there is a column for a step.
+    """
 
     def __init__(self, settings: Mapping[str, Any], mode_width: int, *, steps: bool) -> None:
         self._settings = settings
@@ -115,7 +121,7 @@ class Table:
         )
 
     def head(self) -> list[str]:
-        """What was assumed, and the titles of the columns."""
+        """Return what was assumed, and the titles of the columns."""
         settings, costs = self._settings, self._settings["costs"]
         found = [
             f"# {settings['workload']}; links of {settings['link_bytes_per_s'] * 8 / 1e6:g} Mbit/s each way, "
@@ -130,7 +136,7 @@ class Table:
         return [*found, self._table.head()]
 
     def line(self, row: Row) -> str:
-        """One row."""
+        """Return one row."""
         one, compute_ms = row.outcome, 1e3 * self._settings["compute_s"]
         what, share = one.binds
         times_ms = [1e3 * one.exchange_s]
@@ -149,7 +155,7 @@ class Table:
 
     @staticmethod
     def foot(rows: Sequence[Row]) -> list[str]:
-        """What was not simulated rank by rank."""
+        """Say what was not simulated rank by rank."""
         if any(row.outcome.simulated for row in rows):
             return ["# servers: all were simulated; of many workers some, each counted as often as there are more"]
         return []

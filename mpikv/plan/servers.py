@@ -35,8 +35,11 @@ from mpikv.server.core import ServerCore
 from mpikv.server.loop import serve
 from mpikv.server.memory import Pool
 from mpikv.server.policy import Asynchronous, Synchronous
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 from mpikv.strategies.base import Sink
-from mpikv.strategies.exchange import Client, ClientKey, Item
+from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.exchange import Client, Item
 
 EVERY_WORKER = 16  # up to so many workers are all simulated
 STANDING = 8  # of more, so many stand for all
@@ -45,7 +48,7 @@ STANDING = 8  # of more, so many stand for all
 def members_of(
     workers: int, servers: int, per_host: int, *, shared: bool = False, simulated: int | None = None
 ) -> Members:
-    """Workers in blocks on their hosts; servers on hosts of their own, as many on each, or on the workers' in turn.
+    """Place workers in blocks on their hosts, and servers on hosts of their own or, in turn, on the workers' hosts.
 
     servers: 0: one inside every worker. simulated: only so many of the workers, the first ones; default all.
     """
@@ -61,10 +64,10 @@ def members_of(
 
 
 class _Memory(Pool):
-    """Memory of servers whose values nobody looks at: all their arrays lie in `array`, and adding only costs."""
+    """The memory of servers whose values nobody looks at: all arrays lie in `array`, and adding only costs time."""
 
     def __init__(self, simulation: Simulation, array: HostArray) -> None:
-        super().__init__()
+        super().__init__(None, HostSpace())
         self._simulation = simulation
         self._array = array
 
@@ -72,7 +75,10 @@ class _Memory(Pool):
         return self._array[:n_elems]
 
     def give(self, array: HostArray) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
+
+    def copy(self, values: HostArray) -> HostArray:
+        return self._array[: values.size]
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
         self._simulation.added(total.nbytes)
@@ -88,7 +94,7 @@ class _Arrays:
         self._values: HostArray = np.empty(longest, DTYPE)
 
     def items(self, keys: Sequence[ClientKey], *, push: bool, pull: bool) -> list[Item]:
-        """Of one call."""
+        """Return the items of one call."""
         return [
             Item(
                 key,
@@ -100,18 +106,18 @@ class _Arrays:
 
 
 class _IgnoringSink(Sink):
-    """Where a pulled value goes: nowhere."""
+    """Takes a pulled value and drops it."""
 
     def __init__(self, info: KeyInfo, value: HostArray) -> None:
         super().__init__(info, [])
         self._value = value
 
-    def buffer(self) -> HostArray:
+    def buffer(self, space: Space) -> HostArray:
         return self._value
 
 
 def keys_of(workload: Workload, servers: int, config: Config) -> list[ClientKey]:
-    """Where the keys live and how they travel."""
+    """Return where the keys live and how they travel."""
     members = Members(("",) * servers, (), tuple(range(servers)), config=config)
     loads, keys = [0] * servers, []
     for number, n_elems in enumerate(workload.sizes):
@@ -123,7 +129,7 @@ def keys_of(workload: Workload, servers: int, config: Config) -> list[ClientKey]
 
 
 def counted(keys: Sequence[ClientKey], servers: int) -> tuple[int, int]:
-    """Messages and bytes that one worker sends in one step."""
+    """Count the messages and bytes that one worker sends in one step."""
     transport = Counting()
     items = _Arrays(keys).items(keys, push=True, pull=True)
     transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
@@ -131,7 +137,7 @@ def counted(keys: Sequence[ClientKey], servers: int) -> tuple[int, int]:
 
 
 def mode_of(servers: int, *, synchronous: bool) -> str:
-    """What `simulate` calls it."""
+    """Return what `simulate` calls it."""
     return ("servers, " if servers else "in workers, ") + ("sync" if synchronous else "async")
 
 
@@ -150,9 +156,10 @@ def simulate(
     standing: int | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """One step. servers: 0: one inside every worker. shared: servers are on the workers' hosts.
+    """Simulate one step.
 
-    standing: so many workers stand for all; default by their number.
+    servers: 0: one inside every worker. shared: servers are on the workers' hosts. standing: so many workers stand for
+    all of them; by default their number decides.
     """
     config = Config() if config is None else config
     if standing is None:
@@ -251,7 +258,7 @@ def _start(
 
 
 def _pulls(rank: Rank, client: Client, keys: Sequence[ClientKey], arrays: _Arrays) -> Steps[None]:
-    """Pull key after key, each as soon as there are tags for its answers."""
+    """Pull key after key, each as soon as there are free tags for its answers."""
     for key in keys:
         items = arrays.items([key], push=False, pull=True)
         yield Predicate(partial(client.allows, *client.tags_needed(items)))

@@ -1,14 +1,14 @@
 """Workers and servers in a simulated network: the real generators move on in a virtual time, without threads.
 
-For servers alone: how long a step with them takes depends on whose turn it is on their links, and on what waits behind
-what, which no sum tells. What an allreduce takes is told from its counts (`allreduce.py`).
+Only servers are simulated: how long a step with them takes depends on whose turn it is on their links, and on what
+waits behind what, which no formula gives. The time of an allreduce follows from its counts (`allreduce.py`).
 
 Events happen in the order of their times. A message waits for its host's link out, takes its time there, reaches the
-link in of the other host a latency later, waits there for its sender's turn, and is there when its last byte has come
-through. Where a link in is behind by `NETWORK_BYTES` of one sender, that sender's messages to other hosts go first, as
-over connections of their own. A long message is announced first and leaves when its receiver, which must have asked for
-it, has looked and agreed, as in MPI. A rank sees what has arrived at its next look (`waiting.py`), pays for it, and
-runs as far as it can; what it sends meanwhile leaves at the time that its core has come to.
+link in of the other host a latency later, waits there for its sender's turn, and has arrived when its last byte has
+come through. Where a link in is behind by `NETWORK_BYTES` of one sender, that sender's messages to other hosts go
+first, as over connections of their own. A long message is announced first and leaves when its receiver, which must have
+asked for it, has looked and agreed, as in MPI. A rank sees what has arrived at its next look (`waiting.py`), pays for
+it, and runs as far as it can; what it sends meanwhile leaves at the time that its core has come to.
 
 Cost: some 50 us for each message. Restrictions: nothing is lost, the network's inside is never congested, every rank
 has a core of its own.
@@ -45,7 +45,7 @@ class Use(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A message on links. out_s, in_s: what it takes of them."""
+    """A message on links. out_s, in_s: how long it keeps each of them busy."""
 
     order: int
     message: Message
@@ -57,8 +57,8 @@ class _Flight(NamedTuple):
 class _Port:
     """One host's link.
 
-    Out: messages to one host in their order, those to others meanwhile where that host's link in is behind. In: the
-    senders in turns.
+    Out: messages to one host go in their order; those to others go meanwhile, where that host's link in is behind. In:
+    the senders take turns.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -76,7 +76,7 @@ class _Port:
         self._under_way: dict[_Port, int] = {}  # bytes by sender
 
     def leave(self, time_s: float, to: _Port, flight: _Flight) -> None:
-        """A message wants to leave."""
+        """Send a message as soon as the link is free for it."""
         waiting = self._leaving.setdefault(to, deque())
         waiting.append(flight)
         if len(waiting) == 1 and to not in self._behind:
@@ -106,13 +106,13 @@ class _Port:
         self._next_out(time_s)
 
     def _enter(self, to: _Port) -> None:
-        """What waits for that link is to be looked at."""
+        """Look at the messages that wait for that link."""
         waiting = self._leaving[to]
         if waiting:
             heapq.heappush(self._ready, (waiting[0].order, id(to), to))
 
     def caught_up(self, time_s: float, to: _Port) -> None:
-        """That link in is not behind any more."""
+        """Note that that link in is not behind any more."""
         if to in self._behind:
             self._behind.discard(to)
             self._enter(to)
@@ -120,7 +120,7 @@ class _Port:
                 self._next_out(time_s)
 
     def come(self, sender: _Port, flight: _Flight, time_s: float) -> None:
-        """The first byte is here."""
+        """Take the first byte of a message."""
         self._coming.setdefault(sender, deque()).append(flight)
         if not self._in_busy:
             self._next_in(time_s)
@@ -158,7 +158,7 @@ class Simulation:
     """The network and its ranks.
 
     hosts: of each rank. servers: ranks that wait as servers do. weight: how many workers each worker stands for, at
-    servers. alive: called now and then.
+    servers. alive: a function that is called now and then.
     """
 
     def __init__(
@@ -188,19 +188,19 @@ class Simulation:
         ]
 
     def added(self, n_bytes: int) -> None:
-        """The current rank's core has added so much."""
+        """Count bytes that the current rank's core has added."""
         if self.current is not None:
             self.current.pay_work(n_bytes * self.costs.add_byte_s)
 
     # --- events
 
     def at(self, time_s: float, event: Callable[[float], None]) -> None:
-        """Let something happen."""
+        """Let something happen at a time."""
         self._order += 1
         heapq.heappush(self._events, (time_s, self._order, event))
 
     def run(self) -> None:
-        """Until nothing happens any more. Raises MpikvError where a rank then still waits."""
+        """Run until nothing happens any more. Raises MpikvError where a rank then still waits."""
         count = 0
         while self._events:
             self.time_s, _, event = heapq.heappop(self._events)
@@ -215,14 +215,14 @@ class Simulation:
     # --- messages
 
     def is_local(self, one: int, other: int) -> bool:
-        """Whether two ranks share a host."""
+        """Return whether two ranks share a host."""
         return self._host_of[one] == self._host_of[other]
 
     def _port(self, rank: Rank) -> _Port:
         return self._ports[self._host_of[rank.rank]]
 
     def hand_over(self, sender: Rank, message: Message, *, local: bool, n_bytes: int, out: float, into: float) -> float:
-        """A rank's core gives a message to the kernel now. When its memory is free again.
+        """Let a rank's core give a message to the kernel now. Returns when the message's memory is free again.
 
         out, into: how many messages it stands for on the link of its sender and on that of its receiver.
         """
@@ -242,6 +242,6 @@ class Simulation:
     # --- results
 
     def use(self, rank: int) -> Use:
-        """How much a simulated rank's host and core were at work."""
+        """Return how much a simulated rank's host and core were at work."""
         port = self._ports[self._host_of[rank]]
         return Use(port.out_s, port.in_s, self.ranks[rank].busy_s)

@@ -20,7 +20,7 @@ def _quantity(text: str, units: Mapping[str, float], example: str) -> float:
 
 
 def rate(text: str) -> float:
-    """`10gbit`, `200mbit` (also with `/s`) in bytes per second."""
+    """Read `10gbit`, `200mbit` (also with `/s`) as bytes per second."""
     bits = {**BITS_PER_S, **{f"{unit}/s": factor for unit, factor in BITS_PER_S.items()}}
     found = _quantity(text, bits, "10gbit or 200mbit") / 8
     if found <= 0:
@@ -29,12 +29,12 @@ def rate(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """`20us`, `1.5ms` in seconds."""
+    """Read `20us`, `1.5ms` as seconds."""
     return _quantity(text, SECONDS, "20us or 1.5ms")
 
 
 def counts(text: str) -> list[int]:
-    """`8..1024`: 8, 16, 32, ... up to 1024; `8,12,16`: these; both forms may be mixed."""
+    """Read `8..1024` as 8, 16, 32, ... up to 1024, and `8,12,16` as these; both forms may be mixed."""
     found: list[int] = []
     for word in text.split(","):
         first, dots, last = word.strip().partition("..")
@@ -55,7 +55,7 @@ _SHARE = re.compile(r"(\d*)\s*w(?:\s*/\s*(\d+))?", re.IGNORECASE)
 
 
 def server_counts(text: str) -> list[Callable[[int], int]]:
-    """`0,W/2,W,2W,4`: for each word a function from the number of workers to that of servers, at least one."""
+    """Read `0,W/2,W,2W,4`: for each word a function from the number of workers to that of servers, at least one."""
     return [_server_count(word.strip()) for word in text.split(",")]
 
 

@@ -35,7 +35,7 @@ class Rhythm:
         self._again = 0 if server else POLLS + YIELDS
 
     def look(self, since_s: float, turn: int, arrival_s: float) -> tuple[float, int]:
-        """When what arrives at `arrival_s` is seen by a rank that waits since `since_s`; the turn it waits from next.
+        """Return when a rank that waits since `since_s` sees what arrives at `arrival_s`, and its next turn.
 
         turn: where among its looks it began to wait.
         """
@@ -52,6 +52,6 @@ class Rhythm:
         return since_s + self._looks[-1] - begun_s + naps * self._last_s, next_turn
 
     def look_beside(self, since_s: float, arrival_s: float) -> float:
-        """The same beside a program that computes."""
+        """Return the same for a rank beside a program that computes."""
         waited_s = max(0.0, arrival_s - since_s)
         return since_s + -(-waited_s // self._busy_s) * self._busy_s

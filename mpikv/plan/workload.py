@@ -19,28 +19,28 @@ DTYPE = "float32"
 
 @dataclass(frozen=True)
 class Workload:
-    """sizes: float32 elements of each key, in the order of the forward pass."""
+    """What a step exchanges. sizes: float32 elements of each key, in the order of the forward pass."""
 
     name: str
     sizes: tuple[int, ...]
 
     @property
     def n_bytes(self) -> int:
-        """All of them."""
+        """The bytes of all keys together."""
         return ITEM_BYTES * sum(self.sizes)
 
     def ready_s(self, compute_s: float) -> list[float]:
-        """For each key when its gradient is there, in seconds from the start of the step."""
+        """Return for each key when its gradient is there, in seconds from the start of the step."""
         done = list(accumulate(reversed(self.sizes)))[::-1]
         begin_s = FORWARD_SHARE * compute_s
         return [begin_s + (compute_s - begin_s) * part / max(1, done[0]) for part in done]
 
 
 def of_model(name: str) -> Workload:
-    """A network of `models`. Raises ValueError for an unknown one."""
+    """Make the workload of a network of `models`. Raises ValueError for an unknown one."""
     return Workload(name, tuple(math.prod(shape) for shape in models.shapes(name)))
 
 
 def of_bytes(n_bytes: int) -> Workload:
-    """One key of so many bytes, rounded up to whole elements."""
+    """Make a workload of one key of so many bytes, rounded up to whole elements."""
     return Workload(f"{n_bytes} bytes", (-(-n_bytes // ITEM_BYTES),))

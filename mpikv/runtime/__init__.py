@@ -1,1 +1,1 @@
-"""The MPI library and the process it lives in."""
+"""The MPI library, and the process that has loaded it."""

@@ -47,7 +47,10 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Guard(TakesSignals):
-    """This process's hooks. Held by `sys.exit` itself, so that there is one per process and no module state."""
+    """The hooks of this process.
+
+    `sys.exit` itself holds them, so that there is one Guard per process and no module state.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -66,25 +69,25 @@ class Guard(TakesSignals):
             signal.signal(signal.SIGTERM, self._terminated)
 
     def watch(self, activity: Activity) -> None:
-        """A store of this process is open."""
+        """Note that a store of this process is open."""
         self.activities.append(activity)
         activity.others = lambda: [other for other in self.activities if other is not activity]
 
     def unwatch(self, activity: Activity) -> None:
-        """It is closed."""
+        """Note that it is closed."""
         if activity in self.activities:
             self.activities.remove(activity)
 
     def is_child(self) -> bool:
-        """Whether this process was forked from the rank, as the workers of a data loader are: its end is its own."""
+        """Return whether this process was forked from the rank, as a data loader's workers are: its end is its own."""
         return os.getpid() != self._pid
 
     def previous(self, number: int) -> signal.Handlers:
-        """What SIGTERM did: it is the one signal that is taken, and from no other handler."""
+        """Return what SIGTERM did before: it is the one signal that these hooks take, and only if it had no handler."""
         return signal.SIG_DFL
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell the error, with this rank, and end the job."""
+        """Print the error with this rank, and end the job."""
         if self.is_child():
             self._before(kind, error, trace)
         elif kind is KeyboardInterrupt:
@@ -94,7 +97,7 @@ class Guard(TakesSignals):
             self.tell(error.with_traceback(trace))
 
     def tell(self, error: BaseException) -> None:
-        """Tell an error and end the job."""
+        """Print an error, and end the job."""
         found = None if wants_full_tracebacks() else tracebacks.mistake(error)
         if found is None:
             self.fail(tracebacks.full(error) if wants_full_tracebacks() else tracebacks.folded(error))
@@ -111,7 +114,7 @@ class Guard(TakesSignals):
         abort(status)
 
     def _wait_for_turn(self) -> None:
-        """Let ranks before this one tell the same, and end this one meanwhile."""
+        """Wait while ranks before this one print the same error; their end of the job ends this process meanwhile."""
         if self._rank > 0:
             if not is_running():
                 unmet.meet()  # rank 0 cannot end the others before
@@ -120,9 +123,9 @@ class Guard(TakesSignals):
     def say(self, text: str, status: int) -> None:
         """Print `text` before the job's end.
 
-        The last line names the status: `mpikv launch` takes it for the cause of what becomes of the other ranks. All
-        lines are one write: line by line, those of ranks that fail together would be mixed, and the first rank to be
-        done would end the job in the middle of the others' lines.
+        The last line names the status: `mpikv launch` reads there what the cause was, and what became of the other
+        ranks follows from it. All lines are one write: line by line, those of ranks that fail together would be mixed,
+        and the first rank that has printed its own would end the job in the middle of the others' lines.
         """
         lines = [*text.rstrip().splitlines(), f"ends the job with status {status}"]
         self._print("".join(f"[{self.label}] {line}\n" for line in lines))
@@ -157,13 +160,13 @@ class Guard(TakesSignals):
 
 
 def guard() -> Guard | None:
-    """The guard of this process, if one is installed."""
+    """Return the guard of this process, or None where none is installed."""
     owner = getattr(sys.exit, "__self__", None)  # not `sys.excepthook`, which torch.distributed wraps into its own
     return owner if isinstance(owner, Guard) else None
 
 
 def install(rank: int, size: int) -> Guard:
-    """The guard of this process; the first call installs it."""
+    """Return the guard of this process; the first call installs it."""
     present = guard()
     if present is None:
         present = Guard(rank, size)
@@ -172,7 +175,7 @@ def install(rank: int, size: int) -> Guard:
 
 
 def install_early(*, others_wait: bool) -> None:
-    """An error before the ranks have met must still end the job, where MPI runs already or others wait in MPI_Init."""
+    """Let an error end the job before the ranks have made a store, if MPI runs already or others wait in MPI_Init."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and mpi.Is_initialized():
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
@@ -187,7 +190,7 @@ def install_early(*, others_wait: bool) -> None:
 
 
 def install_alone() -> None:
-    """The hook of a process without other ranks, unless it has one."""
+    """Install the hook of a process without other ranks, unless it has one."""
     if not isinstance(getattr(sys.excepthook, "__self__", None), Alone):
         sys.excepthook = Alone().excepthook
 
@@ -199,7 +202,7 @@ class Alone:
         self._before = sys.excepthook
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Tell a mistake, and end the program with its status; leave everything else to the hook of before."""
+        """Print a mistake as one line, and end the program with its status. Other errors go to the previous hook."""
         at_a_prompt = hasattr(sys, "ps1") or sys.flags.inspect
         found = None if wants_full_tracebacks() or at_a_prompt else tracebacks.mistake(error.with_traceback(trace))
         if found is None:
@@ -210,7 +213,7 @@ class Alone:
 
 
 def tells(call: Call) -> Call:
-    """A decorator of public calls that a program may make before it makes a store: their errors are told as above."""
+    """Decorate a public call that may come before a store is made, so that its errors are printed as a store's."""
 
     @functools.wraps(call)
     def call_and_tell(*args: Any, **kwargs: Any) -> Any:
@@ -224,14 +227,17 @@ def tells(call: Call) -> Call:
 
 
 def fatal(error: BaseException) -> None:
-    """A service of a progress engine failed. Other ranks need it, so the job ends; alone, the next wait raises it."""
+    """End the job, since a service of a progress engine failed that other ranks need.
+
+    In a process without other ranks the next wait raises the error.
+    """
     present = guard()
     if present is not None:
         present.tell(error)
 
 
 def is_running() -> bool:
-    """Whether MPI is initialised."""
+    """Return whether MPI is initialised."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
 

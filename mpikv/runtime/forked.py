@@ -27,11 +27,11 @@ class TakesSignals(ABC):
 
     @abstractmethod
     def previous(self, number: int) -> Handler:
-        """The action that signal `number` would have without this object."""
+        """Return the action that signal `number` would have without this object."""
 
 
 class _AtFork(threading.local):
-    """The hooks. They run in the thread that forks; the only one that a child has."""
+    """The hooks that Python calls around a fork, in the thread that forks; a child has no other thread."""
 
     def __init__(self) -> None:
         self._held: set[int] = set()
@@ -46,14 +46,14 @@ class _AtFork(threading.local):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held)
 
     def in_child(self) -> None:
-        """Let them through to the actions of before."""
+        """Let them through, to the actions that they had before a store took them."""
         for number, action in _taken():
             signal.signal(number, action)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held)
 
 
 def _taken() -> Iterator[tuple[int, signal.Handlers]]:
-    """The signals that have a handler of ours in the place of a plain action, and that action."""
+    """Return the signals that have a handler of ours in the place of a plain action, each with that action."""
     for number in signal.valid_signals():
         action = signal.getsignal(number)
         while isinstance(owner := getattr(action, "__self__", None), TakesSignals):

@@ -1,7 +1,7 @@
 """MPI_Init, with a limit to the wait for the other ranks.
 
-MPI_Init returns when all ranks have come to it, and one that never does leaves the others without a word. The call of
-mpi4py 4.1.2 keeps the interpreter's lock meanwhile, so that no thread could notice. This one makes the same call by
+MPI_Init returns when all ranks have called it; if one never does, the others wait without a word. mpi4py 4.1.2 keeps
+the interpreter's lock while it calls MPI_Init, so that no thread could notice. This module makes the same call by
 ctypes, which releases the lock; a timer ends the job when the time is over. What mpi4py does after MPI_Init, setting
 the error handlers that its `rc.errors` asks for, is done here.
 """
@@ -19,7 +19,7 @@ STARTING_S = 60.0  # the least limit: interpreters start, and import, at differe
 
 
 def initialise(timeout_s: float) -> None:
-    """Initialise MPI as `mpi4py.rc` says. Waits for the other ranks of the job, if this process has some.
+    """Initialise MPI as `mpi4py.rc` says. Blocks until the other ranks of the job, if there are any, do the same.
 
     When they have not come after `timeout_s`, or STARTING_S, the job ends with status 1, and a line says why.
     """

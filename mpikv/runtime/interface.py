@@ -59,7 +59,11 @@ class Interface(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What follows from MPIKV_INTERFACE. interfaces: of this host; variables: to set; own: the user's, which count."""
+    """What follows from MPIKV_INTERFACE.
+
+    interfaces: those of this host that it names; variables: what is to be set; own: what the user has set, which counts
+    more.
+    """
 
     interfaces: tuple[Interface, ...]
     variables: dict[str, str]
@@ -67,7 +71,7 @@ class Choice(NamedTuple):
 
 
 def interface_variables(family: str, value: str, interfaces: Sequence[Interface], host: str = "") -> dict[str, str]:
-    """The variables that a rank sets for the library `family` (by mpi4py's name). Pure.
+    """Return the variables that a rank sets for the library `family` (by mpi4py's name). Pure.
 
     value: as MPIKV_INTERFACE has it; interfaces: all of the host. InterfaceError where it has none of those named.
     """
@@ -86,7 +90,7 @@ def interface_variables(family: str, value: str, interfaces: Sequence[Interface]
 
 
 def choose(family: str, value: str, environ: Mapping[str, str] | None = None) -> Choice:
-    """What this rank has to set and what the user has set. InterfaceError as `interface_variables`."""
+    """Return what this rank has to set and what the user has set. InterfaceError as `interface_variables`."""
     environ = os.environ if environ is None else environ
     if value == AUTO_INTERFACE:
         return Choice((), {}, {})
@@ -107,7 +111,7 @@ def apply(family: str, value: str, environ: MutableMapping[str, str] | None = No
 
 
 def too_late(family: str, value: str, environ: Mapping[str, str] | None = None) -> str:
-    """For a library that is initialised already: what to do, or "" where it was told in time."""
+    """Say what to do where the library is initialised already; "" where it was told in time."""
     environ = os.environ if environ is None else environ
     missing = {name: text for name, text in choose(family, value, environ).variables.items() if name not in environ}
     if not missing:
@@ -122,10 +126,10 @@ def too_late(family: str, value: str, environ: Mapping[str, str] | None = None) 
 def mpirun_variables(
     family: str, value: str, interfaces: Sequence[Interface] | None = None, host: str = ""
 ) -> dict[str, str]:
-    """Variables for the environment of `mpirun` itself, whose daemons connect the hosts; {} for `auto`.
+    """Return variables for the environment of `mpirun` itself, whose daemons connect the hosts; {} for `auto`.
 
-    interfaces: those of the host where mpirun runs, default this one's. Only what exists there is passed on: the
-    daemons of Open MPI end at a name that their host does not have, and hydra looks the name up where it is started.
+    interfaces: those of the host where mpirun runs, by default this one's. Only names that exist there are passed on:
+    Open MPI's daemons end at a name that their host does not have, and hydra looks the name up where it is started.
     """
     if value == AUTO_INTERFACE:
         return {}
@@ -138,7 +142,7 @@ def mpirun_variables(
 
 
 def _found(value: str, interfaces: Sequence[Interface], host: str) -> dict[str, list[Interface]]:
-    """The interfaces of each entry that names some."""
+    """Return the interfaces for each entry that names some."""
     found = {}
     for entry in interface_entries(value):
         matches = [interface for interface in interfaces if _matches(entry, interface)]
@@ -180,7 +184,7 @@ _IfAddrs._fields_ = (
 
 
 def host_interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this host, in the kernel's order. InterfaceError where the system does not tell them."""
+    """Return the interfaces of this host, in the kernel's order. InterfaceError where the system does not tell them."""
     lib = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_IfAddrs)()
     if lib.getifaddrs(ctypes.byref(first)) != 0:
@@ -214,7 +218,7 @@ def _address(entry: _IfAddrs) -> str:
 
 
 def _rdma(name: str, sysfs: Path = SYSFS) -> str:
-    """`mlx5_0:1`, the RDMA device and port that an interface belongs to, or ""."""
+    """Return the RDMA device and port that an interface belongs to, as in `mlx5_0:1`, or ""."""
     try:
         device = min(path.name for path in (sysfs / name / "device" / "infiniband").iterdir())
         return f"{device}:{int((sysfs / name / 'dev_port').read_text(), 0) + 1}"

@@ -1,9 +1,9 @@
 """Who started this process, and whether that launcher fits the MPI library.
 
 A launcher tells its ranks who they are through environment variables and a socket that only its own library
-understands. Where `mpirun` comes from one MPI and the library from another, N processes each believe to be alone, or
-fail inside MPI_Init with a text that names neither. So this is checked before MPI_Init where the variables suffice, and
-by the size of COMM_WORLD after it.
+understands. Where `mpirun` comes from one MPI and the library from another, N processes each believe that they are
+alone, or fail inside MPI_Init with a text that names neither. So this is checked before MPI_Init where the variables
+suffice, and by the size of COMM_WORLD after it.
 
 The launcher's program is found by walking up the parents in /proc. All calls are local.
 """
@@ -45,14 +45,14 @@ class Launcher(NamedTuple):
 
 
 def find(environ: Mapping[str, str] | None = None) -> Launcher | None:
-    """The launcher of this process, or None where it was started alone."""
+    """Return the launcher of this process, or None where it was started alone."""
     environ = os.environ if environ is None else environ
     variable = _size_variable(environ)
     return None if variable is None else Launcher(int(environ[variable]), variable, program())
 
 
 def size(environ: Mapping[str, str]) -> int:
-    """How many ranks the environment says were started; 1 where it says nothing."""
+    """Return how many ranks the environment says were started; 1 where it says nothing."""
     variable = _size_variable(environ)
     return 1 if variable is None else int(environ[variable])
 
@@ -62,10 +62,10 @@ def _size_variable(environ: Mapping[str, str]) -> str | None:
 
 
 def ends_jobs(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a rank that ends its process, with MPI initialised and a status other than 0, has ended the job with it.
+    """Return whether the launcher has ended the job when a rank ends with a status other than 0 after MPI_Init.
 
-    Open MPI's mpirun does so, but not with fault tolerance, where the others are to go on; hydra may give the status of
-    a rank that it has killed then; `srun` needs an option.
+    Open MPI's mpirun does so, but not with fault tolerance, where the others are to go on; hydra may then give the
+    status of a rank that it has killed; `srun` needs an option.
     """
     environ = os.environ if environ is None else environ
     tolerant = environ.get("OMPI_MCA_mpi_ft_enable", "0") not in ("0", "false")
@@ -84,17 +84,20 @@ def let_rank_0_speak(limit_s: float = SILENT_S) -> None:
 
 
 def said_rank(environ: Mapping[str, str]) -> int:
-    """The rank that the environment gives this process, 0 if none. A batch script's own environment has one, too."""
+    """Return the rank that the environment gives this process, 0 if none.
+
+    A batch script's own environment has one, too.
+    """
     return int(next((environ[name] for name in RANKS if environ.get(name, "").isdigit()), "0"))
 
 
 def said_local_rank(environ: Mapping[str, str]) -> int:
-    """The number among its host's ranks that the environment gives this process, 0 if none."""
+    """Return the number among its host's ranks that the environment gives this process, 0 if none."""
     return int(next((environ[name] for name in LOCAL_RANKS if environ.get(name, "").isdigit()), "0"))
 
 
 def program() -> str:
-    """The path of the nearest parent that is a launcher, or of that one's parent if it is one too; else ""."""
+    """Return the path of the nearest parent that is a launcher, or of its own parent if that is one, too; else ""."""
     found = ""
     for name in _parents(os.getpid()):
         if PROGRAMS.fullmatch(os.path.basename(name)):
@@ -147,7 +150,7 @@ def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
 
 
 def _parents(pid: int) -> list[str]:
-    """The programs of this process's parents, nearest first; the bare name where the path may not be read."""
+    """Return the programs of this process's parents, nearest first; the bare name where the path may not be read."""
     names: list[str] = []
     while True:
         try:

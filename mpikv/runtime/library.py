@@ -83,7 +83,7 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: f
 
 
 def _load(mode: str | None) -> bool:
-    """Import mpi4py.MPI without MPI_Init. Whether it is then left to us: a program can keep it to itself."""
+    """Import mpi4py.MPI without MPI_Init. Returns whether MPI_Init is left to us: a program may keep it to itself."""
     if mode not in (None, "auto", "system"):
         raise ConfigError(f"the MPI library is chosen by 'auto' or 'system', not by {mode!r} (MPIKV_MPI)")
     if "mpi4py.MPI" in sys.modules:
@@ -138,7 +138,7 @@ def check_launcher(comm_size: int) -> None:
 
 
 def describe() -> Library:
-    """What the loaded library says about itself. Loads and initialises MPI if nothing has yet."""
+    """Return what the loaded library says about itself. Loads and initialises MPI if nothing has yet."""
     prepare()
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -159,10 +159,10 @@ def describe() -> Library:
 
 
 def system_library() -> str:
-    """A name or path of an MPI library outside this Python environment. ConfigError where there is none.
+    """Return a name or path of an MPI library outside this Python environment. ConfigError where there is none.
 
-    In this order: the one beside the launcher that started this process, the one beside the `mpirun` on PATH, what the
-    dynamic loader finds by itself (LD_LIBRARY_PATH, ld.so.cache), and the distributions' folders.
+    It looks in this order: beside the launcher that started this process, beside the `mpirun` on PATH, where the
+    dynamic loader looks by itself (LD_LIBRARY_PATH, ld.so.cache), and in the distributions' folders.
     """
     tried = []
     for candidate in _system_candidates():
@@ -195,7 +195,10 @@ def _system_candidates() -> Iterator[str]:
 
 
 def _environment_prefixes() -> set[Path]:
-    """Where a wheel's library may lie: what mpi4py searches first. /usr is the system's even under its Python."""
+    """Return where a wheel's library may lie, as mpi4py searches it first.
+
+    /usr is the system's even under its own Python.
+    """
     import site  # noqa: PLC0415 - absent under python -S
 
     prefixes = {Path(sys.exec_prefix), Path(sys.base_exec_prefix), Path(site.getuserbase())}
@@ -203,7 +206,7 @@ def _environment_prefixes() -> set[Path]:
 
 
 def _origin(path: str) -> str:
-    """`wheel NAME VERSION` where a wheel of this Python environment brought the file, else `system`."""
+    """Return `wheel NAME VERSION` where a wheel of this Python environment brought the file, else `system`."""
     for name in WHEELS:
         try:
             wheel = importlib.metadata.distribution(name)
@@ -216,7 +219,10 @@ def _origin(path: str) -> str:
 
 
 def _fault_tolerance(lib: ctypes.CDLL) -> str:
-    """Open MPI says at run time whether Revoke, Shrink and Agree work. MPICH 5 has the calls, but no job survives."""
+    """Return whether Revoke, Shrink and Agree work.
+
+    Open MPI says so at run time. MPICH 5 has the calls, but no job survives.
+    """
     try:
         enabled = ctypes.c_bool.in_dll(lib, "ompi_ftmpi_enabled")  # Open MPI >= 5, set by mpirun --with-ft
     except ValueError:
@@ -225,7 +231,7 @@ def _fault_tolerance(lib: ctypes.CDLL) -> str:
 
 
 def _cuda(lib: ctypes.CDLL) -> bool | None:
-    """Whether device memory may be passed to MPI, by the library's own word."""
+    """Return whether the library says that device memory may be passed to it."""
     if hasattr(lib, "MPIX_Query_cuda_support"):  # Open MPI, MPICH >= 4
         return bool(lib.MPIX_Query_cuda_support())
     if hasattr(lib, "MPIX_GPU_query_support"):  # MPICH >= 4

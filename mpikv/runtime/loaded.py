@@ -14,7 +14,7 @@ VERSION_BYTES = 16384  # more than any library's MPI_MAX_LIBRARY_VERSION_STRING 
 
 
 def loaded_path() -> str:
-    """The file of the MPI library that mpi4py uses, or "" where it cannot be told."""
+    """Return the file of the MPI library that mpi4py uses, or "" where it cannot be told."""
     from mpi4py import MPI  # noqa: PLC0415
 
     wanted = MPI.Get_library_version()
@@ -33,9 +33,9 @@ def loaded_path() -> str:
 
 
 def function(name: str) -> Callable[..., Any] | None:
-    """A C function of MPI, found as mpi4py's own call finds it; None where it cannot be.
+    """Find a C function of MPI as mpi4py's own call finds it; None where that is not possible.
 
-    A tool that was put before MPI with LD_PRELOAD, a profiler, comes first: it lives from seeing MPI_Init.
+    A profiler that was put before MPI with LD_PRELOAD comes first: it has to see MPI_Init.
     """
     for path in (None, loaded_path()):
         if path != "":
@@ -45,7 +45,7 @@ def function(name: str) -> Callable[..., Any] | None:
 
 
 def _mapped_files() -> list[str]:
-    """The files mapped into this process, each once, in order of address."""
+    """Return the files mapped into this process, each once, in order of address."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""What this process has printed, and its launcher has not read.
+"""What this process has printed and its launcher has not read yet.
 
 Ranks print into pipes. A launcher that is told to end the job reads nothing more: MPICH's forgets what is in them. On a
-busy machine it may not have come to read for longer than any fixed pause, so the kernel is asked how much is unread.
+busy machine it may take longer to read than any fixed pause lasts, so the kernel is asked how much is unread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def wait_until_read(pause_s: float) -> None:
 
 
 def unread_bytes(fd: int) -> int:
-    """Bytes that were written to the pipe, socket or terminal `fd` and are still there; 0 where none or unknown."""
+    """Return how many bytes written to the pipe, socket or terminal `fd` are still there; 0 where none or unknown."""
     try:
         # A pipe has one buffer, known at both ends; the others have one for each direction (tty_ioctl(2), unix(7)).
         request = termios.FIONREAD if stat.S_ISFIFO(os.fstat(fd).st_mode) else termios.TIOCOUTQ

@@ -44,7 +44,7 @@ class StopSignals(TakesSignals):
         self._installed = False
 
     def install(self) -> None:
-        """Take the signals over. Only the main thread can: elsewhere RuntimeWarning, and they stay as they are."""
+        """Take the signals over. Only the main thread can; in another it is a RuntimeWarning, and nothing changes."""
         if not self._numbers:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -63,7 +63,7 @@ class StopSignals(TakesSignals):
         atexit.register(self._at_exit)
 
     def why(self) -> str | None:
-        """The signal that came, as in 'SIGTERM'; None: none so far."""
+        """Return the signal that came, as in 'SIGTERM'; None if none has come so far."""
         return self._why
 
     def restore(self) -> None:
@@ -77,7 +77,7 @@ class StopSignals(TakesSignals):
                 signal.signal(number, signal.SIG_DFL if before is None else before)  # None: set by C, out of reach
 
     def end(self) -> None:
-        """The process ends: ignore the signals from now on, but for those with handlers of the program's own."""
+        """Ignore the signals from now on, since the process ends; but leave handlers of the program's own."""
         for number, before in self._before.items():
             now = signal.getsignal(number)
             if now == self._handle or (now == before and (not callable(now) or _ends(now))):
@@ -88,7 +88,7 @@ class StopSignals(TakesSignals):
             self.end()
 
     def previous(self, number: int) -> Handler:
-        """Whose turn it is without this object, and without others that were restored since."""
+        """Return the action that a signal would have without this object, and without others restored since."""
         before = self._before[number]
         owner = getattr(before, "__self__", None)
         while isinstance(owner, StopSignals) and not owner._installed:  # noqa: SLF001 - of the same class
@@ -113,5 +113,5 @@ class StopSignals(TakesSignals):
 
 
 def _ends(handler: Handler) -> bool:
-    """Whether a handler only ends the process, perhaps with some words."""
+    """Return whether a handler only ends the process, perhaps with some words."""
     return isinstance(getattr(handler, "__self__", None), Guard) or handler is signal.default_int_handler

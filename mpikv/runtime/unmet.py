@@ -1,11 +1,11 @@
 """The end of a rank that never came to MPI_Init, where the others wait for it.
 
 A setting of one host alone, or an interface that it lacks, stops a rank before MPI_Init, and MPI_Abort works only after
-it. What the launchers make of such a rank:
+MPI_Init. What becomes of the job depends on the launcher:
 
-- hydra (MPICH, Intel MPI) waits on: it is told to end the job in the words of its own library (PMI 1: `cmd=abort`),
-  through the socket that the rank has for them;
-- Open MPI's mpirun ends the job, unless that comes while another rank connects to it: then it may say PMIX_ERR_UNREACH
+- hydra (MPICH, Intel MPI) goes on waiting: so it is told to end the job in the words of its own library (PMI 1:
+  `cmd=abort`), through the socket that the rank has for them;
+- Open MPI's mpirun ends the job, unless another rank connects to it at that moment: then it may say PMIX_ERR_UNREACH
   and wait for ever (5.0.11: 1 job in 40). So the rank comes to MPI_Init after all, where all ranks have connected
   before one returns, and aborts there.
 
@@ -52,7 +52,7 @@ def end_job(status: int, *, by_exit: bool = False) -> None:
 
 
 def tell_hydra(status: int) -> bool:
-    """Ask hydra, if it has started this process, to end the job with `status`. Whether it has."""
+    """Ask hydra, if it has started this process, to end the job with `status`. Returns whether it was asked."""
     words = os.environ.get("PMI_FD", "")
     if not words.isdigit() or not _is_socket(int(words)):
         return False
@@ -63,7 +63,7 @@ def tell_hydra(status: int) -> bool:
 
 
 def _is_socket(fd: int) -> bool:
-    """A child of a rank has the rank's variables, but its file descriptors are others."""
+    """Return whether this file descriptor is a socket: a rank's child has its variables, but other descriptors."""
     try:
         return stat.S_ISSOCK(os.fstat(fd).st_mode)
     except OSError:
@@ -71,7 +71,7 @@ def _is_socket(fd: int) -> bool:
 
 
 def meet() -> bool:
-    """Come to MPI_Init under Open MPI, after all. Whether the ranks have met there. Blocks, at most MEET_S."""
+    """Come to MPI_Init under Open MPI, after all. Returns whether all ranks have come there. Blocks, at most MEET_S."""
     if "PMIX_RANK" not in os.environ:  # mpirun of Open MPI 4 and 5, srun --mpi=pmix
         return False
     try:

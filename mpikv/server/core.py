@@ -18,6 +18,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray, dtype_of
+from mpikv.codecs.named import Codecs
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
@@ -26,6 +27,8 @@ from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.shard import Shard
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
 
 Waiting = tuple[int, wire.Header, HostArray]
 _Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is
@@ -36,12 +39,21 @@ class ServerCore:
     """All that one server owns.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process.
+    to be, default memory of this process. codecs: what pushes may travel as. space: how all that is worked on.
     """
 
-    def __init__(self, labels: Sequence[str], policy: Callable[[int], Policy], memory: Source | None = None) -> None:
-        self.owner = Owner()
-        self.pool = Pool(memory)
+    def __init__(
+        self,
+        labels: Sequence[str],
+        policy: Callable[[int], Policy],
+        memory: Source | None = None,
+        codecs: Codecs | None = None,
+        space: Space | None = None,
+    ) -> None:
+        self.space = HostSpace() if space is None else space
+        self.owner = Owner(self.space)
+        self.pool = Pool(memory, self.space)
+        self._codecs = Codecs() if codecs is None else codecs
         self._labels = labels
         self._policy = policy
         self._shards: dict[int, Shard] = {}
@@ -90,7 +102,7 @@ class ServerCore:
 
     @staticmethod
     def target(fetch: Fetch) -> HostArray:
-        """Memory for a partition that is now going to be received; (n,) of the key's dtype, or bytes."""
+        """Memory for a partition that is now going to be received, as it travels."""
         if fetch.shard is None:
             return np.empty(fetch.n_bytes, np.uint8)
         return fetch.shard.target(fetch.push, fetch.part)
@@ -155,7 +167,7 @@ class ServerCore:
 
     def _init(self, header: wire.Header, payload: HostArray) -> list[Event]:
         text, data = wire.split_text(payload)
-        info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]))
+        info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), text["codec"])
         values = np.frombuffer(data.tobytes(), info.dtype)
         # A key that moves here from other servers goes on with the rounds it has seen there.
         shard = Shard(
@@ -163,6 +175,7 @@ class ServerCore:
             values,
             begin=text["begin"],
             part_elems=text["part"],
+            codec=self._codecs.of(info),
             version=text["version"],
             owner=self.owner,
             pool=self.pool,

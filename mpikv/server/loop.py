@@ -165,10 +165,10 @@ class _Traffic:
         """A partition that is here, where its worker has it; copied where many of that worker's are held already."""
         assert fetch.shard is not None
         assert request.view is not None
-        data = request.view.view(fetch.shard.info.dtype)
+        data = request.view.view(fetch.shard.wire_dtype)
         if peer.held >= HELD or not fetch.shard.borrows:
             array = self._core.target(fetch)
-            np.copyto(array, data)
+            self._core.space.copy(array, data)
             request.release()
             return array
 

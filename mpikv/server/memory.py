@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.spaces.base import Space
 
 
 class Source(Protocol):
@@ -37,11 +38,12 @@ class Source(Protocol):
 class Pool:
     """Arrays by their size. held_bytes: all that this pool ever made and still has, in use or free.
 
-    source: where its memory comes from, else it is this process's own.
+    space: how they are made and worked on. source: where their memory comes from, where others are to see it.
     """
 
-    def __init__(self, source: Source | None = None) -> None:
+    def __init__(self, source: Source | None, space: Space) -> None:
         self.held_bytes = 0
+        self._space = space
         self._source = source
         self._free: dict[int, list[HostArray]] = {}
         self._referred: dict[int, tuple[HostArray, Callable[[], None]]] = {}  # by the array's id
@@ -54,7 +56,13 @@ class Pool:
             return free.pop().view(dtype)
         self.held_bytes += n_bytes
         array = None if self._source is None else self._source.take(n_bytes)
-        return np.empty(n_elems, dtype) if array is None else array.view(dtype)
+        return self._space.empty(n_elems, dtype) if array is None else array.view(dtype)
+
+    def copy(self, values: HostArray) -> HostArray:
+        """A copy, in memory of this pool."""
+        array = self.take(values.size, values.dtype)
+        self._space.copy(array, values)
+        return array
 
     def give(self, array: HostArray) -> None:
         """Give back an array that nobody uses any more: one that `take` returned, an equal of it, or another's."""
@@ -67,7 +75,7 @@ class Pool:
     def scaled(self, array: HostArray, ratio: float) -> HostArray:
         """The array, of floating point numbers, times `ratio`, in new memory; it is given up."""
         result = self.take(array.size, array.dtype)
-        np.multiply(array, array.dtype.type(ratio), out=result)
+        self._space.scale(array, ratio, result)
         self.give(array)
         return result
 
@@ -79,15 +87,14 @@ class Pool:
         """`array`, or a copy of it where it is another's."""
         if id(array) not in self._referred:
             return array
-        copy = self.take(array.size, array.dtype)
-        np.copyto(copy, array)
+        copy = self.copy(array)
         self.give(array)
         return copy
 
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
         """`how(total, other)`, in the memory of `total` unless that is another's; both are given up."""
         out = total if id(total) not in self._referred else self.take(total.size, total.dtype)
-        how(total, other, out=out)
+        self._space.combine(total, other, out, how)
         if out is not total:
             self.give(total)
         self.give(other)

@@ -5,6 +5,9 @@ optimizer whose formula needs the whole value, all of them. Every worker's pushe
 partition at a time, and only those of the round under way: a push that is a round ahead waits in its worker's memory.
 So a shard needs memory for its values, their states and one gradient per worker, usually much less, since what has
 been added is free again.
+
+A partition that travels in another dtype than the sum's, or as bytes of a codec, is decoded into memory of its own when
+it is here; any other is added where it lies.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
+from mpikv.codecs.base import Codec
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
@@ -29,12 +33,15 @@ from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.session.contests import disagreement, factors_text, refusal
 from mpikv.wire import Header
 
+_BYTES = np.dtype(np.uint8)
+
 
 class Push:
     """One worker's push of a shard that is not applied in full yet.
 
-    inline: the gradient, if it came with its header; else the partitions are fetched under `tag`. fetched, arrived: how
-    many of them were asked for, and are here. whole: where they come together for a unit of several partitions.
+    inline: what travels of it, if that came with its header; else the partitions are fetched under `tag`. fetched,
+    arrived: how many of them were asked for, and are here. whole: where they come together for a unit of several
+    partitions.
     """
 
     __slots__ = ("arrived", "attributes", "fetched", "inline", "op", "priority", "round", "tag", "whole", "worker")
@@ -79,6 +86,7 @@ class Shard:
         *,
         begin: int,
         part_elems: int,
+        codec: Codec,
         version: int,
         owner: Owner,
         pool: Pool,
@@ -93,19 +101,19 @@ class Shard:
         self._pool = pool
         self._labels = labels
         self._sum_dtype = sum_dtype(info.dtype)
+        self._codec = codec
+        wire_dtype = codec.wire_dtype(info.dtype)
+        self.wire_dtype = _BYTES if wire_dtype is None else wire_dtype  # of a partition as it travels
+        self._decodes = wire_dtype is None or wire_dtype != self._sum_dtype  # for NumPy None equals float64
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[Answer] = []
         bounds = self._bounds()
         self.units = [
-            Unit(b, Block(self._copy(values[b:e]), pool), policy(), version, [version] * len(labels)) for b, e in bounds
+            Unit(b, Block(self._pool.copy(values[b:e]), pool), policy(), version, [version] * len(labels))
+            for b, e in bounds
         ]
         self._counts = self.units[0].policy.counts
-
-    def _copy(self, values: HostArray) -> HostArray:
-        array = self._pool.take(values.size, values.dtype)
-        np.copyto(array, values)
-        return array
 
     # --- cutting
 
@@ -128,7 +136,7 @@ class Shard:
             joined = np.concatenate(arrays)
             for array in arrays:
                 self._pool.give(array)
-            return [self._copy(joined[begin:end]) for begin, end in bounds]
+            return [self._pool.copy(joined[begin:end]) for begin, end in bounds]
 
         policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
         values = np.concatenate([unit.block.array for unit in old])
@@ -136,7 +144,9 @@ class Shard:
         for unit in old:
             unit.block.leave()
         self.units = [
-            Unit(begin, Block(self._copy(values[begin:end]), self._pool), policy, old[0].version, list(old[0].seen))
+            Unit(
+                begin, Block(self._pool.copy(values[begin:end]), self._pool), policy, old[0].version, list(old[0].seen)
+            )
             for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
         if states:
@@ -174,8 +184,7 @@ class Shard:
 
     def push(self, worker: int, header: Header, inline: HostArray | None) -> list[Event]:
         """A worker's next push: taken at once if it is here and of the round under way, else when it is its turn."""
-        n_bytes = self._n * self.info.dtype.itemsize
-        if inline is not None and inline.size != n_bytes:
+        if inline is not None and inline.size != (n_bytes := self._codec.wire_bytes(self._n, self.info.dtype)):
             raise MpikvError(
                 f"{self._labels[worker]} pushed {inline.size} bytes of key {shown(self.info.key)}, "
                 f"of which {n_bytes} live here"
@@ -194,9 +203,10 @@ class Shard:
                 if self._counts and self.units[0].version != push.round - 1:
                     break
                 queue.popleft()
-                gradient = push.inline.view(self.info.dtype)
-                for unit in self.units:
-                    events += self._contribute(unit, push, self._copy(gradient[unit.begin : unit.end]))
+                data = push.inline.view(self.wire_dtype)  # of the one partition that there is
+                gradient = self._pool.take(self._n, self._sum_dtype)
+                self._codec.decode(data, gradient)
+                events += self._contribute(self.units[0], push, gradient)
                 continue
             while push.fetched < len(self.parts):
                 if self._counts and self._unit(push.fetched).version != push.round - 1:
@@ -208,26 +218,42 @@ class Shard:
 
     @property
     def borrows(self) -> bool:
-        """Whether partitions can stay where their workers have them: not where they have to come together."""
+        """Whether partitions can stay where their workers have them: not where they come together as they are."""
+        return self._decodes or self._apart
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each partition is added by itself."""
         return len(self.units) > 1 or len(self.parts) == 1
 
     def part_bytes(self, part: int) -> int:
-        """How long a partition is."""
+        """How long a partition is as it travels."""
         begin, end = self.parts[part]
-        return (end - begin) * self.info.dtype.itemsize
+        return self._codec.wire_bytes(end - begin, self.info.dtype)
 
     def target(self, push: Push, part: int) -> HostArray:
-        """Memory for a partition that is now going to be received."""
-        begin, end = self.parts[part]
+        """Memory for a partition that is now going to be received, as it travels."""
         if self.borrows:
-            return self._pool.take(end - begin, self.info.dtype)
+            return self._pool.take(self.part_bytes(part) // self.wire_dtype.itemsize, self.wire_dtype)
+        return self._place(push, part)
+
+    def _place(self, push: Push, part: int) -> HostArray:
+        """Where a partition's values are to be, alone or with the others, in the dtype of the sum."""
+        begin, end = self.parts[part]
+        if self._apart:
+            return self._pool.take(end - begin, self._sum_dtype)
         if push.whole is None:
-            push.whole = self._pool.take(self._n, self.info.dtype)
+            push.whole = self._pool.take(self._n, self._sum_dtype)
         return push.whole[begin:end]
 
     def arrived(self, push: Push, part: int, data: HostArray) -> list[Event]:
         """A partition is here, in what `target` gave."""
         push.arrived += 1
+        if self._decodes:
+            wide = self._place(push, part)
+            self._codec.decode(data, wide)
+            self._pool.give(data)
+            data = wide
         last = push.arrived == len(self.parts)
         if last:
             self._waiting[push.worker].popleft()
@@ -247,19 +273,12 @@ class Shard:
             for push in queue:
                 if push.inline is None:
                     rest = range(push.fetched, len(self.parts))
-                    lengths = [self.parts[part][1] - self.parts[part][0] for part in rest]
-                    item = self.info.dtype.itemsize
-                    events += [Fetch(None, push, part, n * item) for part, n in zip(rest, lengths, strict=True)]
+                    events += [Fetch(None, push, part, self.part_bytes(part)) for part in rest]
             queue.clear()
         return events
 
     def _contribute(self, unit: Unit, push: Push, gradient: HostArray) -> list[Event]:
         unit.seen[push.worker] += 1
-        if gradient.dtype != self._sum_dtype:
-            wide = self._pool.take(gradient.size, self._sum_dtype)
-            np.copyto(wide, gradient)
-            self._pool.give(gradient)
-            gradient = wide
         label = self._owner.label(self.info.id, push.attributes)
         if push.op is not SUM:
             label = label._replace(op=push.op.name)
@@ -300,7 +319,7 @@ class Shard:
             unit.block = Block(self._pool.own(terms[0]), self._pool)
             return
         if unit.block.readers:
-            block = Block(self._copy(unit.block.array), self._pool)
+            block = Block(self._pool.copy(unit.block.array), self._pool)
             unit.block.leave()
             unit.block = block
         given = terms

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpikv.checks import shown
-from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch
+from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
 
 Name = Key
 Item = tuple[str, Name]
 
 ERRORS: dict[str, type[MpikvError]] = {
-    error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch)
+    error.__name__: error for error in (MpikvError, ConfigError, PeerError, ShapeMismatch, UnsupportedError)
 }
 
 
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     final: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class _Open:
     payloads: dict[int, Any] = field(default_factory=dict)
     reserved: Any = None  # what a provisional verdict has already promised
@@ -135,11 +135,7 @@ class Agreement:
         while stuck:
             # Mostly the first of those outside is missing everywhere, so that this is no look at all workers per item.
             outside = self._waiting.keys() - stuck
-            lacks_outsider = {
-                item
-                for item, proposal in self._open.items()
-                if any(worker not in proposal.payloads for worker in outside)
-            }
+            lacks_outsider = {item for item, proposal in self._open.items() if not outside <= proposal.payloads.keys()}
             movable = {worker for worker in stuck if not self._waiting[worker].isdisjoint(lacks_outsider)}
             if not movable:
                 break

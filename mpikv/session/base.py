@@ -17,6 +17,11 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
+
+Updater = Callable[[Key, Any, Any], None]
 
 
 class Pending(NamedTuple):
@@ -50,24 +55,33 @@ class OwnUpdates(Protocol):
 class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
-    name: the store's type. infos: what was agreed on each key. synchronous: whether all workers make the same steps.
-    pid: the process whose session it is; 0: a child that is forked has a copy that is as good. stop_file: where a
-    trainer saves when the workers stop. stopped: whether they have. before_close, after_close: called by `close` of
-    the store, before anything else and at its end, whatever happened.
+    name: the store's type. space: where this worker's part of its values is. infos: what was agreed on each key.
+    synchronous: whether all workers make the same steps. shares_memory: whether all workers add in memory that they
+    share, so that no value travels over a link. pid: the process whose session it is; 0: a child that is forked has a
+    copy that is as good. stop_file: where a trainer saves when the workers stop. stopped: whether they have. updater: a
+    function of the user's that changes stored values in place of optimizers. before_barrier: called by `barrier` first.
+    before_close, after_close: called by `close` of the store, before anything else and at its end, whatever happened.
     """
 
     rank = 0
     num_workers = 1
     synchronous = True
+    shares_memory = False
     pid = 0
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
-    def __init__(self, name: str, stop_file: str = "") -> None:
+    def __init__(self, name: str, stop_file: str = "", space: Space | None = None) -> None:
         self.name, self.stop_file = name, stop_file
+        self.space = HostSpace() if space is None else space
         self.infos: dict[Key, KeyInfo] = {}
         self.stopped = self.closed = False
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves
         self.namespaces = 0
+        self.updater: Updater | None = None
+        self._optimizers: dict[int, Optimizer] = {}  # slot -> the user's
+        self._slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
+        self._n_slots = 0
+        self.before_barrier: list[Callable[[], None]] = []
         self.before_close: list[Callable[[], None]] = []
         self.after_close: list[Callable[[], None]] = []
         self._wished = False
@@ -101,6 +115,46 @@ class Session:
     def in_order(self) -> list[KeyInfo]:
         """All keys, by their numbers. Local."""
         return sorted(self.infos.values(), key=lambda info: info.id)
+
+    def stats(self) -> dict[str, int]:
+        """Messages that this worker has sent so far, and their bytes. Local."""
+        return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}
+
+    # --- what updates keys
+
+    def serve(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> tuple[int, list[int]]:
+        """From now on `optimizer` serves `keys` (None: all that have no other). Its slot, and the keys' numbers. Local.
+
+        A slot is what owners of values know it by (optimizers/owner).
+        """
+        slot, key_ids = DEFAULT_SLOT, [self.infos[key].id for key in keys or ()]
+        if keys is not None:
+            slot = self._n_slots = self._n_slots + 1
+        self._slots.update(dict.fromkeys(key_ids, slot))
+        self._optimizers[slot] = optimizer
+        self.updater = None
+        return slot, key_ids
+
+    def set_updater(self, updater: Updater) -> None:
+        """Let a function of the user's change stored values. UnsupportedError where owners are other processes."""
+        self.updater = updater
+
+    def updates(self, info: KeyInfo) -> bool:
+        """Whether a push changes the key's value by an optimizer or an updater. Local."""
+        return self.updater is not None or self.optimizer_of(info) is not None
+
+    def slot_of(self, info: KeyInfo) -> int:
+        """The slot whose optimizer serves this key. Local."""
+        return self._slots.get(info.id, DEFAULT_SLOT)
+
+    def optimizer_of(self, info: KeyInfo) -> Optimizer | None:
+        """The user's optimizer that serves this key, None where there is none. Local."""
+        return self._optimizers.get(self.slot_of(info))
+
+    def optimizers(self) -> dict[Key, Optimizer]:
+        """Those of all keys that have one. Local."""
+        found = {key: self.optimizer_of(info) for key, info in self.infos.items()}
+        return {key: optimizer for key, optimizer in found.items() if optimizer is not None}
 
     # --- waiting and agreeing
 

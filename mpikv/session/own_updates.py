@@ -33,7 +33,7 @@ class OwnUpdates:
         number = workers.agree_on_own_updates(optimizer, keys)
         what = f"the step of a trainer of {len(keys)} parameters"
         with workers.engine.lock:
-            self._series: Series = workers.control.series(number, base, what, exact=exact)
+            self._series: Series = workers.control.comparing.series(number, base, what, exact=exact)
 
     def _label(self, *, separate: bool) -> Label:
         self._log.number(DEFAULT_SLOT)

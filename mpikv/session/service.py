@@ -7,8 +7,8 @@ Kinds of messages: `propose` (to worker 0), `verdicts` (from worker 0), `left` (
 its number of pushes per key) and `gone` (from worker 0 to those still at work: how few pushes others left with; see
 leaving.py), `where` and `here` (question and answer of a stall report), `ping` (from a server that has heard nothing
 for long; answered by `pong`). To stop together (stop.py): `wish` (to worker 0, also from a server), `stop` (worker 0's
-orders), `reads` (the answers). Where workers push a round under different labels (contests.py): `labels` (to worker 0),
-`whose` (worker 0 asks for them), `units` (what it decided); `refused` (from a server: nothing was updated).
+orders), `reads` (the answers). Where workers push a round under different labels: those of label_messages.py; `refused`
+(from a server: nothing was updated).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,60 +27,21 @@ from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError
 from mpikv.keys import Key
-from mpikv.labels import Label
 from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting, stall_text
 from mpikv.session import cross_waits
-from mpikv.session.agreement import ERRORS, Agreement, Item, Name, Verdict
-from mpikv.session.contests import Brought, Dispute, Judge, Labels, Series
-from mpikv.session.contests import Verdict as Units
+from mpikv.session.agreement import Agreement, Item, Name, Verdict
+from mpikv.session.contests import Judge
 from mpikv.session.epochs import Epochs
+from mpikv.session.label_messages import KINDS, LabelMessages
 from mpikv.session.leaving import Departures, Fewest
+from mpikv.session.proposals import Proposal, Reply
 from mpikv.session.stop import Answer, Leader, Order, Reader
 from mpikv.transports.base import Arrival, Group, Transport
 
 SAME_ORDER = "all workers must close their stores, and make the other calls of several stores, in the same order"
+BLOCK = 100  # verdicts in one message: a worker acts on as many in some milliseconds
 ANSWER_S = 2.0  # how long a stall report waits for answers; a listening rank answers within some milliseconds
-
-
-class Reply(NamedTuple):
-    """What worker 0 decided on one proposal."""
-
-    result: Any
-    error: tuple[str, str] | None
-    final: bool
-
-    def exception(self) -> MpikvError:
-        """The error that was decided."""
-        name, text = self.error or ("MpikvError", "")
-        return ERRORS.get(name, MpikvError)(text)
-
-    def unwrap(self) -> Any:
-        """The result; raises the error that was decided."""
-        if self.error is not None:
-            raise self.exception()
-        return self.result
-
-
-class Proposal:
-    """A request that is done when each of its items has a verdict."""
-
-    def __init__(self, items: Sequence[Item]) -> None:
-        self.items = tuple(items)
-        self.replies: dict[Item, Reply] = {}  # in the order in which they came
-        self._missing = set(items)
-
-    def take(self, item: Item, reply: Reply) -> bool:
-        """Note a verdict; False where it is not one that this proposal waits for."""
-        if item not in self._missing:
-            return False
-        self._missing.remove(item)
-        self.replies[item] = reply
-        return True
-
-    def test(self) -> bool:
-        """Whether all verdicts are there."""
-        return not self._missing
 
 
 class _Listening:
@@ -137,36 +98,43 @@ class Control:
         self._process = f"{socket.gethostname()} {os.getpid()} {threading.get_ident()}"
         self.engine = engine
         self.timeout_s = timeout_s
-        self.labels = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
-        self.me = f"{self.labels[workers.rank]} (rank {transport.rank} of {transport.size})"
         self._transport = transport
-        self._workers = workers
-        self._agreement = agreement
         self._pushes = pushes
         self._on_verdict = on_verdict
         self._check_key = check_key
         self._proposals: list[Proposal] = []
-        self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
-        self._departures = None if agreement is None else Departures(workers.size)
-        self._epochs = None if agreement is None else Epochs(self.labels)
-        self._answers: dict[int, dict[str, Any]] = {}
         self._waits: Waiting | None = None  # what this worker waits for now
         self._held_by: frozenset[str] = frozenset()  # at the last report: who has not come, and whom these wait for
         self._question = 0
         self._sending: list[Request] = []
         self.sent_messages = 0  # counted since the start
+        self._common_steps = common_steps
         self._reader = Reader(common=common_steps)
-        self._leader = None if agreement is None else Leader(workers.size, common=common_steps)
         self._asked: Callable[[], str | None] = lambda: None
         self._wished = False
         self._ended = False  # all workers have closed the store
-        self._series: dict[int, Series] = {}
-        self._disputes: dict[int, Dispute] = {}
-        self._asked_for: dict[int, int] = {}  # rounds of series that are not there yet
-        self._brought: list[Brought] = []  # labels that wait to be sent, those of several series in one message
-        self._late: Series | None = None  # what was decided on after its round had ended here, to be raised once
-        self._judge = None if agreement is None else Judge(self.labels)
+        self.comparing = LabelMessages(self._send, engine.clock)
         self.refused: dict[int, MpikvError] = {}  # keys of which a server has refused to update a round
+        self._regrouped = -1
+        self.regroup(workers, agreement)
+
+    def regroup(self, workers: Group, agreement: Agreement | None) -> None:
+        """Go on among these workers, some of those before, by what `listen` receives from its next call on.
+
+        What is known of the former ones, by their numbers, is forgotten. Nothing may be under way. Local.
+        """
+        self._workers, self._agreement = workers, agreement
+        self._regrouped += 1
+        self._tag = wire.control_tag(self._regrouped)
+        self.labels = [f"worker {i} on {host}" for i, host in enumerate(workers.hosts)]
+        self.me = f"{self.labels[workers.rank]} (rank {self._transport.rank} of {self._transport.size})"
+        self._fewest: dict[int, Fewest] = {}  # key id -> pushes of those that have left
+        self._answers: dict[int, dict[str, Any]] = {}
+        leads = agreement is not None
+        self._departures = Departures(workers.size) if leads else None
+        self._epochs = Epochs(self.labels) if leads else None
+        self._leader = Leader(workers.size, common=self._common_steps) if leads else None
+        self.comparing.regroup(workers, Judge(self.labels) if leads else None)
 
     # --- sending
 
@@ -174,7 +142,7 @@ class Control:
         self.sent_messages += 1
         data = wire.control(message)
         self._sending = [request for request in self._sending if not request.test()]
-        self._sending.append(self._transport.isend(data, rank, wire.TAG_CONTROL))
+        self._sending.append(self._transport.isend(data, rank, self._tag))
 
     def sent(self) -> bool:
         """Whether everything this worker sent has left, and nothing more comes in answer to it."""
@@ -223,17 +191,22 @@ class Control:
         by_worker: dict[int, list[Verdict]] = {}
         for verdict in verdicts:
             by_worker.setdefault(verdict.worker, []).append(verdict)
-        mine = by_worker.pop(self._workers.rank, [])
-        for worker, some in by_worker.items():  # first: they act on them while this worker does
-            self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": some})
-        for verdict in mine:
-            self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+        # In blocks, on which all act side by side. This worker first: then the first value of a key is there.
+        for begin in range(0, max(map(len, by_worker.values()), default=0), BLOCK):
+            for verdict in by_worker.get(self._workers.rank, ())[begin : begin + BLOCK]:
+                self._decided((verdict.topic, verdict.name), Reply(verdict.result, verdict.error, verdict.final))
+            for worker, some in by_worker.items():
+                block = some[begin : begin + BLOCK]
+                if block and worker != self._workers.rank:
+                    self._send(self._workers.ranks[worker], {"kind": "verdicts", "verdicts": block})
 
     def _decided(self, item: Item, reply: Reply) -> None:
         self._on_verdict(item, reply)
-        found = next((proposal for proposal in self._proposals if proposal.take(item, reply)), None)
-        if found is not None and found.test():
-            self._proposals.remove(found)
+        for proposal in self._proposals:
+            if proposal.take(item, reply):
+                if proposal.test():
+                    self._proposals.remove(proposal)
+                break
         if item[0] == "close" and reply.error is None:
             self._ended = True
             if self._leader is not None:
@@ -295,67 +268,6 @@ class Control:
             said = held.said
         return bool(said)
 
-    # --- labels
-
-    def series(self, number: int, base: Label, what: str, *, exact: bool = False) -> Series:
-        """Compare the labels of rounds from now on (`Series`).
-
-        number: below 0, the same on all workers. Under the engine's lock.
-        """
-        series = self._series[number] = Series(number, base, self._brought.append, what=what, exact=exact)
-        if number in self._asked_for:
-            series.ask(self._asked_for.pop(number))
-        return series
-
-    def dispute(self, key_id: int, round_: int, labels: Labels) -> Dispute:
-        """Ask who has brought what to a round of a key or bucket, as all workers do. Under the engine's lock."""
-        dispute = self._disputes[key_id] = Dispute()
-        self._brought.append(Brought(key_id, round_, False, labels))
-        return dispute
-
-    def _bring(self) -> None:
-        """Send the labels that wait; at worker 0 also ask for those that are missing."""
-        if self._brought:
-            brought = self._brought[:]
-            self._brought.clear()
-            if self._judge is not None:
-                self._decide(self._judge.bring(self._workers.rank, brought, self.engine.clock.now_s()))
-            else:
-                texts = list(dict.fromkeys(one for entry in brought for one in entry.labels))
-                items = [[*entry[:3], [texts.index(one) for one in entry.labels]] for entry in brought]
-                message = {"kind": "labels", "worker": self._workers.rank, "labels": texts, "items": items}
-                self._send(self._workers.ranks[0], message)
-        if self._judge is not None:
-            for worker, rounds in self._judge.due(self.engine.clock.now_s()).items():
-                if worker == self._workers.rank:
-                    self._ask(rounds)
-                else:
-                    self._send(self._workers.ranks[worker], {"kind": "whose", "rounds": rounds})
-
-    def _ask(self, rounds: Sequence[Sequence[int]]) -> None:
-        for number, round_ in rounds:
-            if number in self._series:
-                self._series[number].ask(round_)
-            else:
-                self._asked_for[number] = round_
-
-    def _decide(self, verdicts: Sequence[Units]) -> None:
-        """At worker 0: tell all."""
-        if verdicts:
-            for rank in self._workers.ranks[1:]:
-                self._send(rank, {"kind": "units", "verdicts": verdicts})
-            self._know_units(verdicts)
-
-    def _know_units(self, verdicts: Sequence[Units]) -> None:
-        for verdict in verdicts:
-            if verdict.series in self._disputes:
-                self._disputes.pop(verdict.series).decide(verdict)
-                continue
-            series = self._series[verdict.series]
-            series.decide(verdict)
-            if series.late:
-                self._late = series
-
     def begin_epoch(self, count: int, epoch: int, batches: int) -> None:
         """Tell worker 0 how many batches the last epoch had here. count: of this worker's epochs. Local."""
         with self.engine.lock:
@@ -383,7 +295,7 @@ class Control:
 
     def _pass_on(self) -> None:
         """Send labels; at worker 0 tell who has left."""
-        self._bring()
+        self.comparing.pass_on()
         if self._departures is not None:
             for worker, fewest in self._departures.due(self.engine.clock.now_s()):
                 self._send(self._workers.ranks[worker], {"kind": "gone", "fewest": fewest})
@@ -399,7 +311,7 @@ class Control:
     def listen(self) -> Steps[None]:
         """The listener: receives and acts for ever."""
         while True:
-            arrival = Arrival(self._transport, wire.TAG_CONTROL)
+            arrival = Arrival(self._transport, self._tag)
             yield _Listening(arrival, self._pass_on)
             data = np.empty(arrival.incoming.n_bytes, np.uint8)
             yield arrival.incoming.receive(data)
@@ -440,15 +352,8 @@ class Control:
         elif kind == "reads":
             if self._leader is not None:
                 self._order(self._leader.answer(message["worker"], Answer(*message["answer"])))
-        elif kind == "labels":
-            if self._judge is not None:
-                labels = [None if one is None else Label(*one) for one in message["labels"]]
-                brought = [Brought(i, n, held, tuple(labels[k] for k in of)) for i, n, held, of in message["items"]]
-                self._decide(self._judge.bring(message["worker"], brought, self.engine.clock.now_s()))
-        elif kind == "whose":
-            self._ask(message["rounds"])
-        elif kind == "units":
-            self._know_units([Units(*verdict) for verdict in message["verdicts"]])
+        elif kind in KINDS:
+            self.comparing.act(message)
         elif kind == "refused":
             self.refused[message["key_id"]] = ConfigError(message["text"])
         elif kind == "ping":
@@ -493,9 +398,7 @@ class Control:
 
     def check(self, waiting: Waiting) -> None:
         """Raise PeerError, or what became of the key, when this wait can never end."""
-        if self._late is not None:
-            late, self._late = self._late, None
-            late.end()
+        self.comparing.raise_late()
         if waiting.key is not None:
             self._check_key(waiting.key)
         if waiting.round is None or waiting.key_id is None:

@@ -15,20 +15,24 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import dtype_of
+from mpikv.arrays import HostArray, dtype_of
 from mpikv.checks import shown
+from mpikv.codecs.named import Codecs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
-from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, StallError
+from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
+from mpikv.optimizers.owner import AttributeLog
 from mpikv.placement import Members
-from mpikv.session.agreement import Agreement, Disagreement, Item, Name, Rule, first, grouped
-from mpikv.session.base import Pending, Session
+from mpikv.session.agreement import Agreement, Disagreement, Item, Name
+from mpikv.session.base import Pending, Session, Updater
 from mpikv.session.own_updates import OwnUpdates
-from mpikv.session.service import Control, Reply
+from mpikv.session.proposals import Reply
+from mpikv.session.rules import RULES
+from mpikv.session.service import Control
+from mpikv.spaces.base import Space
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -40,89 +44,23 @@ class KeyEvents(NamedTuple):
     """What a strategy does with keys as they are agreed on, as functions. Called under the engine's lock.
 
     reserve: at worker 0: what all ranks must know of a new key beyond what they brought, as JSON. begin: the key exists
-    from now on, with what was reserved for it: its first verdict has come, maybe a provisional one. agreed: all workers
-    agreed on it; called in the same order on every worker. broken: workers did not agree on a key that has begun.
-    pushes: how often this worker has pushed each key, by number.
+    from now on, with what was reserved for it: its first verdict has come, maybe a provisional one. broken: workers did
+    not agree on a key that has begun. pushes: how often this worker has pushed each key, by number. agreed: all workers
+    agreed on it; called in the same order on every worker.
     """
 
     reserve: Callable[[KeyInfo], Any]
     begin: Callable[[KeyInfo, Any], None]
-    agreed: Callable[[KeyInfo], None]
     broken: Callable[[KeyInfo], None]
     pushes: Callable[[], dict[int, int]]
-
-
-def _describe_init(payload: Sequence[Any]) -> str:
-    return f"{payload[1]} {tuple(payload[0])}"
-
-
-def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([_describe_init(payload) for payload in payloads], labels)
-        raise Disagreement(
-            ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"
-        )
-    return payloads[0]
-
-
-def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    """Equal optimizers for the same keys; the error names only what differs."""
-    configs = [json.loads(config) for config, _ in payloads]
-    facts: list[dict[str, Any]] = [
-        {"optimizer": config.get("name"), "keys": keys, **config.get("attributes", {})}
-        for config, (_, keys) in zip(configs, payloads, strict=True)
-    ]
-    kinds = [{"optimizer": fact["optimizer"], "keys": fact["keys"]} for fact in facts]
-    compared = facts if all(kind == kinds[0] for kind in kinds) else kinds
-    for name in compared[0]:
-        values = [fact.get(name) for fact in compared]
-        if any(value != values[0] for value in values):
-            brought = grouped([f"{name}={value!r}" for value in values], labels)
-            raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([config for config, _ in payloads], labels)
-        raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
-    return None
-
-
-def _bucket_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([f"{sum(map(len, payload))} keys in {len(payload)} buckets" for payload in payloads], labels)
-        raise Disagreement(ConfigError, f"trainers with different trained parameters on different workers: {brought}")
-    return None
-
-
-def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    if any(payload != payloads[0] for payload in payloads):
-        brought = grouped([", ".join(map(str, payload)) or "none" for payload in payloads], labels)
-        raise Disagreement(ConfigError, f"a step with different parameters frozen on different workers: {brought}")
-    return None
-
-
-def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    """All allocate the same, where worker 0 says."""
-    texts = [text for text, _ in payloads]
-    if len(set(texts)) > 1:
-        raise Disagreement(
-            ShapeMismatch, f"empty or zeros with different arguments on different workers: {grouped(texts, labels)}"
-        )
-    return payloads[0][1]
-
-
-def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
-    """Every worker has pushed every key equally often, where rounds need all of them."""
-    counts = [dict(payload) for payload in payloads]
-    unmatched = []
-    for key_id in sorted({key_id for count in counts for key_id in count}):
-        pushes = [count.get(key_id, 0) for count in counts]
-        if min(pushes) != max(pushes):
-            short = [label for label, n in zip(labels, pushes, strict=True) if n == min(pushes)]
-            unmatched.append((key_id, max(pushes), min(pushes), ", ".join(short)))
-    return unmatched
+    agreed: Callable[[KeyInfo], None] | None = None
 
 
 class Workers(Session):
-    """The session of one worker of several. links: the transport through memory to servers of this host, if any."""
+    """The session of one worker of several. links: the transport through memory to servers of this host, if any.
+
+    codecs: those that it knows; the same on all workers and servers.
+    """
 
     def __init__(
         self,
@@ -133,47 +71,30 @@ class Workers(Session):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
+        codecs: Codecs | None = None,
+        space: Space | None = None,
     ) -> None:
-        super().__init__(name, members.config.stop_file)
+        super().__init__(name, members.config.stop_file, space)
         self.pid = os.getpid()
-        self.transport, self.members, self.links = transport, members, links
-        self.group = Group(transport, members.workers)
-        self.rank, self.num_workers, self.synchronous = self.group.rank, self.group.size, members.synchronous
+        self.transport, self.links, self.synchronous = transport, links, members.synchronous
+        self.codecs = Codecs() if codecs is None else codecs
+        self._go_with(members)
         self.attributes = AttributeLog()
-        self.slots: dict[int, int] = {}  # key id -> slot, for keys with an optimizer of their own
         self._events: KeyEvents
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
-        self._next_id = 0
+        self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
         self._threaded = threaded
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         if links is not None:
             self.engine.waker = links.waker
-        agreement = None
-        if self.group.rank == 0:
-            rules: dict[str, Rule] = {
-                "init": _init_rule,
-                "set_optimizer": _optimizer_rule,
-                "barrier": first,
-                "empty": _empty_rule,
-                "bucket": _bucket_rule,
-                "skip": _skip_rule,
-                "set_optimizer in place": first,
-                "save_optimizer_states": first,
-                "load_optimizer_states": first,
-                "save": first,
-                "resume": first,
-                "close": _close_rule,
-            }
-            labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
-            agreement = Agreement(labels, rules, self._reserve)
         self.control = Control(
             transport,
             self.group,
             self.engine,
-            agreement,
+            self._new_agreement(),
             timeout_s=members.config.timeout_s,
             common_steps=members.synchronous,
             pushes=self._pushes,
@@ -185,7 +106,35 @@ class Workers(Session):
     def start(self, events: KeyEvents) -> None:
         """Begin to listen to the other workers, who may be ahead and ask at once. events: the strategy's."""
         self._events = events
-        self.engine.serve(self.control.listen(), "control messages")
+        self._listening = self.engine.serve(self.control.listen(), "control messages")
+
+    # --- the ranks
+
+    def _go_with(self, members: Members) -> None:
+        """Who the workers are, as all else here has it."""
+        self.members = members
+        self.group = Group(self.transport, members.workers)
+        self.rank, self.num_workers = self.group.rank, self.group.size
+        self.shares_memory = members.path == "direct"
+
+    def _new_agreement(self) -> Agreement | None:
+        """At worker 0: what it decides with."""
+        if self.rank:
+            return None
+        labels = [f"worker {i} on {host}" for i, host in enumerate(self.group.hosts)]
+        return Agreement(labels, RULES, self._reserve)
+
+    def regroup(self, members: Members) -> None:
+        """Go on with the workers of `members` alone, some of those before; worker 0 may be another one. Local.
+
+        Each of them must call it; what one of them sends to another waits until it has. Nothing may be under way.
+        """
+        with self.engine.lock:
+            self._go_with(members)
+            self._next_id = max((info.id + 1 for info in self.infos.values()), default=self._next_id)
+            self.control.regroup(self.group, self._new_agreement())
+            self._listening.cancel()
+            self._listening = self.engine.serve(self.control.listen(), "control messages")
 
     # --- keys
 
@@ -194,10 +143,9 @@ class Workers(Session):
 
     def _reserve(self, name: Name, payload: Any) -> Any:
         key_id = self._next_id
-        limit = wire.max_keys(self.transport.max_tag)
-        if key_id >= limit:
+        if key_id >= self._most_keys:
             raise Disagreement(
-                MpikvError, f"init of key {shown(name)}: this MPI library has tags for {limit} keys only"
+                MpikvError, f"init of key {shown(name)}: this MPI library has tags for {self._most_keys} keys only"
             )
         self._next_id += 1
         result = [key_id, *payload]
@@ -205,7 +153,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]))
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -215,10 +163,11 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[3])
+                self._events.begin(info, reply.result[4])
             if reply.final:
                 self._released.discard(name)
-                self._events.agreed(info)
+                if self._events.agreed is not None:
+                    self._events.agreed(info)
             else:
                 self._released.add(name)
         elif name in self._released:
@@ -228,16 +177,18 @@ class Workers(Session):
             self._events.broken(self.infos.pop(name))
 
     def agree_on_keys(
-        self, keys: Sequence[tuple[Key, tuple[int, ...], str]]
+        self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]
     ) -> tuple[list[KeyInfo], MpikvError | None]:
         """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
 
         Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
         different values.
         """
-        items = [("init", key, [list(shape), dtype]) for key, shape, dtype in keys]
+        names_of = {dtype: str(dtype) for dtype in {value.dtype for _, _, value in values}}
+        codec = self.codecs.of_new_keys
+        items = [("init", key, [list(shape), names_of[value.dtype], codec]) for key, shape, value in values]
         proposal = self.control.propose(items)
-        names = ", ".join(shown(key) for key, _, _ in keys[:3]) + (", ..." if len(keys) > 3 else "")
+        names = ", ".join(shown(key) for key, _, _ in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = [(item[1], proposal.replies[item]) for item in proposal.items]
         agreed = [
@@ -261,6 +212,14 @@ class Workers(Session):
         """What was agreed on `key`. Raises what became of an `init` that returned before all workers had come."""
         self._check_key(key)
         return self.infos.get(key)
+
+    def stats(self) -> dict[str, int]:
+        """What the transport and the control messages have counted."""
+        return {
+            "messages_sent": self.transport.sent_messages,
+            "bytes_sent": self.transport.sent_bytes,
+            "control_messages_sent": self.control.sent_messages,
+        }
 
     # --- waiting
 
@@ -291,6 +250,8 @@ class Workers(Session):
 
     def barrier(self) -> None:
         """Wait for all workers. Collective, blocks."""
+        for call in self.before_barrier:
+            call()
         self.agree("barrier", None, "barrier")
 
     def _count(self, topic: str) -> int:
@@ -339,10 +300,7 @@ class Workers(Session):
             name = type(optimizer).__name__
             raise ConfigError(f"set_optimizer: {name} cannot be pickled for its owners: {error}") from error
         self._compare(optimizer, keys)
-        slot = DEFAULT_SLOT if keys is None else self._count("slots")
-        key_ids = [self.infos[key].id for key in keys or ()]
-        for key_id in key_ids:
-            self.slots[key_id] = slot
+        slot, key_ids = self.serve(optimizer, keys)
         self.attributes.watch(slot, optimizer)
         return slot, key_ids, pickled
 
@@ -362,21 +320,9 @@ class Workers(Session):
         self._compare(optimizer, keys)
         return -self._count("own updates")  # those of keys have the keys' numbers
 
-    def restore(self, loaded: Sequence[Any]) -> None:
-        """Set attributes to those of a loaded file (`states.restored`); they reach the owners with the next push."""
-        for key, config in loaded[1]:
-            optimizer = self.attributes.optimizer(self.slot_of(self.infos[key]))
-            if optimizer is not None:
-                optimizer.set_attributes(config["attributes"])
-
-    def optimizers(self) -> dict[Key, Optimizer]:
-        """The user's optimizer of each key that has one."""
-        found = {key: self.attributes.optimizer(self.slot_of(info)) for key, info in self.infos.items()}
-        return {key: optimizer for key, optimizer in found.items() if optimizer is not None}
-
-    def slot_of(self, info: KeyInfo) -> int:
-        """The slot whose optimizer serves this key."""
-        return self.slots.get(info.id, DEFAULT_SLOT)
+    def set_updater(self, updater: Updater) -> None:
+        """Not here: the owner is another process."""
+        raise UnsupportedError("set_updater works in local stores only; use set_optimizer with a callable")
 
     # --- stopping together
 

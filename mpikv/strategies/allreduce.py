@@ -11,150 +11,49 @@ way, 1/W of the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 
-from mpikv import buckets, wire
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv import wire
+from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives import blobs
-from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
-from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
-from mpikv.placement import place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
-from mpikv.session.contests import Labels
-from mpikv.session.workers import KeyEvents, Workers
+from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import flattened
-from mpikv.strategies.base import Entry, PreparedCall, Sink
+from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Travelling, Write
 from mpikv.strategies.blocking import Rounds, in_place_round
-from mpikv.strategies.direct import Direct
-from mpikv.strategies.distributed import DistributedStrategy
-from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.queues import Bucket, Delivery, Reached, Round, RoundQueue, Under
-from mpikv.strategies.round_steps import RoundSteps
-from mpikv.strategies.states import chosen, collect, distribute, read_file, restored, write_file
+from mpikv.strategies.bucketed import Bucketed, agreed_buckets
+from mpikv.strategies.placed_keys import PlacedKeys
+from mpikv.strategies.queues import Delivery, Reached, Round, RoundQueue, Under
+from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 
 
-class AllreduceStrategy(DistributedStrategy):
-    """The strategy of `dist_sync` without servers."""
+class AllreduceStrategy(Strategy):
+    """The strategy of `dist_sync` without servers. keys: of this worker; they can go on with fewer workers."""
 
     def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
-        super().__init__(session)
-        members = session.members
-        self._queues: dict[int, RoundQueue] = {}
-        self._owner = Owner()
-        self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
-        self._members = members
-        self._native: Any = None
-        if members.config.algorithm == "native":
-            # Importing it initialises MPI, which thread ranks and `import mpikv` must not do.
-            from mpikv.collectives import native  # noqa: PLC0415
-
-            self._native = native
-        self._comms: dict[int, Running[Any]] = {}
-        self._last_comm: Running[Any] | None = None
-        self._hosts = None if memory is None else HostKeys(memory, session.transport)
-        self._direct = None
-        if self._hosts is not None and members.path == "direct":
-            self._direct = Direct(session, self._hosts, self._queues, self._owner)
-        self._group = session.group
-        dispute = session.control.dispute
-        self._rounds = RoundSteps(self._group, self._owner, dispute, native=self._native, comms=self._comms)
-        self.rank, self.num_workers = session.rank, session.num_workers
-        self.shares_memory = self._direct is not None
-        session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
-        if self._hosts is not None:
-            session.engine.serve(self._hosts.listen(), "counters of this host")
-
-    # --- keys as they are agreed on
-
-    def _reserve(self, info: KeyInfo) -> Any:
-        """The key's place in shared memory; all else follows from what all workers know."""
-        return None if self._hosts is None else self._hosts.reserve_key(info.n_bytes)
-
-    def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Open the key's queue, which first brings the value of worker 0 to all."""
-        queue = RoundQueue(info)
-        if self._hosts is not None and reserved is not None:
-            queue.share(self._hosts.key(reserved, info.n_elems, info.dtype))
-        if self.rank == 0:
-            queue.own[...] = self._first_values.pop(info.key)
-        self._compare(queue)
-        self._place(queue)
-        self._queues[info.id] = queue
-        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
-
-    def _compare(self, queue: RoundQueue) -> None:
-        """Compare the labels of its rounds, where there are other workers and something to add."""
-        if self.num_workers > 1 and queue.info.n_elems:
-            queue.comparison = Comparison(self._labels_as_set(queue), exact=queue.info.dtype.kind in "iu")
-
-    def _labels_as_set(self, queue: RoundQueue) -> Labels:
-        return tuple(self._session.attributes.as_set(self._session.slot_of(info)) for info in queue.keys)
-
-    def _agreed(self, info: KeyInfo) -> None:
-        """Native collectives need a communicator per key, made in the same order everywhere: that of the verdicts."""
-        if self._native is not None:
-            self._last_comm = self._comms[info.id] = self._session.engine.start(
-                self._duplicate_after(self._last_comm), f"communicator of key {shown(info.key)}"
-            )
-
-    def _broken(self, info: KeyInfo) -> None:
-        """A key that `init` returned for already turned out to differ between workers: forget it."""
-        queue = self._queues.pop(info.id, None)
-        if queue is not None and queue.running is not None:
-            queue.running.cancel()
-
-    def _duplicate_after(self, before: Running[Any] | None) -> Steps[Any]:
-        if before is not None:
-            yield before
-        comm = getattr(self._session.transport, "comm", None)
-        if comm is None:
-            raise UnsupportedError("MPIKV_ALGORITHM=native needs MPI")
-        return (yield from self._native.duplicate(comm))
-
-    def _pushes(self) -> dict[int, int]:
-        """How often this worker has pushed each key."""
-        return {info.id: self._pushed(info) for queue in self._all_queues() for info in queue.keys}
-
-    def _pushed(self, info: KeyInfo) -> int:
-        return self._queues[info.id].pushes_of(info) + self._queues[info.id].calls.rounds
-
-    def _all_queues(self) -> list[RoundQueue]:
-        """Each queue once."""
-        return list(dict.fromkeys(self._queues.values()))
-
-    def _place(self, queue: RoundQueue) -> None:
-        """Where its values live from now on: with the optimizer that serves it."""
-        info, room = queue.info, queue.shared is not None
-        optimizer = self._owner.optimizer_of(info.id)
-        queue.placement = place(
-            self._members, info, whole=optimizer is not None and not optimizer.elementwise, room=room
-        )
-        queue.adding = queue.sharing = group = self._group
-        if queue.comparison is not None:
-            owners = frozenset(rank for i, rank in enumerate(group.ranks) if queue.bounds[i] < queue.bounds[i + 1])
-            queue.adding = AddingGroup(group.transport, group.ranks, queue.comparison)
-            queue.sharing = SharingGroup(group.transport, group.ranks, queue.comparison, owners)
+        self._session = session
+        self.keys = PlacedKeys(session, memory)
+        self._queues = self.keys.queues
 
     # --- keys
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree, then give every worker the value of worker 0."""
-        if self.rank == 0:
-            self._first_values.update((key, value) for key, _, value in values)
-        agreed, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        if self._session.rank == 0:
+            self.keys.first_values.update((key, value) for key, _, value in values)
+        agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):
                 continue  # it may be forgotten already
@@ -162,7 +61,7 @@ class AllreduceStrategy(DistributedStrategy):
             if not queue.has_value:
                 self._session.wait(Pending(Reached(queue, 0), Waiting("init", info.key, info.id)))
         for key, _, _ in values:
-            self._first_values.pop(key, None)
+            self.keys.first_values.pop(key, None)
         if error is not None:
             raise error
 
@@ -170,39 +69,46 @@ class AllreduceStrategy(DistributedStrategy):
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
-        pending = []
+        pending, codecs, space = [], self._session.codecs, self._session.space
         for info, total, sink in entries:
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    if self._push(queue, info, Round(total.astype(sum_dtype(info.dtype), copy=False), op=op)):
-                        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+                    running = self._push(queue, info, Round(codecs.added(info, total, space), op=op))
+                    if running is not None:
+                        queue.running = self._session.engine.take(running)
             if sink is not None:
                 pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
         return pending
 
-    def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> bool:
-        """Put a round into its queue; whether the queue is to be started. Under the engine's lock."""
+    def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
+        """Put a round into its queue; what does its rounds, if that is to be started now. Under the engine's lock."""
         session, slot = self._session, self._session.slot_of(info)
         number, attributes = session.attributes.number(slot)
         queue.reached(0)
         if attributes is not None:
-            self._owner.add_attributes(slot, 0, number, attributes)
+            self.keys.owner.add_attributes(slot, 0, number, attributes)
         label = session.attributes.label(slot)
         if round_.op is not SUM:
             label = label._replace(op=round_.op.name)
         complete = queue.add(info, round_._replace(under=Under(number, label)))
-        if self._direct is not None:
-            self._direct.pushed(queue)
+        if self.keys.direct is not None:
+            self.keys.direct.pushed(queue)
         session.control.activity.note(f"push of key {shown(info.key)}")
-        return complete and queue.may_start
+        return self.keys.due(queue) if complete else None
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
-        """The direct way, where all workers are on this host; else rounds in the caller's arrays."""
-        if self._direct is not None:
-            return self._direct.prepare(infos, values, outs, op)
+        """The direct way, where all keys go it; else rounds in the caller's arrays.
+
+        None where other arrays than these are to be added.
+        """
+        if not all(self._session.codecs.plain(info) for info in infos):
+            return None
+        paths = {self._queues[info.id].way.placement.path for info in infos}
+        if self.keys.direct is not None and paths == {"direct"}:
+            return self.keys.direct.prepare(infos, values, outs, op)
         flat = flattened(infos, values, outs)
         return None if flat is None else Rounds(self._exchange_in_place, self._session.wait, infos, flat, op)
 
@@ -212,30 +118,30 @@ class AllreduceStrategy(DistributedStrategy):
         queue = self._queues[info.id]
         round_, sink = in_place_round(queue, info, value, outs)
         with self._session.engine.lock:
-            if self._push(queue, info, round_._replace(op=op)):
-                queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+            running = self._push(queue, info, round_._replace(op=op))
+            if running is not None:
+                queue.running = self._session.engine.take(running)
         return self._deliver(info, sink, "pushpull")
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Memory in a block of the host's, of which a part belongs to this worker."""
-        if self._hosts is None:
-            return super().allocate(text, n_bytes)
-        begin = self._hosts.reserve_arrays(n_bytes) if self.rank == 0 else None
+        hosts = self.keys.hosts
+        begin = hosts.reserve_arrays(n_bytes) if hosts is not None and self._session.rank == 0 else None
         begin = self._session.agree("empty", [text, begin], "empty")
-        return None if begin is None else self._hosts.array(begin, n_bytes)
+        return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
 
     def stats(self) -> dict[str, int]:
-        """Also what went the direct way, and the memory held."""
-        held = {"held_bytes": sum(queue.held_bytes for queue in self._all_queues())}
-        if self._hosts is not None:
-            held["shared_bytes"] = sum(queue.info.n_bytes for queue in self._all_queues() if queue.shared is not None)
-        if self._direct is not None:
-            direct = self._direct.stats()
+        """What went the direct way, and the memory held."""
+        held = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
+        if self.keys.hosts is not None:
+            held["shared_bytes"] = sum(queue.info.n_bytes for queue in self.keys.all() if queue.way.shared)
+        if self.keys.direct is not None:
+            direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
-        return {**super().stats(), **held}
+        return held
 
     def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
-        queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self._pushed(info))
+        queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self.keys.pushed(info))
         delivery = Delivery(queue, info, sink)
         with self._session.engine.lock:
             if queue.refused is not None:
@@ -249,142 +155,64 @@ class AllreduceStrategy(DistributedStrategy):
 
     # --- optimizers
 
-    def _drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
-        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.
-
-        Raises at last where a round was refused, on every worker, so that nothing is left under way.
-        """
-        refused: ConfigError | None = None
-        for queue in self._all_queues():
-            rounds = [queue.pushed]
-            for info in queue.keys:
-                if common is not None and info.id in common:
-                    rounds.append(common[info.id] - queue.calls.rounds)
-            round_ = min(rounds)
-            try:
-                self._session.wait(
-                    Pending(Reached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
-                )
-            except ConfigError as error:
-                refused = refused or error
-        if refused is not None:
-            raise refused
-
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
-        self._drain("set_optimizer")
+        self.keys.drain("set_optimizer")
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
-        with self._session.engine.lock:
-            self._owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
-            if self._direct is not None:
-                self._direct.reset()
-            for queue in self._all_queues():
-                self._place(queue)
-                if queue.comparison is not None:
-                    queue.comparison.restart(self._labels_as_set(queue))
-
-    def _owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
-        """The part of each key that a worker owns; an empty one where it owns nothing of it."""
-        owned = []
-        for queue in self._all_queues():
-            for info in queue.keys:
-                span = queue.span(info)
-                begin = min(max(queue.bounds[rank], span.start), span.stop)
-                end = max(begin, min(queue.bounds[rank + 1], span.stop))
-                owned.append((info, begin - span.start, end - span.start))
-        return owned
+        self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
 
     # --- buckets
 
-    def bucket(self, keys: Sequence[Key]) -> None:
-        """Let keys that were never pushed travel together. keys: in the order in which they will be pushed.
+    def bucket(self, keys: Sequence[Key]) -> Travelling:
+        """Let keys that were never pushed travel together.
 
-        Collective. Does nothing where a key cannot share a buffer: shared memory, communicators of its own, an
-        optimizer that needs the whole of a key.
+        Each travels alone where a key cannot share a buffer: all workers share memory, a key has a communicator of its
+        own, or an optimizer needs the whole of a key.
         """
-        infos = [self._session.infos[key] for key in keys]
-        optimizers = [self._owner.optimizer_of(info.id) for info in infos]
-        if self._direct is not None or self._native is not None or self.num_workers == 1:
-            return
+        session = self._session
+        travelling = Bucketed(session, self._queues, self.keys.start)
+        infos = [session.infos[key] for key in keys]
+        optimizers = [self.keys.owner.optimizer_of(info.id) for info in infos]
+        if self.keys.direct is not None or self.keys.communicators is not None or session.num_workers == 1:
+            return travelling
         if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
-            return
-        groups = buckets.plan([info.n_bytes for info in infos], [str(info.dtype) for info in infos])
-        self._session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
-        for info in infos:
-            self._session.wait(Pending(Reached(self._queues[info.id], 0), Waiting("bucket", info.key, info.id)))
-        found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-        joined = [Bucket(group) for group in found if len(group) > 1]
-        if self._hosts is not None:
-            places = [self._hosts.reserve_key(bucket.info.n_bytes) for bucket in joined] if self.rank == 0 else None
-            places = self._session.agree("empty", ["buckets", places], "bucket")
-            for bucket, place in zip(joined, places, strict=True):
-                if place is not None:
-                    bucket.share(self._hosts.key(place, bucket.info.n_elems, bucket.info.dtype))
-        with self._session.engine.lock:
-            for bucket in joined:
-                self._join(bucket)
+            return travelling
+        self.keys.join(agreed_buckets(session, infos, self._queues))
+        return travelling
 
-    def _join(self, bucket: Bucket) -> None:
-        for info in bucket.keys:
-            bucket.own[bucket.span(info)] = self._queues[info.id].value()
-            self._queues[info.id] = bucket
-        bucket.has_value = True
-        self._compare(bucket)
-        self._place(bucket)
+    # --- states
 
-    def skip(self, keys: Sequence[Key], *, changed: bool) -> None:
-        """Keys of buckets take no part in this round, on no worker."""
-        infos = [self._session.infos[key] for key in keys]
-        if changed:
-            self._session.agree("skip", list(keys), "a step with other parameters frozen than before")
-        with self._session.engine.lock:
-            for info in infos:
-                queue = self._queues[info.id]
-                if isinstance(queue, Bucket) and queue.add(info, None) and queue.may_start:
-                    queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+    def save_states(self, write: Write) -> None:
+        """Gather the states at worker 0."""
+        self.keys.drain(SAVE)
+        self._session.agree(SAVE, None, SAVE)  # all are here to send their parts
+        mine = parts_to_bytes(collect(self.keys.owner, self.keys.owned(self._session.rank)))
+        gathering = self._session.engine.start(blobs.gather(self._session.group, mine, 0, wire.TAG_STATES), "states")
+        self._session.wait_for(gathering, SAVE)
+        self._session.decide(SAVE, lambda: write([parts_from_bytes(blob) for blob in gathering.result or []]))
 
-    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
-        """Gather the states at worker 0, who writes the file."""
-        self._drain("save_optimizer_states")
-        self._session.agree("save_optimizer_states", None, "save_optimizer_states")  # all are here to send their parts
-        mine = parts_to_bytes(collect(self._owner, self._owned(self.rank)))
-        gathering = self._session.engine.start(blobs.gather(self._group, mine, 0, wire.TAG_STATES), "states")
-        self._session.wait_for(gathering, "save_optimizer_states")
-
-        def write() -> None:
-            parts = [parts_from_bytes(blob) for blob in gathering.result or []]
-            write_file(
-                path,
-                parts,
-                chosen(self._session.in_order(), keys),
-                self._session.optimizers(),
-                dump_optimizer=dump_optimizer,
-            )
-
-        self._session.decide("save_optimizer_states", write)
-
-    def load_states(self, path: str) -> None:
-        """Worker 0 reads and checks the file, then gives each worker its part."""
-        self._drain("load_optimizer_states")
+    def load_states(self, read: Read) -> Loaded:
+        """Worker 0 gives each worker its part."""
+        self.keys.drain(LOAD)
         parts: list[bytes] = []
 
-        def read() -> Any:
-            file = read_file(path, self._session.infos, self._session.optimizers())
-            for rank in range(self.num_workers):
-                parts.append(parts_to_bytes(distribute(file, self._owned(rank))))
+        def cut() -> Loaded:
+            file = read()
+            for rank in range(self._session.num_workers):
+                parts.append(parts_to_bytes(distribute(file, self.keys.owned(rank))))
             return restored(file)
 
-        loaded = self._session.decide("load_optimizer_states", read)
+        keys, configs = self._session.decide(LOAD, cut)
         scattering = self._session.engine.start(
-            blobs.scatter(self._group, parts if self.rank == 0 else None, 0, wire.TAG_STATES), "states"
+            blobs.scatter(self._session.group, parts if self._session.rank == 0 else None, 0, wire.TAG_STATES), "states"
         )
-        self._session.wait_for(scattering, "load_optimizer_states")
+        self._session.wait_for(scattering, LOAD)
         with self._session.engine.lock:
-            for key in loaded[0]:
-                self._owner.states.pop(self._session.infos[key].id, None)
+            for key in keys:
+                self.keys.owner.states.pop(self._session.infos[key].id, None)
             for part in parts_from_bytes(scattering.result or b""):
-                self._owner.states[self._session.infos[part.key].id] = part.state
-        self._session.restore(loaded)
+                self.keys.owner.states[self._session.infos[part.key].id] = part.state
+        return keys, configs
 
     # --- the end
 
@@ -393,14 +221,13 @@ class AllreduceStrategy(DistributedStrategy):
         common, error = self._session.leave(matched=True)
         refused: ConfigError | None = None
         try:
-            self._drain("close", common)
+            self.keys.drain("close", common)
         except ConfigError as found:
             refused = found
         if error is not None:
             raise error
-        for running in self._comms.values():
-            if running.result is not None:
-                running.result.Free()
+        if self.keys.communicators is not None:
+            self.keys.communicators.free()
         self._session.end()
         if refused is not None:
             raise refused

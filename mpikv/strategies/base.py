@@ -2,23 +2,33 @@
 
 The store hands it flat arrays, one per key and call, already summed over this worker's devices. Every transfer comes
 back as a request together with what a wait for it is about, so that the blocking and the `_async` calls are one path.
-What is the same in every mode, the session has (session/base.py).
+What is the same in every mode, the session has (session/base.py). What most modes have none of has a default here.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpikv.arrays import HostArray, write
+from mpikv.arrays import HostArray
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.states import Part, StatesFile
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
+from mpikv.spaces.base import Space
 
-Updater = Callable[[Key, Any, Any], None]
+Loaded = tuple[list[Key], list[Any]]
+"""What all workers must know of a file of states: its keys, and the optimizer's config of each, if it was saved."""
+
+Write = Callable[[Sequence[Sequence[Part]]], None]
+"""Writes a file of states. Takes the parts that each owner has."""
+
+Read = Callable[[], StatesFile]
+"""Reads a file of states and checks that it fits the store."""
 
 
 class Entry(NamedTuple):
@@ -41,19 +51,19 @@ class Sink:
         self._outs = outs
         self._direct: HostArray | None = None  # the array of the caller's that is the buffer
 
-    def buffer(self) -> HostArray:
-        """Memory for the flat value, (n,)."""
+    def buffer(self, space: Space) -> HostArray:
+        """Memory for the flat value, (n,); new memory of this space, if it is no array of the caller's."""
         for out in self._outs:
             if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
                 self._direct = out
                 return np.asarray(out).reshape(-1)  # of a subclass of ndarray, too, the plain view
-        return np.empty(self._info.n_elems, self._info.dtype)
+        return space.empty(self._info.n_elems, self._info.dtype)
 
-    def deliver(self, value: HostArray) -> None:
-        """Write the flat value into every array."""
+    def deliver(self, value: HostArray, space: Space) -> None:
+        """Write the flat value, which is in this space, into every array."""
         for out in self._outs:
             if out is not self._direct:
-                write(out, value, "out")
+                space.write(out, value, "out")
 
 
 class PreparedCall(Protocol):
@@ -73,75 +83,74 @@ class PreparedCall(Protocol):
         ...
 
 
-class Strategy(Protocol):
-    """How one mode of a store moves values. Collective calls are collective over the workers."""
+class Travelling(Protocol):
+    """Keys of which some travel together."""
 
-    shares_memory: bool  # all workers share memory: nothing travels over a link
+    def skip(self, keys: Sequence[Key]) -> None:
+        """These take no part in the round that follows, on no worker: those that travel with them do not wait for them.
 
-    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
-        """Agree on new keys and their first values (flat). Collective, blocks."""
+        Collective where they are others than in the last round, then ConfigError where workers differ; else local.
+        """
         ...
 
+
+class Strategy(ABC):
+    """How one mode of a store moves values. Collective calls are collective over the workers."""
+
+    @abstractmethod
+    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+        """Agree on new keys and their first values (flat). Collective, blocks."""
+
+    @abstractmethod
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Start to push, to pull or both, all keys of one call alike; one transfer for each. Local, never blocks.
 
         What is pushed becomes the strategy's own; what is pulled is the value after this worker's last push. op: what
-        all workers' arrays become; not SUM only in a push with a pull, where nothing `updates` the key.
+        all workers' arrays become; not SUM only in a push with a pull, where nothing updates the key.
         """
-        ...
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:
         """A shorter way for a blocking `pushpull` of one array per key; None where there is none. Local."""
-        ...
+        return None
 
-    def updates(self, info: KeyInfo) -> bool:
-        """Whether a push changes the key's value by an optimizer or an updater. Local."""
-        ...
+    def bucket(self, keys: Sequence[Key]) -> Travelling | None:
+        """Let keys that are always pushed together, in this order, travel together; None: each travels alone.
 
+        Before any of them is pushed. Collective, blocks.
+        """
+        return None
+
+    @abstractmethod
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Let `optimizer` serve `keys` (None: all that have no other). Collective, blocks."""
-        ...
 
-    def set_updater(self, updater: Updater) -> None:
-        """Let a function of the user's change stored values. UnsupportedError where owners are other processes."""
-        ...
+    @abstractmethod
+    def save_states(self, write: Write) -> None:
+        """Give `write`, at worker 0, the states of all owners after what all workers have pushed. Collective, blocks.
 
-    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
-        """Write the optimizer's states of `keys` (None: of all) into one file. Collective, blocks."""
-        ...
+        Raises what `write` raises, on every worker.
+        """
 
-    def load_states(self, path: str) -> None:
-        """Read them. Collective, blocks. Changes nothing when it raises."""
-        ...
+    @abstractmethod
+    def load_states(self, read: Read) -> Loaded:
+        """Let worker 0 `read` a file, and give all owners their parts of it; what all must know of it.
+
+        Collective, blocks. Raises what `read` raises, on every worker, and has changed nothing then.
+        """
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Zeroed memory that the host's workers share, None where they do not. Collective, blocks.
 
         text: what it is for; ShapeMismatch on every worker where it differs.
         """
-        ...
-
-    def bucket(self, keys: Sequence[Key]) -> None:
-        """Let keys travel together that are always pushed together, in this order. Collective, blocks."""
-        ...
-
-    def skip(self, keys: Sequence[Key], *, changed: bool) -> None:
-        """Keys that travel with others take no part in this round, on no worker.
-
-        changed: they are others than in the last round. Then collective, and ConfigError where workers differ.
-        """
-        ...
-
-    def flush(self, call: str) -> None:
-        """Wait until what this worker has sent was handled; rounds may still lack other workers. Blocks."""
-        ...
+        return None
 
     def stats(self) -> dict[str, int]:
-        """What has been counted so far, and the memory held. Local."""
-        ...
+        """What has been counted besides messages, and the memory held. Local."""
+        return {}
 
+    @abstractmethod
     def close(self) -> None:
         """End the store, and its session. Collective, blocks."""
-        ...

@@ -20,7 +20,8 @@ from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Sink
-from mpikv.strategies.queues import Bucket, Delivery, Round, RoundQueue
+from mpikv.strategies.bucketed import Bucket
+from mpikv.strategies.queues import Delivery, Round, RoundQueue
 
 Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]
 
@@ -67,12 +68,12 @@ def in_place_round(
     """The round of a key whose caller waits for its end, and where the result is still to be written to then."""
     wire_dtype = sum_dtype(info.dtype)
     if isinstance(queue, Bucket) or value.dtype != wire_dtype:
-        return Round(value.astype(wire_dtype, copy=False)), Sink(info, outs)  # copied on its way, there or here
+        return Round(queue.space.cast(value, wire_dtype)), Sink(info, outs)  # copied on its way, there or here
     in_place = any(_place(value) == _place(out) for out in outs)
-    if queue.shared is not None:
+    if queue.way.shared:
         return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, ())
     if not in_place:
-        outs[0][...] = value
+        queue.space.copy(outs[0], value)
     return Round(value if in_place else outs[0], callers=True), Sink(info, outs)
 
 

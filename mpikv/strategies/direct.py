@@ -1,7 +1,7 @@
 """The direct way of a blocking `pushpull`: all workers of one host, in the same call, through shared memory.
 
 Where a call can go this way it becomes a `DirectCall`, which is kept and used again when the same arrays come again.
-The workers find out whether all of them make the same call (hostmemory/counters). If so, they do it together, without a
+The workers find out whether all of them make the same call (hostmemory/together). If so, they do it together, without a
 message; if not, the call goes the ordinary way, through the keys' queues. Both ways add in the order of the ranks, so
 the bits do not tell which one it was.
 
@@ -13,9 +13,7 @@ Memory: scratch, see collectives/shared.
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +21,14 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
-from mpikv.collectives.shared import Executor, Plan
+from mpikv.collectives.shared import WORDS, Executor, Plan
 from mpikv.collectives.shared_plans import Update, always, staged_plan, update_plan
-from mpikv.engine.request import Predicate
+from mpikv.digests import digest, history_hash
 from mpikv.errors import MpikvError
-from mpikv.hostmemory.counters import CallCounters, digest, history_hash
+from mpikv.hostmemory.counters import Counters, Reached
+from mpikv.hostmemory.patience import Patience
 from mpikv.hostmemory.segment import aligned
+from mpikv.hostmemory.together import Together
 from mpikv.keys import KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.owner import Owner
@@ -52,16 +52,12 @@ class Direct:
         self._places, self._slots = places, places.slots
         self._queues = queues
         self._owner = owner
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._counters = CallCounters(
-            memory,
-            step=session.engine.step,
-            crowded=memory.threads or memory.size > cores,
-            yield_=_let_threads_run if memory.threads else os.sched_yield,
-        )
-        self._executor = Executor(self._counters, self._wait)
+        counters = Counters(memory, 0, WORDS, patience=Patience.of(memory, memory.size))
+        self._together = Together(counters, step=session.engine.step, clock=session.engine.clock)
+        self._executor = Executor(counters, self._wait)
         self._lock = threading.Lock()
-        self._clock = 0  # counts calls and pushes, to tell which was the last
+        # Counts calls and pushes, to tell which was the last; the queues may have been used before.
+        self._clock = max((queue.calls.at_home for queue in queues.values()), default=0)
         self._turn = 0
         self._scratch: HostArray = np.empty(0, np.uint8)
         self.pushes_elsewhere = 0  # changes whenever a queue has changed a value
@@ -105,7 +101,7 @@ class Direct:
 
     def pushed(self, queue: RoundQueue) -> None:
         """A push of the queue's key that goes through the queue, before the others can learn of it."""
-        self._counters.pushed(queue.calls.digest, 1)
+        self._together.pushed(queue.calls.digest, 1)
         self._bring_home(queue)
         self.pushes_elsewhere += 1
 
@@ -122,10 +118,10 @@ class Direct:
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> DirectCall | None:
-        """A call with one array per key; None where it cannot go the direct way."""
+        """A call with one array per key, of keys whose path it is; None where it cannot go the direct way."""
         queues = [self._queues[info.id] for info in infos]
         flat = flattened(infos, values, outs)
-        if flat is None or any(queue.shared is None for queue in queues):
+        if flat is None:
             return None
         optimizers = [self._owner.optimizer_of(info.id) for info in infos]
         if any(one is None for one in optimizers) and not all(one is None for one in optimizers):
@@ -221,7 +217,7 @@ class Direct:
                 label = self._number_attributes(call)  # may raise, so before the others count on this worker
             self._executor.begin(plan)
             try:
-                together = self._counters.together(call.digest + label)
+                together = self._together.begin(call.digest + label)
             except BaseException as error:  # Ctrl-C; whether the others go on with this worker's part is not known
                 self._failure = error
                 self._session.engine.interrupted("pushpull", error)
@@ -241,7 +237,7 @@ class Direct:
                     self._clock += 1
                     call.last = self._clock
                     call.rounds += 1
-                    self._counters.end(call.hash, call.n_keys)
+                    self._together.end(call.hash, call.n_keys)
             self._session.control.activity.note(call.name)
             self.calls += 1
             self.copied_bytes += plan.copied_bytes
@@ -267,11 +263,10 @@ class Direct:
             label = label * 31 + self._session.attributes.digest(slot)
         return label
 
-    def _wait(self, test: Callable[[], bool]) -> None:
+    def _wait(self, request: Reached) -> None:
         assert self._current is not None
         queue = self._current.queues[0]
-        waiting = Waiting("pushpull", queue.info.key, queue.info.id)
-        self._session.wait(Pending(Predicate(test), waiting))
+        self._session.wait(Pending(request, Waiting("pushpull", queue.info.key, queue.info.id)))
 
 
 class DirectCall(KeyCall):
@@ -319,7 +314,3 @@ class DirectCall(KeyCall):
     def release(self) -> None:
         """See `Direct.release`."""
         self._direct.release(self)
-
-
-def _let_threads_run() -> None:
-    time.sleep(0)

@@ -14,6 +14,7 @@ from mpikv.hostmemory.segment import ALIGN_BYTES
 from mpikv.reductions import Reduction
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.queues import RoundQueue
 
 
 def in_place(places: HostKeys, replicas: Sequence[list[HostArray] | None], op: Reduction) -> Plan:
@@ -29,23 +30,24 @@ def in_place(places: HostKeys, replicas: Sequence[list[HostArray] | None], op: R
     return in_place_plan(places.rank, joined, op)
 
 
-def regions(places: HostKeys, queues: Sequence[Any], flat: Sequence[Flat]) -> list[Region]:
+def regions(places: HostKeys, queues: Sequence[RoundQueue], flat: Sequence[Flat]) -> list[Region]:
     """The keys in the order of their places; those side by side are one region, with gaps up to the cache line."""
-    order = sorted(range(len(queues)), key=lambda i: queues[i].shared.place.value_bytes)
+    begins = [places.memory.offset_of(queue.own) or 0 for queue in queues]
+    order = sorted(range(len(queues)), key=begins.__getitem__)
     found: list[tuple[int, np.dtype[Any], list[Piece]]] = []
     end = -1
     for i in order:
-        queue, (value, outs) = queues[i], flat[i]
+        begin, (value, outs) = begins[i], flat[i]
         if value.size == 0:
             continue
-        gap = queue.shared.place.value_bytes - end
+        gap = begin - end
         if found and found[-1][1] == value.dtype and 0 <= gap < ALIGN_BYTES:
             if gap:
                 found[-1][2].append(Piece(gap // value.itemsize, None, ()))
         else:
-            found.append((queue.shared.place.value_bytes, value.dtype, []))
+            found.append((begin, value.dtype, []))
         found[-1][2].append(Piece(value.size, value, outs))
-        end = queue.shared.place.value_bytes + value.nbytes
+        end = begin + value.nbytes
     return [
         Region(places.memory.array(begin, sum(piece.n_elems for piece in pieces), dtype), pieces)
         for begin, dtype, pieces in found

@@ -1,9 +1,9 @@
 """A worker's messages to servers and their answers.
 
 Every shard of a key travels in the way that was fixed when the key was agreed on: a small one behind its header, those
-of one call for one server in one message; a large one in partitions, straight from the array that it is in, which the
-server fetches one after the other. Answers come in the same partitions, straight into the array that is asked for;
-those to the small keys of one message come in one message.
+of one call for one server in one message; a large one in partitions, straight from the array that it is in or that the
+key's codec has made of it, which the server fetches one after the other. Answers come in the same partitions, straight
+into the array that is asked for; those to the small keys of one message come in one message.
 
 Servers on the same host are reached through memory (transports/memory.py), with the same messages.
 
@@ -12,11 +12,10 @@ Cost: one copy of a small shard, none of a large one. A tag for each large shard
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,18 +25,16 @@ from mpikv.arrays import HostArray
 from mpikv.collectives.stages import Receiver, Sender, Stage, drive
 from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
-from mpikv.keys import KeyInfo, partitions
 from mpikv.observe.stall import Waiting
-from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
+from mpikv.strategies.client_key import ClientKey, Route
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
 GLANCE_S = 150e-6  # an answer takes some tens of microseconds, and waiting in the ordinary way begins with as many
 FEW = 16  # messages that may wait to be forgotten, since asking whether one has left is not free
-INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 MESSAGE_BYTES = 1 << 22  # small keys of one call share messages of about this size at most
 # Partitions of one shard, in each direction: far more than a server takes at a time (its WINDOW), so that it never
 # waits for a worker, and few enough that MPI finds the one that it looks for at once.
@@ -55,44 +52,6 @@ def glance(request: Request) -> bool:
         if request.test():
             return True
     return False
-
-
-class Route(NamedTuple):
-    """How one shard travels. parts: bounds in the key's value; inline: behind its header."""
-
-    owner: int
-    begin: int
-    end: int
-    parts: tuple[tuple[int, int], ...]
-    inline: bool
-
-
-class ClientKey:
-    """One key as its client sees it."""
-
-    def __init__(self, info: KeyInfo, placement: Placement) -> None:
-        self.info = info
-        self.pushed = 0
-        self.move(placement)
-
-    def move(self, placement: Placement) -> None:
-        """The key lives there from now on."""
-        self.placement = placement
-        self.routes = []
-        for shard in placement.shards:
-            parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = (shard.end - shard.begin) * self.info.dtype.itemsize
-            self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES))
-        self.small = len(self.routes) == 1 and self.routes[0].inline
-
-    def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
-        """What tells each server that it owns a part of the key, and the values there: server, header, payload."""
-        info = self.info
-        for shard in self.placement.shards:
-            text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text |= {"part": self.placement.part_elems, "version": self.pushed}
-            payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
-            yield shard.owner, wire.Header(wire.INIT, info.id), payload
 
 
 class Item(NamedTuple):
@@ -218,7 +177,7 @@ class Client:
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
         header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code)
-        self.send(route.owner, [(header, item.total)])
+        self.send(route.owner, [(header, None if item.total is None else key.codec.encode(item.total))])
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -235,7 +194,7 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.sink.buffer() for item in items]
+        values = [None if item.sink is None else item.sink.buffer(item.key.space) for item in items]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -246,7 +205,7 @@ class Client:
         yield from transfer.end()
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
-                item.sink.deliver(value)
+                item.sink.deliver(value, item.key.space)
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:
@@ -329,10 +288,11 @@ class _Transfer:
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         apart = client.through_memory[server] or total is None or value is None
         one_array = not apart and np.may_share_memory(total, value)
+        pieces = [] if total is None else [item.key.codec.encode(total[begin:end]) for begin, end in route.parts]
         if self._many:
             sender = Sender(
                 client,
-                [] if total is None else [(server, total[begin:end]) for begin, end in route.parts],
+                [(server, piece) for piece in pieces],
                 wire.TAG_PAYLOAD + payload_tag,
                 PARTS_UNDER_WAY,
                 lambda: len(route.parts),
@@ -341,9 +301,9 @@ class _Transfer:
             may_ask = (lambda: sender.left) if one_array else None
             self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
             return
-        for begin, end in route.parts:
-            if total is not None:
-                request = client.isend(total[begin:end], server, wire.TAG_PAYLOAD + payload_tag)
+        for i, (begin, end) in enumerate(route.parts):
+            if pieces:
+                request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag)
                 self._sends.append(request)
                 if one_array and value is not None:
                     # The answer goes where the partition is sent from: MPI must be done with reading it first.
@@ -381,7 +341,7 @@ class _Small(NamedTuple):
     def payload(self) -> HostArray | None:
         """What it pushes."""
         total = self.item.total
-        return None if total is None else total[self.route.begin : self.route.end]
+        return None if total is None else self.item.key.codec.encode(total[self.route.begin : self.route.end])
 
 
 def _chunks(small: list[_Small]) -> list[list[_Small]]:
@@ -393,5 +353,5 @@ def _chunks(small: list[_Small]) -> list[list[_Small]]:
             chunks.append([])
             n_bytes = 0
         chunks[-1].append(one)
-        n_bytes += wire.HEADER_BYTES + (one.route.end - one.route.begin) * one.item.key.info.dtype.itemsize
+        n_bytes += wire.HEADER_BYTES + one.route.n_bytes
     return chunks

@@ -20,14 +20,14 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
 from mpikv.engine.request import Steps, Waiter
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
-from mpikv.hostmemory.counters import WORDS_PER_RANK
+from mpikv.hostmemory.counters import table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
 from mpikv.topology import topology
-from mpikv.transports.base import Transport
 
 LOG_ENTRIES = 1024
 LAG = LOG_ENTRIES // 2  # who falls behind by more wakes all who wait
@@ -43,16 +43,19 @@ class Block(NamedTuple):
 
 
 class HostKeys:
-    """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do."""
+    """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do.
 
-    def __init__(self, memory: HostMemory, transport: Transport) -> None:
-        found = topology(transport.hosts)
+    hosts: of each worker.
+    """
+
+    def __init__(self, memory: HostMemory, hosts: Sequence[str]) -> None:
+        found = topology(hosts)
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
-        self._n_lanes = found.carriers
+        self._n_rings = found.carriers
         self._most = max(len(ranks) for ranks in found.hosts)
-        words_begin = self._most * WORDS_PER_RANK * WORD_BYTES
+        words_begin = table_bytes(self._most, WORDS)
         self._logs = [
             memory.words(words_begin + rank * LOG_WORDS * WORD_BYTES, LOG_WORDS) for rank in range(memory.size)
         ]
@@ -90,7 +93,7 @@ class HostKeys:
             Place(*place),
             n_elems,
             (dtype, sum_dtype(dtype)),
-            self._n_lanes,
+            self._n_rings,
             room=self._room,
             on_count=self._count,
             on_wait=self._waiting.__setitem__,

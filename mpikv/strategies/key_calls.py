@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpikv.arrays import HostArray
-from mpikv.hostmemory.counters import digest
+from mpikv.digests import digest
 
 
 class KeyCall:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
@@ -32,10 +31,10 @@ from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
-from mpikv.strategies.base import Entry, Sink
-from mpikv.strategies.distributed import DistributedStrategy
-from mpikv.strategies.exchange import Client, ClientKey, Exchange, Item, Together, glance
-from mpikv.strategies.states import chosen, distribute, read_file, restored, write_file
+from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
+from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
+from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
@@ -73,14 +72,14 @@ class PreparedExchange:
         self._entries = []
 
 
-class PsStrategy(DistributedStrategy):
+class PsStrategy(Strategy):
     """A worker of a store whose values live with servers.
 
     service: a server's loop to run inside this worker, or None.
     """
 
     def __init__(self, session: Workers, service: Steps[None] | None = None) -> None:
-        super().__init__(session)
+        self._session = session
         members = self._members = session.members
         self._servers = members.owners
         self._labels = [f"server {i} (rank {rank} on {members.hosts[rank]})" for i, rank in enumerate(self._servers)]
@@ -92,9 +91,10 @@ class PsStrategy(DistributedStrategy):
         self._client = Client(session.transport if self._local is None else self._local, self._servers)
         self._engine = session.engine
         self._engine.serves = self._local is not None and service is not None
-        session.start(KeyEvents(self._reserve, self._begin, self._agreed, self._broken, self._pushes))
+        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
-        self.rank, self.synchronous = session.rank, session.synchronous
+        self._rank, self.synchronous = session.rank, session.synchronous
+        session.before_barrier.append(lambda: self._flush("barrier"))
 
     # --- keys as they are agreed on
 
@@ -106,12 +106,11 @@ class PsStrategy(DistributedStrategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        key = self._keys[info.id] = ClientKey(info, as_told(self._members, info, reserved))
-        if self.rank == 0:
+        session = self._session
+        placement = as_told(self._members, info, reserved)
+        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info), session.space)
+        if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
-
-    def _agreed(self, info: KeyInfo) -> None:
-        """Nothing to do in the order of the verdicts."""
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
@@ -155,9 +154,9 @@ class PsStrategy(DistributedStrategy):
 
     def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
         """Agree; worker 0 sends the values to their servers."""
-        if self.rank == 0:
+        if self._rank == 0:
             self._first_values.update((key, value) for key, _, value in values)
-        _, error = self._session.agree_on_keys([(key, shape, str(value.dtype)) for key, shape, value in values])
+        _, error = self._session.agree_on_keys(values)
         for key, _, _ in values:
             self._first_values.pop(key, None)
         if error is not None:
@@ -172,7 +171,7 @@ class PsStrategy(DistributedStrategy):
     def _count_push(self, info: KeyInfo) -> int:
         """Count a push, and send changed attributes ahead of it; their number."""
         slot = self._session.slot_of(info)
-        if not self.synchronous and self._session.attributes.optimizer(slot) is None:
+        if not self.synchronous and self._session.optimizer_of(info) is None:
             raise MpikvError(
                 f"push of key {shown(info.key)}: an asynchronous store needs set_optimizer before the first push"
             )
@@ -236,14 +235,14 @@ class PsStrategy(DistributedStrategy):
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
         item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
-        value = sink.buffer()
+        value = sink.buffer(item.key.space)
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
             done = glance(answer)
         if not done:
             self._wait_or_leave(Exchange(_until(answer)), [self._waiting("pushpull", item.key)])
         self._client.reply_tags.give([tag])
-        sink.deliver(value)
+        sink.deliver(value, item.key.space)
 
     def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
         try:
@@ -265,13 +264,13 @@ class PsStrategy(DistributedStrategy):
 
     # --- optimizers
 
-    def flush(self, call: str) -> None:
+    def _flush(self, call: str) -> None:
         """Wait until every server has handled all that this worker sent; rounds may still lack other workers."""
         self._ask(wire.FLUSH, [None] * len(self._servers), call)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Worker 0 sends it to the servers; keys that it needs whole are moved together first."""
-        self.flush("set_optimizer")
+        self._flush("set_optimizer")
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         if slot == DEFAULT_SLOT:
             self._whole = not optimizer.elementwise
@@ -293,8 +292,8 @@ class PsStrategy(DistributedStrategy):
             if self._session.slot_of(info) != slot or len(key.routes) < 2:
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
-            if self.rank == 0:
-                value: HostArray = np.empty(info.n_elems, info.dtype)
+            if self._rank == 0:
+                value = key.space.empty(info.n_elems, info.dtype)
                 self._session.wait(self.exchange([Entry(info, None, Sink(info, [value]))], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
@@ -306,7 +305,7 @@ class PsStrategy(DistributedStrategy):
         """What a server owns, in the pieces that it keeps states of."""
         owned: list[tuple[KeyInfo, int, int]] = []
         for key in self._keys.values():
-            optimizer = self._session.attributes.optimizer(self._session.slot_of(key.info))
+            optimizer = self._session.optimizer_of(key.info)
             for route in key.routes:
                 if route.owner == server:
                     cut = optimizer is None or optimizer.elementwise
@@ -314,36 +313,29 @@ class PsStrategy(DistributedStrategy):
                     owned += [(key.info, begin, end) for begin, end in pieces]
         return owned
 
-    def save_states(self, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool) -> None:
-        """Worker 0 asks every server for its states and writes the file."""
-        self._settle("save_optimizer_states")
+    def save_states(self, write: Write) -> None:
+        """Worker 0 asks every server."""
+        self._settle(SAVE)
 
-        def write() -> None:
-            answers = self._ask(wire.SAVE, [None] * len(self._servers), "save_optimizer_states")
-            parts = [parts_from_bytes(answer) for answer in answers]
-            write_file(
-                path,
-                parts,
-                chosen(self._session.in_order(), keys),
-                self._session.optimizers(),
-                dump_optimizer=dump_optimizer,
-            )
+        def ask() -> None:
+            write([parts_from_bytes(answer) for answer in self._ask(wire.SAVE, [None] * len(self._servers), SAVE)])
 
-        self._session.decide("save_optimizer_states", write)
+        self._session.decide(SAVE, ask)
 
-    def load_states(self, path: str) -> None:
-        """Worker 0 reads and checks the file, then gives each server its part."""
-        self._settle("load_optimizer_states")
+    def load_states(self, read: Read) -> Loaded:
+        """Worker 0 gives each server its part."""
+        self._settle(LOAD)
 
-        def read() -> Any:
-            file = read_file(path, self._session.infos, self._session.optimizers())
+        def give() -> Loaded:
+            file = read()
             forget = json.dumps([self._session.infos[key].id for key in restored(file)[0]]).encode()
             owned = [self._owned(server) for server in range(len(self._servers))]
             blobs = [wire.with_text(forget, parts_to_bytes(distribute(file, shards))) for shards in owned]
-            self._ask(wire.LOAD, blobs, "load_optimizer_states")
+            self._ask(wire.LOAD, blobs, LOAD)
             return restored(file)
 
-        self._session.restore(self._session.decide("load_optimizer_states", read))
+        keys, configs = self._session.decide(LOAD, give)
+        return keys, configs
 
     def _settle(self, call: str) -> None:
         """Wait until everything that all workers pushed so far has been applied. Collective."""
@@ -352,14 +344,14 @@ class PsStrategy(DistributedStrategy):
                 for pending in self.exchange([Entry(key.info, None, Sink(key.info, []))], 0):
                     self._session.wait(pending)
         else:
-            self.flush(call)
+            self._flush(call)
             self._session.agree(call, None, call)
 
     # --- the end
 
     def close(self) -> None:
         """Wait until all workers close, then say goodbye to the servers."""
-        self.flush("close")
+        self._flush("close")
         _, error = self._session.leave(matched=self.synchronous)
         for server in range(len(self._servers)):
             self._send(server, wire.Header(wire.BYE))
@@ -381,15 +373,18 @@ class PsStrategy(DistributedStrategy):
         return None if self._local is None else self._local.segment.take(n_bytes)
 
     def stats(self) -> dict[str, int]:
-        """What was sent, through MPI and through memory.
+        """What was sent through memory.
 
         memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
         held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, and the values that it serves.
         """
-        counts = super().stats()
         local = self._local
-        if local is not None:
-            counts |= {"memory_messages": local.sent_messages, "memory_bytes": local.sent_bytes}
-            counts |= {"bytes_copied": local.copied_bytes, "held_bytes": local.held_bytes}
-            counts["shared_bytes"] = local.segment.taken_bytes - local.held_bytes
-        return counts
+        if local is None:
+            return {}
+        return {
+            "memory_messages": local.sent_messages,
+            "memory_bytes": local.sent_bytes,
+            "bytes_copied": local.copied_bytes,
+            "held_bytes": local.held_bytes,
+            "shared_bytes": local.segment.taken_bytes - local.held_bytes,
+        }

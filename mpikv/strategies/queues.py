@@ -1,10 +1,9 @@
 """The queue of a key's rounds: what this worker has pushed and is done one after another, and the key's value.
 
 A push puts a round into its queue; the strategy runs the queue's generator (round_steps.py), which takes round after
-round out of it. A bucket is a queue of several keys that lie one behind the other in one buffer: its round is complete,
-and starts, when each of them has been pushed once more.
+round out of it. A queue of several keys is a bucket (bucketed.py).
 
-Memory: the value, one buffer for each round under way; a bucket keeps one buffer to use again.
+Memory: the value, one buffer for each round under way.
 """
 
 from __future__ import annotations
@@ -13,25 +12,21 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from mpikv import buckets
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.checks import shown
-from mpikv.collectives.host_key import HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError, MpikvError
+from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
-from mpikv.placement import Placement
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.contests import Labels
+from mpikv.spaces.base import Space
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
-from mpikv.transports.base import Group
+from mpikv.strategies.ways import Way
 
 
 class Under(NamedTuple):
@@ -45,12 +40,7 @@ Unders = Any  # of a round: what it was pushed under, or by its number for each 
 
 
 class Round(NamedTuple):
-    """One push of a queue's values.
-
-    values: flat, in the dtype they are added in. callers: they are the array of a caller who blocks until the round has
-    ended. The round may change such an array only where it is `changeable`. outs: arrays of the caller's that the
-    result is written to. op: what the values of all workers become.
-    """
+    """One push of a queue's values."""
 
     values: HostArray
     under: Unders = None
@@ -61,22 +51,18 @@ class Round(NamedTuple):
 
 
 class RoundQueue:
-    """One key: its value, and the rounds this worker has pushed, done one after another."""
+    """One key: its value, and the rounds this worker has pushed, done one after another. space: where they are."""
 
-    def __init__(self, info: KeyInfo) -> None:
-        self.info = info
-        self.shared: HostKey | None = None  # what the workers of a host have in common of it
-        self.own: HostArray = np.empty(info.n_elems, info.dtype)  # its value's place
+    def __init__(self, info: KeyInfo, space: Space) -> None:
+        self.info, self.space = info, space
+        self.way: Way  # of its rounds, once it is placed
+        self.own: HostArray  # its value's place, where the way has it
         self.calls = KeyCalls(info.id)
-        self.placement: Placement
         self.waiting: deque[Round] = deque()
         self.pushed = 0  # complete rounds
         self.done = 0
         self.has_value = False
-        self.comparison: Comparison | None = None  # of labels; None: nobody else is there, or there are no elements
-        self.adding: Group  # for its reduce-scatters, once it is placed
-        self.sharing: Group  # for its allgathers
-        self.comm: Any = None  # only for `native`
+        self.comparison: Comparison | None = None  # of labels; None: before the first round, or there are none
         self.running: Running[None] | None = None
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
@@ -84,7 +70,7 @@ class RoundQueue:
     @property
     def bounds(self) -> tuple[int, ...]:
         """What each worker owns of the value."""
-        return self.placement.bounds
+        return self.way.placement.bounds
 
     @property
     def round(self) -> int:
@@ -118,12 +104,7 @@ class RoundQueue:
     @property
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
-        own = self.own.nbytes if self.shared is None else self.shared.held_bytes
-        return own + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
-
-    def share(self, shared: HostKey) -> None:
-        """Have the value in the memory of the host. Before it is set."""
-        self.shared, self.own = shared, shared.value
+        return self.way.held_bytes + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
 
     # --- rounds
 
@@ -185,90 +166,12 @@ class RoundQueue:
         delivery.error = self.refused
 
 
-class Bucket(RoundQueue):
-    """A queue of several keys of one dtype."""
-
-    def __init__(self, infos: Sequence[KeyInfo]) -> None:
-        begins = buckets.offsets([info.n_elems for info in infos])
-        # It goes by the number of its first key, whose tags it uses.
-        name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
-        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype))
-        self._infos = tuple(infos)
-        self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
-        self._counts = dict.fromkeys(self._spans, 0)
-        self._open: deque[Round] = deque()  # those that lack keys
-        self._spare: HostArray | None = None
-
-    @property
-    def keys(self) -> Sequence[KeyInfo]:
-        """The keys, in the order of the buffer."""
-        return self._infos
-
-    def span(self, info: KeyInfo) -> slice:
-        """Where a key's values lie in the bucket's."""
-        return self._spans[info.id]
-
-    def pushes_of(self, info: KeyInfo) -> int:
-        """How often a key has been pushed, or skipped."""
-        return self._counts[info.id]
-
-    def add(self, info: KeyInfo, round_: Round | None) -> bool:
-        """One more push of a key; None: it takes no part in this round, on no worker."""
-        place = self._counts[info.id] - self.pushed
-        while len(self._open) <= place:
-            self._open.append(Round(self._buffer(), {}))
-        whole = self._open[place]
-        if round_ is not None and round_.op is not whole.op:
-            if any(under is not None for under in whole.under.values()):
-                raise MpikvError(
-                    f"pushpull of key {shown(info.key)} with op={round_.op.name!r}: keys that travel with it were "
-                    f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
-                )
-            whole = self._open[place] = whole._replace(op=round_.op)
-        self._counts[info.id] += 1
-        whole.values[self._spans[info.id]] = 0 if round_ is None else round_.values
-        whole.under[info.id] = None if round_ is None else round_.under
-        completed = False
-        while self._open and len(self._open[0].under) == len(self._infos):
-            self.waiting.append(self._open.popleft())
-            self.pushed += 1
-            completed = True
-        return completed
-
-    @property
-    def held_bytes(self) -> int:
-        """With the rounds that are being filled, and the buffer kept for the next one."""
-        spare = 0 if self._spare is None else self._spare.nbytes
-        return super().held_bytes + spare + sum(round_.values.nbytes for round_ in self._open)
-
-    def _buffer(self) -> HostArray:
-        spare, self._spare = self._spare, None
-        return np.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
-
-    def labels(self, under: Unders) -> Labels:
-        """Of a round, key by key."""
-        return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
-
-    def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
-        """Update the parts of the keys that lie in [begin, end)."""
-        for info in self._infos:
-            place, one = self._spans[info.id], under[info.id]
-            first, last = max(span[0], place.start), min(span[1], place.stop)
-            if first < last and one is not None:
-                owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
-
-    def finish(self, buf: HostArray) -> None:
-        """A round is done."""
-        super().finish(buf)
-        self._spare = buf
-
-
 class Delivery:
     """A pull: a request that is done when the queue has done its round and the value has been written out."""
 
     def __init__(self, queue: RoundQueue, info: KeyInfo, sink: Sink) -> None:
         self.round = queue.pushes_of(info)
-        self._lane = queue
+        self._queue = queue
         self._span = queue.span(info)
         self._sink = sink
         self._done = False
@@ -277,7 +180,7 @@ class Delivery:
     def take(self, value: HostArray) -> None:
         """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
         try:
-            self._sink.deliver(value[self._span])
+            self._sink.deliver(value[self._span], self._queue.space)
         except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
             self.error = error
         self._done = True
@@ -287,7 +190,7 @@ class Delivery:
         if self.error is not None:
             raise self.error
         if not self._done:
-            self._lane.reached(self.round)
+            self._queue.reached(self.round)
         return self._done
 
 
@@ -295,9 +198,9 @@ class Reached:
     """A request that is done when a queue has done a round."""
 
     def __init__(self, queue: RoundQueue, round_: int) -> None:
-        self._lane = queue
+        self._queue = queue
         self._round = round_
 
     def test(self) -> bool:
         """Whether the round is done; raises what went wrong in the queue."""
-        return self._lane.reached(self._round)
+        return self._queue.reached(self._round)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,13 +18,12 @@ from mpikv.optimizers import states
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
+from mpikv.session.base import Session
+from mpikv.strategies.base import Loaded, Strategy
+
+SAVE, LOAD = "save_optimizer_states", "load_optimizer_states"  # the calls, as errors and agreements name them
 
 Owned = Sequence[tuple[KeyInfo, int, int]]  # a key, and begin and end of what is owned of it
-
-
-def chosen(infos: Sequence[KeyInfo], keys: Sequence[Key] | None) -> list[KeyInfo]:
-    """Those of `infos` whose keys are named; all of them for None."""
-    return [info for info in infos if keys is None or info.key in keys]
 
 
 def collect(owner: Owner, owned: Owned) -> list[Part]:
@@ -37,7 +35,34 @@ def collect(owner: Owner, owned: Owned) -> list[Part]:
     ]
 
 
-def write_file(
+def save_file(
+    session: Session, strategy: Strategy, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool
+) -> None:
+    """Write the optimizer's states of `keys` (None: of all) into one file, whole or not at all. Collective, blocks.
+
+    Raises MpikvError without an optimizer, OSError; on every worker.
+    """
+
+    def write(parts: Sequence[Sequence[Part]]) -> None:
+        infos = [info for info in session.in_order() if keys is None or info.key in keys]
+        _write_file(path, parts, infos, session.optimizers(), dump_optimizer=dump_optimizer)
+
+    strategy.save_states(write)
+
+
+def load_file(session: Session, strategy: Strategy, path: str) -> None:
+    """Read such a file. Collective, blocks. Raises StatesFileError or OSError on every worker and changes nothing then.
+
+    Attributes of optimizers that the file has reach the owners with the next push.
+    """
+    _, configs = strategy.load_states(lambda: _read_file(path, session.infos, session.optimizers()))
+    for key, config in configs:
+        optimizer = session.optimizer_of(session.infos[key])
+        if optimizer is not None:
+            optimizer.set_attributes(config["attributes"])
+
+
+def _write_file(
     path: str,
     parts: Sequence[Sequence[Part]],
     infos: Sequence[KeyInfo],
@@ -66,7 +91,7 @@ def write_file(
     states.save_states(path, whole, meta={"optimizers": kinds, "configs": configs})
 
 
-def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer]) -> states.StatesFile:
+def _read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer]) -> states.StatesFile:
     """Read a file and hold it against this store: optimizers, keys, shapes and dtypes. Changes nothing."""
     if not optimizers:
         raise MpikvError("load_optimizer_states: set the optimizer first")
@@ -104,9 +129,9 @@ def read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, 
     return file
 
 
-def restored(file: states.StatesFile) -> list[Any]:
-    """What every worker must know of a loaded file, as JSON: its keys, and the optimizer's config of each, if saved."""
-    return [[key for key, _ in file.meta["optimizers"]], file.meta["configs"]]
+def restored(file: states.StatesFile) -> Loaded:
+    """What every worker must know of a loaded file."""
+    return [key for key, _ in file.meta["optimizers"]], file.meta["configs"]
 
 
 def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:

@@ -18,19 +18,34 @@ HostArray = npt.NDArray[Any]
 
 
 class FakeDevice:
-    """A device; `gets` and `sets` count the copies to and from the host."""
+    """A device; `gets` and `sets` count the copies to and from the host.
+
+    >>> from mpikv.testing.fake_device import FakeDevice
+    >>> device = FakeDevice()
+    >>> device.asarray([1.0, 2.0]).get(), device.gets
+    (array([1., 2.]), 1)
+    """
 
     def __init__(self) -> None:
         self.gets = 0
         self.sets = 0
 
     def asarray(self, array: npt.ArrayLike) -> FakeDeviceArray:
-        """A copy of a host array on this device."""
+        """Return a copy of a host array on this device."""
         return FakeDeviceArray(self, np.array(array))
 
 
 class FakeDeviceArray:
-    """An array on a `FakeDevice`. Tests may look at `memory`, the library must not."""
+    """An array on a `FakeDevice`. Tests may look at `memory`, the library must not.
+
+    >>> from mpikv.testing.fake_device import FakeDevice
+    >>> array = FakeDevice().asarray(np.zeros((2, 3)))
+    >>> array.shape, array.dtype, array.size, array.ndim, array.flags.c_contiguous, array.device is array.fake
+    ((2, 3), dtype('float64'), 6, 2, True, True)
+    >>> array.set(np.ones((2, 3)))
+    >>> array.astype('float32').copy().get().sum().item()
+    6.0
+    """
 
     def __init__(self, device: FakeDevice, memory: HostArray) -> None:
         self.fake = device
@@ -81,11 +96,11 @@ class FakeDeviceArray:
         }
 
     def __array__(self, *args: object, **kwargs: object) -> HostArray:
-        """TypeError, as in CuPy."""
+        """Raise TypeError, as CuPy does."""
         raise TypeError("Implicit conversion to a NumPy array is not allowed. Use `.get()` for it.")
 
     def get(self) -> HostArray:
-        """A copy in host memory."""
+        """Return a copy in host memory."""
         self.fake.gets += 1
         return np.array(self.memory)
 
@@ -103,11 +118,11 @@ class FakeDeviceArray:
         self.memory[...] = arr
 
     def astype(self, dtype: npt.DTypeLike) -> FakeDeviceArray:
-        """A copy in another dtype, on the device."""
+        """Return a copy in another dtype, on the device."""
         return FakeDeviceArray(self.fake, self.memory.astype(dtype))
 
     def copy(self) -> FakeDeviceArray:
-        """A copy in C order on the device."""
+        """Return a copy in C order on the device."""
         return FakeDeviceArray(self.fake, self.memory.copy(order="C"))
 
     def __getitem__(self, index: Any) -> FakeDeviceArray:

@@ -11,6 +11,7 @@ from mpikv.groups.world import World
 from mpikv.testing.ranks import memories_of, spawn
 from mpikv.testing.stores import TEST_TIMEOUT_S
 from mpikv.transports.base import Transport
+from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
@@ -21,10 +22,16 @@ def spawn_groups(
     *,
     hosts: Sequence[str] | None = None,
     config: Config | None = None,
+    fabric: Fabric | None = None,
 ) -> list[T]:
-    """Run `body(world, group of all ranks)` on thread ranks, and return its results in rank order.
+    """Run `body(world, group of all ranks)` on thread ranks, and return its results in rank order. Blocks.
 
-    hosts: of each rank; those of one host share memory, unless config says `shared_memory="off"`. Raises RankError.
+    hosts: of each rank; those of one host share memory, unless config says `shared_memory="off"`. fabric: what they
+    talk over, such as one with a clock of its own, in place of a new one on these hosts. Raises RankError.
+
+    >>> from mpikv.testing.groups import spawn_groups
+    >>> spawn_groups(2, lambda world, group: (group.rank, group.size))
+    [(0, 2), (1, 2)]
     """
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
     places = hosts or ["localhost"] * size
@@ -43,4 +50,4 @@ def spawn_groups(
             raise fatal[0]
         return result
 
-    return spawn(size, rank_body, hosts=hosts, timeout_s=3 * config.timeout_s + 10)
+    return spawn(size, rank_body, hosts=hosts, fabric=fabric, timeout_s=3 * config.timeout_s + 10)

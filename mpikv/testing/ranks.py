@@ -20,7 +20,15 @@ GRACE_S = 5.0  # how long the other ranks have after one failed
 
 
 class RankError(AssertionError):
-    """Some ranks failed; `errors` maps each of them to its exception."""
+    """Some ranks failed; `errors` maps each of them to its exception.
+
+    >>> from mpikv.testing.ranks import RankError, spawn
+    >>> try:
+    ...     spawn(2, lambda transport: 1 // transport.rank)
+    ... except RankError as error:
+    ...     print(error)
+    rank 0: ZeroDivisionError: integer division or modulo by zero
+    """
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
         super().__init__("; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, e in sorted(errors.items())))
@@ -35,10 +43,16 @@ def spawn(
     timeout_s: float = 30.0,
     fabric: Fabric | None = None,
 ) -> list[T]:
-    """Run `body(transport)` on `size` thread ranks and return their results in rank order.
+    """Run `body(transport)` on `size` thread ranks and return their results in rank order. Blocks.
+
+    hosts: of each rank, by default all on one. fabric: what they talk over, in place of a new one.
 
     Raises RankError with every rank's exception, the first failed rank's as the cause; where none failed, a rank that
-    has not ended after `timeout_s` counts as failed with StallError. fabric: to use in place of a new one.
+    has not ended after `timeout_s` counts as failed with StallError.
+
+    >>> from mpikv.testing.ranks import spawn
+    >>> spawn(3, lambda transport: transport.rank ** 2)
+    [0, 1, 4]
     """
     fabric = Fabric(size, hosts) if fabric is None else fabric
     results: list[Any] = [None] * size
@@ -86,9 +100,16 @@ def run_collective(
     timeout_s: float = 30.0,
     fabric: Fabric | None = None,
 ) -> list[T]:
-    """Run one generator of a collective on each of `size` thread ranks.
+    """Run one generator of a collective on each of `size` thread ranks, and return their results in rank order. Blocks.
 
-    hosts: of each rank, default all on one. fabric: to look at its counts afterwards, default a new one.
+    hosts: of each rank, by default all on one. fabric: to look at its counts afterwards, by default a new one.
+
+    >>> from mpikv.collectives import ring
+    >>> from mpikv.testing.ranks import run_collective
+    >>> arrays = [np.full(2, rank) for rank in range(2)]
+    >>> results = run_collective(2, lambda group: ring.allgather(group, arrays[group.rank], [0, 1, 2], tag=1))
+    >>> arrays[0].tolist()  # each rank had one element of its own
+    [0, 1]
     """
 
     def body(transport: Transport) -> T:
@@ -100,6 +121,11 @@ def run_collective(
 
 
 def memories_of(hosts: Sequence[str]) -> list[HostMemory | None]:
-    """For each thread rank the memory that it shares with the others of its host. hosts: of each rank."""
+    """Make for each thread rank the memory that it shares with the others of its host. hosts: of each rank.
+
+    >>> from mpikv.testing.ranks import memories_of
+    >>> len(memories_of(['a', 'a', 'b']))
+    3
+    """
     of_host = {host: iter(private_memory(list(hosts).count(host))) for host in dict.fromkeys(hosts)}
     return [next(of_host[host]) for host in hosts]

@@ -18,7 +18,12 @@ Update = Callable[[Array, Array], Array]
 
 
 def add(arrays: Sequence[Array]) -> Array:
-    """The sum of arrays of one shape and dtype, in the order given, rounded once to their dtype."""
+    """Return the sum of arrays of one shape and dtype, in the order given, rounded once to their dtype.
+
+    >>> from mpikv.testing.reference import add
+    >>> add([np.ones(2), np.ones(2)])
+    array([2., 2.])
+    """
     dtype = arrays[0].dtype
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype  # both two-byte dtypes are floating point
     total = np.zeros(arrays[0].shape, wide)
@@ -28,7 +33,16 @@ def add(arrays: Sequence[Array]) -> Array:
 
 
 class ReferenceStore:
-    """All workers of one store in one object; calls say which worker makes them."""
+    """All workers of one store in one object; each call says which worker makes it.
+
+    >>> from mpikv.testing.reference import ReferenceStore
+    >>> store = ReferenceStore(2)
+    >>> store.init('w', np.zeros(2))
+    >>> for worker in range(2):
+    ...     store.push(worker, 'w', [np.ones(2)])
+    >>> store.pull(0, 'w')
+    array([2., 2.])
+    """
 
     def __init__(self, num_workers: int, *, synchronous: bool = True, update: Update | None = None) -> None:
         """update(weight, total) -> new weight; None: the stored value becomes the sum."""
@@ -40,14 +54,14 @@ class ReferenceStore:
         self._pushed: dict[tuple[object, int], int] = {}
 
     def init(self, key: object, value: Array) -> None:
-        """Worker 0's value."""
+        """Give a key its first value: worker 0's. KeyError for a key that is there already."""
         if key in self._versions:
             raise KeyError(key)
         self._versions[key] = [np.array(value)]
         self._rounds[key] = []
 
     def push(self, worker: int, key: object, devices: Sequence[Array]) -> None:
-        """One push: the arrays of this worker's devices."""
+        """Push the arrays of this worker's devices once."""
         rounds, mine = self._rounds[key], self._pushed.get((key, worker), 0)
         self._pushed[key, worker] = mine + 1
         if not self._synchronous:
@@ -64,7 +78,7 @@ class ReferenceStore:
         self._versions[key].append(total if self._update is None else self._update(weight, total))
 
     def pull(self, worker: int, key: object) -> Array:
-        """What the worker's pull returns. LookupError where a real store would wait for other workers."""
+        """Return what the worker's pull returns. LookupError where a real store would wait for other workers."""
         versions = self._versions[key]
         wanted = self._pushed.get((key, worker), 0) if self._synchronous else len(versions) - 1
         if wanted >= len(versions):

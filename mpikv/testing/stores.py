@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble
+from mpikv.codecs.named import Codecs
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.roles import assign
+from mpikv.spaces.base import Space
 from mpikv.testing.ranks import memories_of, spawn
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric
@@ -29,11 +31,23 @@ def spawn_stores(
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
+    codecs: Codecs | None = None,
+    spaces: Sequence[Space] | None = None,
 ) -> list[T]:
-    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order.
+    """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
-    fabric: what they talk over, such as a `FaultyFabric`, in place of a new one on these hosts.
-    The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
+    hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
+    one on these hosts. codecs: what their pushes may travel as, by default as they are. spaces: where the
+    values of each rank are. The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`)
+    with ranks of the transport.
+
+    >>> from mpikv.testing.stores import spawn_stores
+    >>> def body(store):
+    ...     store.init('g', np.zeros(2))
+    ...     store.pushpull('g', grad := np.full(2, store.rank + 1.0))
+    ...     return grad.tolist()
+    >>> spawn_stores('dist_sync', 2, body, num_servers=1)
+    [[3.0, 3.0], [3.0, 3.0]]
     """
     spec = store_spec.parse(name)
     config = Config(timeout_s=TEST_TIMEOUT_S) if config is None else config
@@ -47,7 +61,15 @@ def spawn_stores(
         fatal: list[BaseException] = []
         threaded, memory = config.progress == "thread", memories[transport.rank]
         store = assemble(
-            name.lower(), spec, transport, members, threaded=threaded, on_fatal=fatal.append, memory=memory
+            name.lower(),
+            spec,
+            transport,
+            members,
+            threaded=threaded,
+            on_fatal=fatal.append,
+            memory=memory,
+            codecs=codecs,
+            space=None if spaces is None else spaces[transport.rank],
         )
         if store is None:
             return None

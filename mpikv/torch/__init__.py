@@ -1,6 +1,7 @@
 """PyTorch on a store: models and optimizers with the gradients of all workers, and Horovod's calls.
 
-Importing this package registers the backend "mpikv" of `torch.distributed`, and initialises no MPI.
+Importing this package registers the backend "mpikv" of `torch.distributed`, and initialises no MPI. The examples run
+after `import torch` and `import mpikv.torch as mt`, and those of `mpikv`.
 """
 
 from mpikv.torch import backend

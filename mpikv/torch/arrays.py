@@ -15,31 +15,31 @@ from mpikv.arrays import BFLOAT16, HostArray, dtype_named
 
 
 def array_of(tensor: torch.Tensor) -> HostArray:
-    """The values of a tensor: a view where they are in host memory, a copy elsewhere. Local."""
+    """Return the values of a tensor: a view where they are in host memory, a copy elsewhere. Local."""
     return tensors.view(tensor.detach().to("cpu").resolve_conj().resolve_neg())
 
 
 def tensor_of(array: HostArray) -> torch.Tensor:
-    """A tensor in the memory of an array that can be written to. Local."""
+    """Make a tensor in the memory of an array that can be written to. Local."""
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """'float32' for torch.float32. UnsupportedError for one that a store cannot add."""
+    """Return the name of a dtype, 'float32' for torch.float32. UnsupportedError for one that a store cannot add."""
     name = str(tensor.dtype).removeprefix("torch.")
     dtype_named(name)
     return name
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether the values can be exchanged where they are."""
+    """Return whether the values can be exchanged where they are."""
     return bool(tensor.device.type == "cpu")
 
 
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether such a tensor fills its memory without gaps, in whatever order of dimensions."""
+    """Return whether a tensor like this fills its memory without gaps, in whatever order of dimensions."""
     expected = 1
     for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
         if step != expected:
@@ -49,7 +49,7 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in the arguments or the result of a forward pass: lists, tuples, dicts and objects with fields."""
+    """Find the tensors in a forward pass's arguments or result: in lists, tuples, dicts and objects with fields."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

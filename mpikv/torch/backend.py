@@ -26,7 +26,10 @@ def register() -> None:
 
 
 def create(options: Any, _backend_options: Any) -> MpiProcessGroup:
-    """A process group of some ranks. Called by PyTorch on each of them; blocks until the first of them has come."""
+    """Make a process group of some ranks.
+
+    PyTorch calls it on each of them; it blocks until the group's first rank has come.
+    """
     world = opened()
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     _check(world, ranks, options)

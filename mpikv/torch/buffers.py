@@ -1,8 +1,8 @@
 """Buffers of a module, such as the statistics of a batch normalisation, kept equal to one worker's.
 
-At the start all of them are worker 0's. Those that have changed when the first pass ends travel with the gradients from
-then on. Others, such as masks, are compared with a copy in each pass (PyTorch's own count of changes does not see those
-of a batch normalisation); where one has changed after all, they cost an exchange of their own in that pass.
+At the start all of them become worker 0's. Those that have changed when the first pass ends travel with the gradients
+from then on. The others, such as masks, are compared with a copy in each pass, since PyTorch's own count of changes
+misses those of a batch normalisation; if one has changed after all, they are sent in an exchange of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpikv.torch.arrays import array_of
 
 
 class Buffers:
-    """The buffers of a module. calls: for what is not sent with the gradients."""
+    """The buffers of a module. calls: send what does not travel with the gradients."""
 
     def __init__(self, module: torch.nn.Module, calls: CollectiveCalls) -> None:
         self._calls = calls
@@ -30,19 +30,19 @@ class Buffers:
         self._seen: list[bytes] = []  # the values of the others
 
     def remember(self) -> None:
-        """Changes count from now on."""
+        """Keep a copy of the buffers, so that changes count from now on."""
         self._seen = self._values()
 
     def _values(self) -> list[bytes]:
         return [array_of(buffer).tobytes() for buffer in self._now(self._others)]
 
     def _now(self, names: list[str]) -> list[torch.Tensor]:
-        """The buffers themselves; a module may have put others in their places."""
+        """Return the buffers as they are now: a module may have put others in their places."""
         found = [self._homes[name][0][self._homes[name][1]] for name in names]
         return [buffer for buffer in found if buffer is not None]
 
     def choose(self) -> int:
-        """Agree on those that travel with the gradients; returns how many bytes they are. Collective, blocks."""
+        """Agree on the buffers that travel with the gradients, and return their size in bytes. Collective, blocks."""
         changed = np.array([now != then for now, then in zip(self._values(), self._seen, strict=True)], np.uint8)
         if self._names:
             changed = self._calls.allreduce([changed], "max", name="buffers that change")[0]
@@ -52,11 +52,11 @@ class Buffers:
         return sum(view.size for view in self._views())
 
     def collect(self) -> HostArray:
-        """The bytes of those that travel with the gradients. Local."""
+        """Return the bytes of the buffers that travel with the gradients. Local."""
         return np.concatenate([np.empty(0, np.uint8), *self._views()])
 
     def deliver(self, content: HostArray) -> None:
-        """Write what `collect` gave elsewhere. Local."""
+        """Write the bytes that `collect` returned on another worker into the buffers. Local."""
         begin = 0
         views = self._views()
         for view in views:
@@ -67,7 +67,7 @@ class Buffers:
                 _write(buffer, view)
 
     def _views(self) -> list[HostArray]:
-        """The bytes of each, where they are if possible. A view takes longer to make than to use, so they are kept."""
+        """Return the bytes of each buffer, as views if possible; these are kept, since making them takes long."""
         buffers = self._now(self._sent)
         pointers = [buffer.data_ptr() for buffer in buffers]
         if pointers != self._pointers or not all(map(_is_plain, buffers)):
@@ -76,17 +76,17 @@ class Buffers:
         return self._kept
 
     def changed_otherwise(self) -> bool:
-        """Whether others than those have changed on this worker. Local."""
+        """Return whether buffers that do not travel with the gradients have changed on this worker. Local."""
         return bool(self._others) and self._values() != self._seen
 
     def send_otherwise(self, root: int) -> None:
-        """Bring all others to every worker. Collective, blocks."""
+        """Bring the buffers that do not travel with the gradients to every worker. Collective, blocks."""
         broadcast(self._calls, self._now(self._others), root, "buffers")
         self.remember()
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
-    """Whether its bytes can be written where they are."""
+    """Return whether a buffer's bytes can be written where they are."""
     return arrays.in_host_memory(buffer) and bool(buffer.is_contiguous())
 
 
@@ -103,7 +103,7 @@ def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, na
 
 
 def _write(tensor: torch.Tensor, content: HostArray) -> None:
-    """Set a tensor's values from their bytes, without counting it as a change that a backward pass must refuse."""
+    """Set a tensor's values from their bytes, without a count of changes for which a backward pass would refuse it."""
     if tensor.numel():
         values = torch.from_numpy(content.copy()).view(tensor.dtype).view(tensor.shape)
         tensor.data.copy_(values)

@@ -25,7 +25,7 @@ Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
 
 
 class Handle:
-    """The result of an `_async` call, which is there already."""
+    """The result of an `_async` call; it is there already."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self.result = result
@@ -49,9 +49,14 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     store: KVStore | None = None,
 ) -> list[torch.Tensor]:
-    """The mean over the workers of each tensor (op: Average, Sum, Min, Max or Product). Collective, blocks.
+    """Return the mean over the workers of each tensor. Collective, blocks.
 
-    prescale_factor, postscale_factor: what tensors are multiplied by before and after. Average needs a floating dtype.
+    op: Average, Sum, Min, Max or Product; Average needs a floating dtype. prescale_factor, postscale_factor: the
+    tensors are multiplied by the one before, and by the other after. name: compared between the workers. Raises
+    ShapeMismatch on every worker where the calls differ; UnsupportedError for sparse tensors.
+
+    >>> mt.grouped_allreduce([torch.ones(2), torch.ones(1)], op=mt.Sum, store=kv.create('local'))
+    [tensor([1., 1.]), tensor([1.])]
     """
     given = _tensors("allreduce", tensors)
     scaled = [tensor.detach() if prescale_factor == 1 else tensor.detach() * prescale_factor for tensor in given]
@@ -69,35 +74,60 @@ def allreduce(
     postscale_factor: float = 1.0,
     store: KVStore | None = None,
 ) -> torch.Tensor:
-    """`grouped_allreduce` of one tensor."""
+    """Do what `grouped_allreduce` does, with one tensor. Collective, blocks.
+
+    >>> mt.allreduce(torch.ones(2), store=kv.create('local'))
+    tensor([1., 1.])
+    """
     return grouped_allreduce(
         [tensor], name, op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, store=store
     )[0]
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], name: str | None = None, **options: Any) -> list[torch.Tensor]:
-    """`grouped_allreduce` in place."""
+    """Do what `grouped_allreduce` does, and write the results into the tensors. Collective, blocks.
+
+    >>> mt.grouped_allreduce_([torch.ones(2)], postscale_factor=3.0, store=kv.create('local'))
+    [tensor([3., 3.])]
+    """
     results = grouped_allreduce(tensors, name, **options)
     return [_set(tensor, result) for tensor, result in zip(tensors, results, strict=True)]
 
 
 def allreduce_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> torch.Tensor:
-    """`allreduce` in place."""
+    """Do what `allreduce` does, and write the result into the tensor. Collective, blocks.
+
+    >>> mt.allreduce_(torch.ones(2), prescale_factor=3.0, store=kv.create('local'))
+    tensor([3., 3.])
+    """
     return grouped_allreduce_([tensor], name, **options)[0]
 
 
 def allreduce_async(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
-    """`allreduce`; `synchronize` gives the result."""
+    """Do what `allreduce` does; `synchronize` gives the result. Collective, blocks.
+
+    >>> handle = mt.allreduce_async(torch.ones(2), store=kv.create('local'))
+    >>> mt.poll(handle), mt.synchronize(handle)
+    (True, tensor([1., 1.]))
+    """
     return Handle(allreduce(tensor, name, **options))
 
 
 def allreduce_async_(tensor: torch.Tensor, name: str | None = None, **options: Any) -> Handle:
-    """`allreduce_`; `synchronize` gives the tensor."""
+    """Do what `allreduce_` does; `synchronize` gives the tensor. Collective, blocks.
+
+    >>> mt.synchronize(mt.allreduce_async_(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
     return Handle(allreduce_(tensor, name, **options))
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, store: KVStore | None = None) -> torch.Tensor:
-    """All workers' tensors behind each other; their first dimensions may differ. Collective, blocks."""
+    """Return all workers' tensors one behind the other; their first dimensions may differ. Collective, blocks.
+
+    >>> mt.allgather(torch.ones(2), store=kv.create('local'))
+    tensor([1., 1.])
+    """
     (given,) = _tensors("allgather", [tensor])
     return tensor_of(calls_of(store).allgather(array_of(given), name)).to(tensor.device)
 
@@ -105,7 +135,11 @@ def allgather(tensor: torch.Tensor, name: str | None = None, store: KVStore | No
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, store: KVStore | None = None
 ) -> torch.Tensor:
-    """Worker `root_rank`'s tensor. Collective, blocks."""
+    """Return worker `root_rank`'s tensor. Collective, blocks.
+
+    >>> mt.broadcast(torch.ones(2), root_rank=0, store=kv.create('local'))
+    tensor([1., 1.])
+    """
     (given,) = _tensors("broadcast", [tensor])
     return tensor_of(calls_of(store).broadcast([array_of(given)], root_rank, name)[0]).to(tensor.device)
 
@@ -113,7 +147,11 @@ def broadcast(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, store: KVStore | None = None
 ) -> torch.Tensor:
-    """`broadcast` in place."""
+    """Do what `broadcast` does, and write the result into the tensor. Collective, blocks.
+
+    >>> mt.broadcast_(torch.ones(2), root_rank=0, store=kv.create('local'))
+    tensor([1., 1.])
+    """
     return _set(tensor, broadcast(tensor, root_rank, name, store))
 
 
@@ -123,10 +161,13 @@ def alltoall(
     name: str | None = None,
     store: KVStore | None = None,
 ) -> Any:
-    """Worker i gets the i-th part of every worker's tensor, behind each other. Collective, blocks.
+    """Give worker i the i-th part of every worker's tensor, one behind the other. Collective, blocks.
 
     splits: the length of each part along the first dimension; None: equal parts. Returns the tensor; where splits are
-    given, also what came from each worker. Cost: all workers' tensors come to every worker.
+    given, also how much of it came from each worker. Cost: all workers' tensors come to every worker.
+
+    >>> mt.alltoall(torch.tensor([5, 6, 7]), splits=[3], store=kv.create('local'))
+    (tensor([5, 6, 7]), tensor([3]))
     """
     (given,) = _tensors("alltoall", [tensor])
     calls = calls_of(store)
@@ -148,14 +189,22 @@ def alltoall(
 
 
 def synchronize(handle: Handle) -> torch.Tensor:
-    """The result of an `_async` call. Local."""
+    """Return the result of an `_async` call. Local.
+
+    >>> mt.synchronize(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
+    tensor([1., 1.])
+    """
     if not isinstance(handle, Handle):
         raise TypeError(f"synchronize: what an _async call returned is needed, not {type(handle).__name__}")
     return handle.result
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an `_async` call is done: always. Local."""
+    """Return whether an `_async` call is done: it always is. Local.
+
+    >>> mt.poll(mt.allreduce_async(torch.ones(2), store=kv.create('local')))
+    True
+    """
     synchronize(handle)
     return True
 

@@ -27,7 +27,13 @@ _default = _Default()
 
 
 def init(store: KVStore | None = None) -> None:
-    """Make the default store, or let `store` be it. Collective, blocks. Does nothing where there is one already."""
+    """Make the default store, or let `store` be it. Collective, blocks. Does nothing where there is one already.
+
+    >>> mt.init(kv.create('local'))  # without an argument: a dist_sync store over all ranks
+    >>> mt.rank(), mt.size(), mt.local_rank(), mt.local_size()
+    (0, 1, 0, 1)
+    >>> mt.shutdown()
+    """
     if is_initialized() and (store is None or calls_of(None).store is store):
         return
     if is_initialized():
@@ -41,12 +47,22 @@ def init(store: KVStore | None = None) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether there is a default store. Local."""
+    """Return whether there is a default store. Local.
+
+    >>> mt.is_initialized()
+    False
+    """
     return _default.calls is not None
 
 
 def shutdown() -> None:
-    """Close the default store. Collective, blocks. Does nothing where there is none."""
+    """Close the default store. Collective, blocks. Does nothing where there is none.
+
+    >>> mt.init(kv.create('local'))
+    >>> mt.shutdown()
+    >>> mt.is_initialized()
+    False
+    """
     calls, _default.calls = _default.calls, None
     if calls is not None:
         calls.store.close()
@@ -62,32 +78,67 @@ def calls_of(store: KVStore | None) -> CollectiveCalls:
 
 
 def default_store() -> KVStore:
-    """The store that calls without `store` use. It is made if need be; collective then."""
+    """Return the store that calls without `store` use.
+
+    It is made if there is none yet, and the call is collective then.
+
+    >>> mt.init(kv.create('local'))
+    >>> mt.default_store()
+    <KVStore local: worker 0 of 1>
+    >>> mt.shutdown()
+    """
     return calls_of(None).store
 
 
 def rank() -> int:
-    """This worker's number in the default store."""
+    """Return this worker's number in the default store. Makes it as `default_store` does.
+
+    >>> mt.init(kv.create('local'))
+    >>> mt.rank()
+    0
+    >>> mt.shutdown()
+    """
     return calls_of(None).store.rank
 
 
 def size() -> int:
-    """How many workers the default store has."""
+    """Return how many workers the default store has. Makes it as `default_store` does.
+
+    >>> mt.init(kv.create('local'))
+    >>> mt.size()
+    1
+    >>> mt.shutdown()
+    """
     return calls_of(None).store.num_workers
 
 
 def local_rank() -> int:
-    """This worker's number among those of its host."""
+    """Return this worker's number among those of its host. Makes the default store as `default_store` does.
+
+    >>> mt.init(kv.create('local'))
+    >>> mt.local_rank()
+    0
+    >>> mt.shutdown()
+    """
     calls_of(None)
     return _default.here[0]
 
 
 def local_size() -> int:
-    """How many workers of the default store are on this host."""
+    """Return how many workers of the default store are on this host. Makes it as `default_store` does.
+
+    >>> mt.init(kv.create('local'))
+    >>> mt.local_size()
+    1
+    >>> mt.shutdown()
+    """
     calls_of(None)
     return _default.here[1]
 
 
 def barrier(store: KVStore | None = None) -> None:
-    """Wait for all workers. Collective, blocks."""
+    """Wait until all workers have called it. Collective, blocks.
+
+    >>> mt.barrier(kv.create('local'))
+    """
     calls_of(store).store.barrier()

@@ -35,9 +35,10 @@ from mpikv.torch.tail import Flags, Outcome, Tail
 
 
 class Gradients:
-    """The gradients of named parameters. calls: of the store. name: begin of its keys. buffers: None: they stay alone.
+    """The gradients of named parameters.
 
-    scale: the factor of this worker's gradients. source: the worker whose buffers all get.
+    calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. buffers: travel
+    with the gradients; None: they do not. source: the worker whose buffers all workers get.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Gradients:
         self.source = 0
         self._bucket_bytes = bucket_bytes
         self._buffers = buffers
-        self._overlap = not self._store.strategy.shares_memory
+        self._overlap = not self._store.session.shares_memory
         self._buckets: list[Bucket] = []
         self._places: dict[int, Place] = {}
         self._array: HostArray | None = None  # the tail's memory
@@ -75,7 +76,7 @@ class Gradients:
         return np.fromiter((parameter.requires_grad for parameter in self.parameters), np.bool_, len(self.parameters))
 
     def lines(self) -> list[str]:
-        """What must be the same on all workers, a line for each parameter."""
+        """Return what must be the same on all workers, one line for each parameter."""
         return [
             f"parameter {form.name!r}: {form.dtype} {form.size}, strides {form.stride}, "
             + ("trained" if parameter.requires_grad else "frozen")
@@ -85,11 +86,11 @@ class Gradients:
     # --- during a backward pass
 
     def note(self, i: int) -> None:
-        """Parameter i got a gradient in a pass that is not exchanged."""
+        """Note that parameter i got a gradient in a pass that is not exchanged."""
         self._used[i] = True
 
     def ready(self, i: int) -> None:
-        """The gradient of parameter i is complete for this round. Never blocks."""
+        """Take the gradient of parameter i, which is complete for this round. Never blocks."""
         if i in self.fired and i in self._places and self._places[i].bucket.left:
             raise UnsupportedError(
                 f"parameter {self.names[i]!r} got a gradient twice in one backward pass, and the first one has left "
@@ -111,7 +112,7 @@ class Gradients:
                 self._leave(bucket)
 
     def _write(self, i: int) -> None:
-        """Bring the gradient of parameter i to its place, times the factor."""
+        """Copy the gradient of parameter i to its place, multiplied by the factor."""
         grad, view = self._grad(i), self._places[i].view
         if grad is view:
             return  # what PyTorch adds there later must come before the factor
@@ -137,7 +138,7 @@ class Gradients:
         bucket.request = self._store.pushpull_async(bucket.key, bucket.flat)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Complete a bucket: gradients that lie there already, and those of parameters without one in this round."""
+        """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
         for i in bucket.members:
             parameter, view = self.parameters[i], self._places[i].view
             if i in self.fired:
@@ -198,7 +199,7 @@ class Gradients:
                 self._buffers.send_otherwise(self.source)
 
     def _start(self) -> None:
-        """The first round: agree on the order of the buckets and make them."""
+        """In the first round, agree on the order of the buckets and make them."""
         rest = [i for i in reversed(range(len(self.parameters))) if self._trained[i] and i not in self.fired]
         order = np.full(len(self.parameters), -1, np.int64)
         mine = [*(i for i in self.fired if self._trained[i]), *rest]
@@ -254,7 +255,10 @@ class Gradients:
             )
 
     def _exchange_new(self, trained: Flags) -> None:
-        """Parameters that were frozen when the buckets were chosen. Collective where there are any."""
+        """Exchange the gradients of parameters that were frozen when the buckets were chosen.
+
+        Collective where there are any.
+        """
         new = np.flatnonzero(trained & ~self._trained)
         self._trained = trained
         homeless = [int(i) for i in reversed(new) if int(i) not in self._places]

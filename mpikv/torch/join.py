@@ -1,9 +1,9 @@
-"""Uneven data: a worker that has run out of batches goes on taking part until all have.
+"""Uneven data: a worker that has run out of batches goes on taking part until all workers have.
 
 Inside `join` a worker says with its first gradient of a round how many examples its batch had. The gradients are then
-weighted by them, so that the update is the mean over all examples that were there, and a worker that has run out counts
-0. It goes through the rounds of the others with gradients of zero, until nobody has data any more; then every worker
-gets the parameters, buffers and, if given, the optimizer's state of one that was there to the end.
+weighted by these numbers, so that the update is the mean over all examples that were there; a worker that has run out
+counts 0. It goes through the rounds of the others with gradients of zero, until nobody has data any more. Then every
+worker gets the parameters, buffers and, if given, the optimizer's state of a worker that had data to the end.
 
 Cost: one exchange of two numbers per worker and round, inside `join` only; at the end, where some worker ran out before
 others, one broadcast of the model.
@@ -49,7 +49,7 @@ class Join:
             self._weigh(there=True)
 
     def _weigh(self, *, there: bool) -> bool:
-        """Whether anybody has data."""
+        """Agree on the weights of this round. Returns whether any worker has data."""
         rank, store = self._calls.store.rank, self._calls.store
         self._counts[:] = 0
         if there:
@@ -83,7 +83,7 @@ class Join:
             self._gradients.scale, self._gradients.source = self._scale, 0
 
     def _keep_up(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """This worker has no more data."""
+        """Take part in the rounds of the others, since this worker has no more data."""
         rounds = 0
         while self._weigh(there=False):
             self._gradients.finish()

@@ -42,13 +42,19 @@ class DistributedModel(torch.nn.Module):
 
     Making it is collective, blocks, and gives every worker the parameters and buffers of worker 0. Every `backward`
     through it is collective: all workers make equally many, and wait for each other at their ends. Then `grad` of every
-    parameter that any worker has used is the mean, in which a worker that has not used it counts as 0; that of others
-    is as it was. It is the same on all workers, so that `torch.nn.utils.clip_grad_norm_` after `backward` clips by the
-    global norm. Parameters may be frozen and unfrozen between passes, on all workers alike (else ConfigError on all).
+    parameter that any worker has used is the mean, in which a worker that has not used it counts as 0; the `grad` of
+    other parameters is as it was. It is the same on all workers, so that `torch.nn.utils.clip_grad_norm_` after
+    `backward` clips by the global norm. Parameters may be frozen and unfrozen between passes, on all workers alike
+    (else ConfigError on all).
 
-    `module` stays usable; gradients of its own forward passes are exchanged, too, but before checkpointing with
-    use_reentrant=True. Raises UnsupportedError for sparse gradients, `dist_async` stores, dtypes that a store cannot
-    add.
+    `module` stays usable; gradients of its own forward passes are exchanged, too, unless these contain checkpointing
+    with use_reentrant=True. Raises UnsupportedError for sparse gradients, `dist_async`
+    stores, dtypes that a store cannot add.
+
+    >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+    >>> model(torch.ones(4, 2)).mean().backward()
+    >>> model.weight.grad, model.module, sorted(model.state_dict())
+    (tensor([[1., 1.]]), Linear(in_features=2, out_features=1, bias=True), ['bias', 'weight'])
     """
 
     def __init__(
@@ -109,7 +115,16 @@ class DistributedModel(torch.nn.Module):
     # --- forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass. Local, but after a backward pass that ended by an error, which it completes."""
+        """Run the module's forward pass.
+
+        Local; but after a backward pass that an error ended, it first completes that pass.
+
+        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+        >>> model(torch.ones(4, 2)).shape  # PyTorch calls forward
+        torch.Size([4, 1])
+        >>> model.forward(torch.ones(4, 2)).shape
+        torch.Size([4, 1])
+        """
         if self._passes is None or not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
         self._passes.before_forward()
@@ -121,7 +136,15 @@ class DistributedModel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes that begin inside add to this worker's gradients only; the next one outside exchanges all."""
+        """Let backward passes inside add to this worker's gradients only; the next one outside exchanges all.
+
+        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+        >>> with model.no_sync():
+        ...     model(torch.ones(4, 2)).mean().backward()
+        >>> model(torch.ones(4, 2)).mean().backward()
+        >>> model.weight.grad
+        tensor([[2., 2.]])
+        """
         if self._passes is None:
             yield
             return
@@ -132,13 +155,20 @@ class DistributedModel(torch.nn.Module):
             self._passes.synchronize = before
 
     def join(self, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
-        """For data of which workers have unequally many batches: `with model.join(optimizer): for x, y in loader: ...`.
+        """Train on data of which workers have unequally many batches: `with model.join(optimizer): for x, y in loader:
+        ...`.
 
         Inside, gradients are weighted by the number of examples: the first dimension of the first tensor argument of
         the forward passes since the last exchange, for a loss that is a mean over them. (With average=False they are
         added up.) A worker that leaves the block, at the end of its data or by `break`, waits there until all others
-        have, and has their parameters and buffers then, and the state of `optimizer`, if given. Collective: all workers
-        enter it. An exception that leaves the block is not held up; the other workers then wait for this one in vain.
+        have, and then has their parameters and buffers, and the state of `optimizer`, if given. Collective: all workers
+        enter it. An exception leaves the block at once, and the other workers then wait for this one in vain.
+
+        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+        >>> with model.join():
+        ...     model(torch.ones(4, 2)).mean().backward()
+        >>> model.weight.grad
+        tensor([[1., 1.]])
         """
         return self._join.joined(optimizer)
 
@@ -164,13 +194,22 @@ class DistributedModel(torch.nn.Module):
         delattr(self._wrapped, name)
 
     def train(self, mode: bool = True) -> DistributedModel:
-        """The module's."""
+        """Do what the module's own `train` does. Local.
+
+        >>> mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local')).train(False).training
+        False
+        """
         self._wrapped.train(mode)
         object.__setattr__(self, "training", mode)
         return self
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> DistributedModel:
-        """The module's."""
+        """Do what the module's own `apply` does, and return this model. Local.
+
+        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+        >>> model is model.apply(lambda module: None)
+        True
+        """
         self._wrapped.apply(fn)
         return self
 
@@ -179,18 +218,29 @@ class DistributedModel(torch.nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's, without a prefix. Equal on all workers, but for buffers with sync_buffers=False. Local."""
+        """Return the module's own, without a prefix. Equal on all workers, but for buffers with sync_buffers=False.
+        Local.
+        """
         return self._wrapped.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's. Local: load the same on every worker."""
+        """Load it into the module. Local: load the same on every worker.
+
+        >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
+        >>> model.load_state_dict(model.state_dict())
+        <All keys matched successfully>
+        """
         return self._wrapped.load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._wrapped._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """How many workers share it."""
+        """Say of what module it is, and on which store.
+
+        >>> mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local')).extra_repr()
+        'Linear on <KVStore local: worker 0 of 1>'
+        """
         return f"{type(self._wrapped).__name__} on {self._gradients.calls.store!r}"
 
 

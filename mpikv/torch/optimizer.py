@@ -30,7 +30,11 @@ from mpikv.torch.passes import hook
 
 
 class Compression:
-    """Horovod's compressions; there is none here."""
+    """Horovod's compressions; there is none here.
+
+    >>> print(mt.Compression.none)
+    None
+    """
 
     none = None
 
@@ -62,7 +66,8 @@ class _Exchanging:
     def synchronize(self) -> None:
         """Wait for the gradients of all workers: every `grad` is the mean, or the sum, then. Collective, blocks.
 
-        For clipping; `step` follows in `with optimizer.skip_synchronize():`, or outside, where it finds nothing to do.
+        It is there for clipping: `step` follows in `with optimizer.skip_synchronize():`, or outside of it, where `step`
+        finds that nothing is left to wait for.
         """
         gradients = self._mpikv_gradients
         if gradients.calls.store.num_workers > 1:
@@ -120,16 +125,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient_predivide_factor: float = 1.0,
     bucket_bytes: int = LIMIT_BYTES,
 ) -> Any:
-    """An optimizer like `optimizer` whose `step` takes the gradients of all workers. Collective, blocks.
+    """Make an optimizer like `optimizer` whose `step` takes the gradients of all workers. Collective, blocks.
 
     named_parameters: names for errors, of all parameters of the optimizer; None: they are counted. store: `dist_sync`
     or `local`; default as in `init`. compression: none. backward_passes_per_step: how many gradients of a parameter are
     added up on each worker first. op: Average or Sum. gradient_predivide_factor: for Horovod's sake; gradients are
     multiplied by 1 / number of workers before they are added. bucket_bytes: see DistributedModel.
 
-    Parameters, states and buffers are not touched: `broadcast_parameters` and `broadcast_optimizer_state` at the start.
-    Raises ShapeMismatch or ConfigError on every worker where the parameters or arguments differ; UnsupportedError for a
-    compression, other values of op and sparse gradients.
+    Parameters, states and buffers are not touched: call `broadcast_parameters` and `broadcast_optimizer_state` at the
+    start. Raises ShapeMismatch or ConfigError on every worker where the parameters or arguments differ;
+    UnsupportedError for a compression, other values of op and sparse gradients.
+
+    >>> net = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    >>> optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), kv.create('local'))
+    >>> net(torch.ones(4, 2)).mean().backward()
+    >>> optimizer.step()
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")

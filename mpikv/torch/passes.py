@@ -35,7 +35,7 @@ class Passes:
             hook(parameter, partial(self._on_gradient, i))
 
     def after_forward(self, result: Any) -> None:
-        """Watch for the backward pass of what a forward pass has given."""
+        """Watch for the backward pass that begins at the result of this forward pass."""
         for tensor in tensors_in(result):
             if tensor.requires_grad and not tensor.is_leaf:  # a parameter that is given back reports by itself
                 tensor.register_hook(self._on_result)
@@ -78,7 +78,7 @@ class Passes:
 
 
 def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
-    """Have a function called whenever PyTorch has added to a parameter's `grad`, also if it is frozen now."""
+    """Let a function be called whenever PyTorch has added to a parameter's `grad`, even if that is frozen now."""
     if not parameter.is_floating_point():
         return  # it never has a gradient
     frozen = not parameter.requires_grad

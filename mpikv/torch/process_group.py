@@ -44,7 +44,7 @@ HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7) el
 
 
 def operator_of(op: Any) -> Operator:
-    """The operator of a ReduceOp. Raises UnsupportedError."""
+    """Return the operator that a ReduceOp stands for. Raises UnsupportedError."""
     for known, name in _OPERATORS:
         if op == known:
             return OPERATORS[name]
@@ -65,19 +65,19 @@ class MpiProcessGroup(dist.ProcessGroup):
     # --- what it is
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        """mpikv."""
+        """Return the backend's name, "mpikv"."""
         return "mpikv"
 
     def name(self) -> str:
-        """mpikv."""
+        """Return the backend's name, "mpikv"."""
         return "mpikv"
 
     def rank(self) -> int:
-        """This rank in the group."""
+        """Return this rank's number in the group."""
         return self._group.rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """Return how many ranks the group has."""
         return self._group.size
 
     getRank, getSize = rank, size  # noqa: N815
@@ -89,15 +89,15 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._names["name"] = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """PyTorch's name of the group."""
+        """Return PyTorch's name of the group."""
         return self._names["name"]
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Set what it is for."""
+        """Set the text that says what the group is for."""
         self._names["description"] = description
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What it is for."""
+        """Return the text that says what the group is for."""
         return self._names["description"]
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -141,11 +141,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._made(views, outputs, opts, lambda o: self._group.reduce_scatter(pairs, _operator(opts), o))
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> CallWork:
-        """The same of one tensor that holds all parts one behind the other."""
+        """Do what `reduce_scatter` does, with one tensor that holds all inputs one behind the other."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> CallWork:
-        """The same of several."""
+        """Do what `reduce_scatter_single` does, with several tensors."""
         views, pairs = Views(), []
         for output, whole in zip(outputs, wholes, strict=True):
             same_kind("reduce_scatter", [output, whole])
@@ -170,15 +170,15 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._made(views, flat, opts, lambda o: self._group.allgather(pairs, o))
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
-        """The same, where `outputs` has one list for each rank, with an output for each input."""
+        """Do what `allgather` does, where `outputs` has one list for each rank, with an output for each input."""
         return self.allgather([list(row) for row in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> CallWork:
-        """The same into one tensor that holds all outputs one behind the other."""
+        """Do what `allgather` does, into one tensor that holds all outputs one behind the other."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
-        """The same of several."""
+        """Do what `all_gather_single` does, with several tensors."""
         views, pairs = Views(), []
         for output, tensor in zip(outputs, inputs, strict=True):
             same_kind("all_gather", [output, tensor])
@@ -209,7 +209,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         return self._made(views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
-        """Input i goes to rank i, output i comes from rank i; their lengths may differ."""
+        """Send input i to rank i, and receive output i from rank i; their lengths may differ."""
         for what in (outputs, inputs):
             same_kind("all_to_all", what)
             if len(what) != self.size():
@@ -224,7 +224,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> CallWork:
-        """The same of one tensor each, cut along its first dimension; no splits: into equal parts."""
+        """Do what `alltoall` does, with one tensor each, cut along its first dimension; no splits: into equal parts."""
         same_kind("all_to_all", [output, tensor])
         views = Views()
         outgoing = dict(enumerate(self._split(views.read([tensor])[0], tensor, input_splits)))
@@ -235,11 +235,11 @@ class MpiProcessGroup(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None) -> CallWork:
-        """Done when all ranks have come."""
+        """Return a work that is done when all ranks have called this."""
         return self._made(Views(), [], opts, self._group.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names who is missing; always all of them, whatever `wait_all_ranks` says."""
+        """Wait for all ranks. The error names all ranks that are missing, whatever `wait_all_ranks` says."""
         limit_s = None if timeout is None else timeout.total_seconds()
         self._group.barrier(Options(limit_s)).wait()
 
@@ -284,7 +284,7 @@ class MpiProcessGroup(dist.ProcessGroup):
     # --- the end
 
     def shutdown(self) -> None:
-        """Give back what the group holds; calls under way fail."""
+        """Give back what the group holds; calls that are under way fail."""
         self._group.close()
         self._world.groups.pop(self._group.number, None)
         self._completer.shutdown(wait=False)

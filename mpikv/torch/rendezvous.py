@@ -1,8 +1,8 @@
-"""How the ranks of `init_process_group("mpikv")` meet without an address or a port: MPI has brought them together.
+"""How the ranks of `init_process_group("mpikv")` find each other without an address or a port: through MPI.
 
-PyTorch wants a store of keys for it. Ours is one of requests to the first rank, by messages (groups/board.py). It is
-offered as `mpikv://`, and to who gives no `init_method` where the variables of PyTorch's own (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT) are not all set; where they are, as a launcher of PyTorch sets them, its own is used as ever.
+PyTorch wants a store of keys for that. Ours sends requests to the first rank, by messages (groups/board.py). It is
+used for `mpikv://`, and where no `init_method` is given and PyTorch's own variables (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT) are not all set. Where a launcher of PyTorch has set them, PyTorch's own store is used as ever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
 class BoardStore(dist.Store):
-    """The world's board as PyTorch's store. prefix: of all keys. Methods also have the names that C++ looks for."""
+    """The world's board as PyTorch's store. prefix: what all its keys begin with.
+
+    Methods also have the names that PyTorch's C++ code looks for.
+    """
 
     def __init__(self, world: World, prefix: str) -> None:
         super().__init__()
@@ -42,11 +45,11 @@ class BoardStore(dist.Store):
         self._ask("set", [key], value)
 
     def get(self, key: str) -> bytes:
-        """A key's value; waits until it is set."""
+        """Return a key's value; waits until it is set."""
         return self._ask("get", [key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; returns the sum."""
+        """Add to a number, and return the sum."""
         return int(self._ask("add", [key], b"%d" % amount)[0])
 
     def append(self, key: str, value: Any) -> None:
@@ -54,11 +57,14 @@ class BoardStore(dist.Store):
         self._ask("append", [key], value)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a key where its value is the expected one (or it is not there, and that is empty); returns its value."""
+        """Set a key if its value is the expected one, and return its value.
+
+        A key that does not exist is set if the expected value is empty.
+        """
         return self._ask("compare_set", [key], expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys are set."""
+        """Return whether all of these keys are set."""
         return self._ask("check", keys)[0] == b"1"
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -66,15 +72,15 @@ class BoardStore(dist.Store):
         self._ask("get", keys, timeout_s=None if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key. Returns whether it existed."""
         return self._ask("delete", [key])[0] == b"1"
 
     def num_keys(self) -> int:
-        """How many keys there are, those of others included."""
+        """Return how many keys there are, those with other prefixes included."""
         return int(self._ask("count", [])[0])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys; waits until all are set."""
+        """Return the values of several keys; waits until all are set."""
         return self._ask("get", keys)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
@@ -82,18 +88,18 @@ class BoardStore(dist.Store):
         self._ask("set", keys, *values)
 
     def has_extended_api(self) -> bool:
-        """There are `append`, `multi_get` and `multi_set`."""
+        """Return True: there are `append`, `multi_get` and `multi_set`."""
         return True
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The limit to waiting."""
+        """Set the limit of every wait."""
         self._limit_s = min(timeout.total_seconds(), self._world.config.timeout_s)
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815
 
 
 def of_mpi(url: str, **_options: Any) -> Rendezvous:
-    """The handler of `mpikv://`: rank and size are MPI's. Collective; blocks until all ranks have come."""
+    """Handle `mpikv://`: rank and size are MPI's. Collective; blocks until all ranks have come."""
     world = opened()
     store = BoardStore(world, f"{len(world.sessions)}/")
     world.sessions.append(store)  # PyTorch holds what is of C++ in it, and calls the Python object through that
@@ -102,7 +108,7 @@ def of_mpi(url: str, **_options: Any) -> Rendezvous:
 
 
 def _or_of_mpi(usual: Callable[..., Rendezvous]) -> Callable[..., Rendezvous]:
-    """The handler of `env://`: PyTorch's own where its variables are set, or where MPI's launcher is not there."""
+    """Handle `env://`: as PyTorch does where its variables are set, or where no MPI launcher has started us."""
 
     def handler(url: str, **options: Any) -> Rendezvous:
         told = all(os.environ.get(name) or f"{name.lower()}=" in url for name in VARIABLES)

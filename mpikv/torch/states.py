@@ -22,7 +22,10 @@ def broadcast_parameters(
 ) -> None:
     """Write worker `root_rank`'s values into these tensors on every worker. Collective, blocks.
 
-    params: a `state_dict`, or names with tensors (`named_parameters`); what is no tensor is left alone.
+    params: a `state_dict`, or names with tensors (`named_parameters`); what is no tensor is left alone. Raises
+    ShapeMismatch on every worker where the names differ.
+
+    >>> mt.broadcast_parameters(torch.nn.Linear(2, 1).state_dict(), store=kv.create('local'))
     """
     if isinstance(params, torch.nn.Module):
         raise TypeError("broadcast_parameters: give the module's state_dict() or named_parameters()")
@@ -34,7 +37,13 @@ def broadcast_parameters(
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, store: KVStore | None = None) -> Any:
-    """Worker `root_rank`'s object, which must be picklable; elsewhere `obj` is not looked at. Collective, blocks."""
+    """Return worker `root_rank`'s object, which must be picklable; on other workers `obj` does not matter.
+
+    Collective, blocks.
+
+    >>> mt.broadcast_object({'epoch': 3}, store=kv.create('local'))
+    {'epoch': 3}
+    """
     calls = calls_of(store)
     mine = calls.store.rank == root_rank
     content = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if mine else np.empty(0, np.uint8)
@@ -52,7 +61,7 @@ class _Place(NamedTuple):
 
 
 def _taken_out(value: Any, found: list[torch.Tensor]) -> Any:
-    """A nest of dicts, lists and tuples with a place for each tensor in it."""
+    """Copy a nest of dicts, lists and tuples, with a place in it for each tensor; the tensors go into `found`."""
     if isinstance(value, torch.Tensor):
         found.append(value)
         return _Place(len(found) - 1, str(array_of(value).dtype), tuple(value.shape))
@@ -87,6 +96,9 @@ def broadcast_optimizer_state(
     """Give the optimizer worker `root_rank`'s state and options (learning rates, ...). Collective, blocks.
 
     ShapeMismatch on every worker where the optimizers are of another kind or have other numbers of parameters.
+
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.5)
+    >>> mt.broadcast_optimizer_state(optimizer, store=kv.create('local'))
     """
     calls = calls_of(store)
     kind = type(optimizer).__name__

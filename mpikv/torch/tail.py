@@ -1,10 +1,12 @@
-"""The tail: what travels behind the gradients, in the last bucket, so that it costs no message.
+"""The tail: what travels behind the gradients, in the last bucket, so that it needs no message of its own.
 
-For each worker: whether its backward pass ended early. For all: whether buffers have changed that do not travel here.
-For each parameter: whether it is trained, whether it is frozen, whether it was used. And the buffers of one worker. All
-as float32, to which the other workers add zero or one: of a sum
-of flags only whether it is zero matters, and the buffers' bytes come in pairs, as whole numbers below 65536, so that
-they arrive exactly, whatever they are.
+For each worker it says whether its backward pass ended early; for all, whether buffers have changed that do not travel
+here; for each parameter, whether it is trained, whether it is frozen, and whether it was used. The buffers of one
+worker stand at its end.
+
+It consists of float32 numbers, which are added over the workers like gradients. Of a sum of flags only whether it is
+zero matters. The buffers' bytes are taken in pairs, as whole numbers below 65536, and the other workers add zero, so
+that they arrive exactly, whatever they are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class Outcome(NamedTuple):
 
 
 class Tail:
-    """How the tail is laid out."""
+    """How the tail of some gradients is laid out."""
 
     def __init__(self, n_workers: int, n_params: int, buffers_bytes: int) -> None:
         self._n_workers = n_workers
@@ -48,7 +50,10 @@ class Tail:
         more_buffers: bool,
         buffers: HostArray | None,
     ) -> None:
-        """Write what this worker has to say. failed: its number, if so. buffers: bytes; None: they are not wanted."""
+        """Write this worker's part. failed: its number, if its pass ended early.
+
+        buffers: bytes; None: they are not wanted.
+        """
         tail[:] = 0
         if failed is not None:
             tail[failed] = 1
@@ -59,11 +64,11 @@ class Tail:
             tail[self._flags :] = even.view(np.uint16)
 
     def read(self, tail: HostArray) -> Outcome:
-        """What the sum says."""
+        """Return what the sum over the workers says."""
         n = self._n_workers
         trained, frozen, used = tail[n + 1 : self._flags].reshape(3, self._n_params) > 0
         return Outcome(np.flatnonzero(tail[:n]).tolist(), bool(tail[n] > 0), trained, frozen, used)
 
     def buffers(self, tail: HostArray) -> HostArray:
-        """The bytes of the buffers, maybe with one more."""
+        """Return the bytes of the buffers, maybe with one more."""
         return tail[self._flags :].astype(np.uint16).view(np.uint8)

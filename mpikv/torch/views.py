@@ -17,7 +17,7 @@ from mpikv.errors import UnsupportedError
 
 
 def array_of(tensor: torch.Tensor) -> HostArray:
-    """The elements of a contiguous CPU tensor, (n,): the same memory. Dtypes that NumPy has not, as bytes."""
+    """Return the elements of a contiguous CPU tensor, (n,), in the same memory; as bytes if NumPy lacks the dtype."""
     flat = tensor.detach().reshape(-1)
     if flat.dtype == torch.bfloat16:
         bits: HostArray = flat.view(torch.int16).numpy()
@@ -37,11 +37,11 @@ class Views:
         self.late = False
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[HostArray]:
-        """Inputs."""
+        """Return arrays of tensors that are only read."""
         return [array_of(self._hosted(tensor)) for tensor in tensors]
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[HostArray]:
-        """Outputs, which may be inputs too."""
+        """Return arrays of tensors that are written; they may be read, too."""
         arrays = []
         for tensor in tensors:
             hosted = self._hosted(tensor)
@@ -52,11 +52,11 @@ class Views:
 
     @property
     def copies(self) -> bool:
-        """Whether `write_back` has something to do."""
+        """Return whether `write_back` has something to do."""
         return bool(self._copies)
 
     def write_back(self) -> None:
-        """Copy the results to the tensors that were not used where they are."""
+        """Copy the results into the tensors that were not used where they are."""
         with torch.no_grad():
             for tensor, hosted in self._copies:
                 tensor.copy_(hosted)
@@ -81,7 +81,7 @@ class Views:
 
 
 def same_kind(name: str, tensors: Sequence[Any]) -> None:
-    """Raises TypeError unless these are tensors, ValueError unless they have one dtype."""
+    """Raise TypeError unless these are tensors, ValueError unless they have one dtype."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: a tensor is expected, not {type(tensor).__name__}")

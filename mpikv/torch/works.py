@@ -1,7 +1,8 @@
 """What an asynchronous call of `torch.distributed` returns, and its future.
 
-`wait` moves the transfers on itself. A future is made when somebody asks for it and completed by a thread of its own:
-what is chained to it may well make further calls, and wait for them, which whoever moves transfers on must never do.
+`wait` itself moves the transfers on. A future is made when somebody asks for it, and completed by a thread of its own:
+functions that are chained to it may make further calls and wait for them, and the thread that moves transfers on must
+never wait.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ COMPLETERS = 64  # threads at most: as many futures may wait for others in what 
 
 
 def completer() -> ThreadPoolExecutor:
-    """What completes futures. Starts a thread only when there is something to complete and none is free."""
+    """Return the executor that completes futures.
+
+    It starts a thread only when there is something to do and none is free.
+    """
     return ThreadPoolExecutor(COMPLETERS, "mpikv-futures")
 
 
 class CallWork(Work):
-    """Some calls that were made together. result: the output tensors. submit: has a function run by another thread."""
+    """Some calls that were made together. result: the output tensors. submit: lets another thread run a function."""
 
     def __init__(self, calls: Sequence[Call], result: list[torch.Tensor], submit: Submit) -> None:
         super().__init__()
@@ -34,52 +38,52 @@ class CallWork(Work):
         self._future: Any = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all is done. Raises what went wrong; StallError after `timeout`, where one is given."""
+        """Block until all calls are done. Raises what went wrong; StallError after `timeout`, where one is given."""
         limit_s = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         for call in self.calls:
             call.wait(limit_s)
         return True
 
     def synchronize(self) -> None:
-        """`wait`."""
+        """Do what `wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all is done, well or not."""
+        """Return whether all calls are done, with an error or without."""
         return all(call.done for call in self.calls)
 
     def is_success(self) -> bool:
-        """Whether all is done well."""
+        """Return whether all calls are done without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
+        """Return the error of the calls, if there is one."""
         return next((call.error for call in self.calls if call.error is not None), None)
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """Return the output tensors."""
         return self._result
 
     def source_rank(self) -> int:
-        """Who has sent what `recv` from any rank has received. Blocks."""
+        """Return the rank whose tensor `recv` from any rank has received. Blocks."""
         return int(self.calls[0].wait())
 
     def _source_rank(self) -> int:
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """A `torch.futures.Future` of the output tensors."""
+        """Return a `torch.futures.Future` of the output tensors."""
         if self._future is None:
             self._future = torch.futures.Future()
             self._complete(0)
         return self._future
 
     def get_future_result(self) -> Any:
-        """The future of `get_future`."""
+        """Return what `get_future` does."""
         return self.get_future()
 
     def _complete(self, i: int) -> None:
-        """Complete the future, or see to it that this is gone on with when call number i is done."""
+        """Complete the future, or go on with this when call number i is done."""
         for j in range(i, len(self.calls)):
             if self.calls[j].when_done(lambda: self._submit(lambda: self._complete(j))):  # noqa: B023 - returns
                 return

@@ -1,1 +1,1 @@
-"""Ranks, messages and progress."""
+"""Transports: ranks that send each other bytes."""

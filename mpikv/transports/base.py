@@ -20,13 +20,13 @@ from mpikv.engine.request import Request
 
 
 class Incoming(Protocol):
-    """A message that has arrived and waits to be received into memory of its size."""
+    """A message that has arrived, and that is received once there is memory of its size."""
 
     source: int
     n_bytes: int
 
     def receive(self, buf: HostArray) -> Request:
-        """Receive into `buf`, contiguous, of `n_bytes` bytes."""
+        """Start receiving it into `buf`, which is contiguous and has `n_bytes` bytes."""
         ...
 
 
@@ -42,7 +42,7 @@ class Transport(Protocol):
     clock: Clock  # what limits to waiting are measured by
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """Start sending a contiguous array; not to be changed until the request is done."""
+        """Start sending a contiguous array. The caller must not change it until the request is done."""
         ...
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def probe(self, tag: int) -> Incoming | None:
-        """The next message with this tag from any rank, taken off the queue, or None."""
+        """Return the next message with this tag from any rank, and take it off the queue; None where there is none."""
         ...
 
     def poll(self) -> None:
@@ -58,12 +58,12 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the transport holds. Nothing may be under way."""
+        """Give back what the transport holds. Nothing may be under way any more."""
         ...
 
 
 class Group:
-    """Some ranks of a transport, numbered from 0 in the order given; what the collectives run over."""
+    """Some ranks of a transport, numbered from 0 in the order given. The collectives run over groups."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
         self.transport = transport
@@ -77,24 +77,24 @@ class Group:
         return tuple(self.transport.hosts[rank] for rank in self.ranks)
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """As `Transport.isend`, to the group's rank `dest`."""
+        """Do what `Transport.isend` does, to the group's rank `dest`."""
         return self.transport.isend(buf, self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
-        """As `Transport.irecv`, from the group's rank `source`."""
+        """Do what `Transport.irecv` does, from the group's rank `source`."""
         return self.transport.irecv(buf, self.ranks[source], tag)
 
     def room(self, dtype: np.dtype[Any]) -> int:
-        """How many elements longer than the values an array must be that a reduce-scatter receives into."""
+        """Return by how many elements an array that a reduce-scatter receives into must be longer than the values."""
         return 0
 
     def part(self, ranks: Sequence[int]) -> Group:
-        """Some ranks of this group, as a group of the same kind."""
+        """Make a group of the same kind from some of the ranks of this one."""
         return Group(self.transport, [self.ranks[rank] for rank in ranks])
 
 
 class Arrival:
-    """A request that is done when a message with `tag` has arrived, which is then in `incoming`."""
+    """A request that is done when a message with `tag` has arrived; `incoming` is the message then."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
         self._transport = transport
@@ -102,7 +102,7 @@ class Arrival:
         self.incoming: Any = None
 
     def test(self) -> bool:
-        """Whether a message has been taken off the queue."""
+        """Return whether a message has arrived; the first one is taken off the queue."""
         if self.incoming is None:
             self.incoming = self._transport.probe(self._tag)
         return self.incoming is not None

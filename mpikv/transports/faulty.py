@@ -1,8 +1,8 @@
 """A transport around another one, on which messages are late, overtake each other and ranks die, as a script says.
 
 For tests: what a real network does once in a thousand runs, it does in every run, and nobody has to sleep for it. A
-receive is handed on, or a message that has arrived is found, only some *looks* later: a look is a call of `poll` or
-`probe` of this rank. So messages of different senders or tags overtake each other; those of one sender with one tag
+receive is handed on, or a message that has arrived is found, only some *looks* later; each call of `poll` or `probe` of
+this rank is a look. So messages of different senders or tags overtake each other; those of one sender with one tag
 stay in their order, as MPI promises. A `Gate` holds some of them until a test opens it.
 
 All that is random follows from a seed and from the order of this rank's own calls.
@@ -28,13 +28,29 @@ Route = tuple[int, int]  # source and tag
 
 
 class KilledError(MpikvError):
-    """This rank has died, as its script says."""
+    """This rank has died, as its script says.
+
+    >>> from mpikv.testing.ranks import spawn
+    >>> from mpikv.transports.faulty import Death, Faults, FaultyFabric
+    >>> fabric = FaultyFabric(1, lambda rank: Faults(death=Death(sends=0)))
+    >>> spawn(1, lambda transport: transport.isend(np.ones(2), 0, 7), fabric=fabric)
+    Traceback (most recent call last):
+    mpikv.testing.ranks.RankError: rank 0: KilledError: rank 0 of 1 was killed after 0 messages, ...
+    """
 
 
 class Gate:
-    """Holds what comes from `source` (None: anybody) under `tag` (None: any) until it is opened.
+    """Holds messages that come from `source` (None: anybody) under `tag` (None: any) until it is opened.
 
-    asked: set once a rank has asked for something that it holds. To be used by several ranks, and by a test, at once.
+    asked: set once a rank has asked for something that it holds. Several ranks, and a test, may use it at once.
+
+    >>> from mpikv.transports.faulty import Gate
+    >>> gate = Gate(tag=7)
+    >>> gate.holds((0, 7)), gate.holds((0, 8))
+    (True, False)
+    >>> gate.open()
+    >>> gate.holds((0, 7))
+    False
     """
 
     def __init__(self, *, source: int | None = None, tag: int | None = None) -> None:
@@ -47,7 +63,7 @@ class Gate:
         self._opened.set()
 
     def holds(self, route: Route) -> bool:
-        """Whether this is to wait."""
+        """Return whether a message of this source and tag has to wait."""
         source, tag = route
         if self._opened.is_set() or self._source not in (None, source) or self._tag not in (None, tag):
             return False
@@ -56,9 +72,13 @@ class Gate:
 
 
 class Death(NamedTuple):
-    """A rank dies when it has sent `sends` messages: every call of its transport raises `KilledError`.
+    """A rank dies when it has sent `sends` messages: every call of its transport then raises `KilledError`.
 
-    silent: it sends and receives nothing any more instead, and no request of its own is ever done.
+    silent: instead of raising, it sends and receives nothing any more, and no request of its own is ever done.
+
+    >>> from mpikv.transports.faulty import Death
+    >>> Death(sends=3)
+    Death(sends=3, silent=False)
     """
 
     sends: int
@@ -69,7 +89,16 @@ class Death(NamedTuple):
 class Faults:
     """The script of one rank.
 
-    seed: None: nothing is late by chance. most_looks: how many looks later something comes at most.
+    seed: of the delays; with None nothing is late by chance. most_looks: how many looks later something comes at most.
+    gates: hold messages that come to this rank. death: when it dies; None: never.
+
+    >>> from mpikv.testing.stores import spawn_stores
+    >>> from mpikv.transports.faulty import Faults, FaultyFabric
+    >>> def body(store):
+    ...     store.init('g', np.zeros(2))
+    ...     return store.pushpull('g', np.ones(2), out=np.empty(2))
+    >>> spawn_stores('dist_sync', 2, body, fabric=FaultyFabric(2, lambda rank: Faults(seed=7)))
+    [None, None]
     """
 
     seed: int | None = None
@@ -79,7 +108,7 @@ class Faults:
 
 
 class _Receive(Waking):
-    """A receive that the transport below may not know of yet."""
+    """A receive that was asked for, and that the transport below is told of only later."""
 
     def __init__(self, transport: FaultyTransport, start: Callable[[], Request], due: int) -> None:
         self._transport = transport
@@ -89,7 +118,7 @@ class _Receive(Waking):
         self.due = due  # the look from which on it may be started
 
     def begin(self) -> None:
-        """Let the transport below know of it."""
+        """Tell the transport below of it."""
         self._started = self._start()
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
@@ -104,7 +133,7 @@ class _Receive(Waking):
         return self._started is not None and self._started.test()
 
     def wakes(self, waiter: Waiter) -> bool:
-        """When it is started, and then as the transport below does."""
+        """Wake the waiter when the receive is started, and then as the transport below does."""
         if self._started is not None:
             return wakes(self._started, waiter)
         self._waiter = waiter
@@ -112,7 +141,17 @@ class _Receive(Waking):
 
 
 class FaultyTransport:
-    """One rank of `inner`, with the faults of its script."""
+    """One rank of `inner`, with the faults of its script.
+
+    >>> from mpikv.transports.faulty import Death, Faults, FaultyTransport
+    >>> from mpikv.transports.threads import Fabric
+    >>> transport = FaultyTransport(Fabric(1).rank(0), Faults(death=Death(sends=1, silent=True)))
+    >>> transport.lives()
+    True
+    >>> receive, send = transport.irecv(np.empty(2), 0, 7), transport.isend(np.ones(2), 0, 7)
+    >>> transport.lives(), transport.poll(), transport.probe(7), receive.test(), transport.close()
+    (False, None, None, False, None)
+    """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self._inner = inner
@@ -126,7 +165,10 @@ class FaultyTransport:
         self.sent_messages = self.sent_bytes = 0
 
     def lives(self) -> bool:
-        """False: it is silent. Raises KilledError."""
+        """Return True while the rank lives, False when it has died silently.
+
+        Raises KilledError when it has died otherwise.
+        """
         death = self._faults.death
         if death is None or self.sent_messages < death.sends:
             return True
@@ -143,7 +185,7 @@ class FaultyTransport:
         return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """As `Transport.isend`."""
+        """Do what `Transport.isend` does."""
         if not self.lives():
             return Completion()
         self.sent_messages += 1
@@ -151,7 +193,7 @@ class FaultyTransport:
         return self._inner.isend(buf, dest, tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
-        """As `Transport.irecv`, later."""
+        """Do what `Transport.irecv` does, later."""
         if not self.lives():
             return Completion()
         receive = _Receive(self, lambda: self._inner.irecv(buf, source, tag, room_bytes), self._due())
@@ -167,7 +209,7 @@ class FaultyTransport:
                 self._receives.pop(route, None)
 
     def probe(self, tag: int) -> Incoming | None:
-        """As `Transport.probe`, later, and of whichever sender."""
+        """Do what `Transport.probe` does, later, and with messages of any sender in any order."""
         if not self.lives():
             return None
         self._looks += 1
@@ -186,7 +228,10 @@ class FaultyTransport:
         return found
 
     def poll(self) -> None:
-        """As `Transport.poll`. Does nothing once the rank has died: whoever moves transfers on hears of it by them."""
+        """Do what `Transport.poll` does.
+
+        Does nothing once the rank has died; who moves its transfers on hears of it from them.
+        """
         self._looks += 1
         death = self._faults.death
         if death is None or self.sent_messages < death.sends:
@@ -194,12 +239,18 @@ class FaultyTransport:
             self._inner.poll()
 
     def close(self) -> None:
-        """As `Transport.close`."""
+        """Do what `Transport.close` does."""
         self._inner.close()
 
 
 class FaultyFabric(Fabric):
-    """Thread ranks with faults. faults: the script of each rank; hosts, clock: as of `Fabric`."""
+    """Thread ranks with faults. faults: makes the script of each rank from its number; hosts, clock: as of `Fabric`.
+
+    >>> from mpikv.testing.ranks import spawn
+    >>> from mpikv.transports.faulty import Faults, FaultyFabric
+    >>> spawn(2, lambda transport: transport.size, fabric=FaultyFabric(2, lambda rank: Faults(seed=rank)))
+    [2, 2]
+    """
 
     def __init__(
         self,
@@ -212,5 +263,10 @@ class FaultyFabric(Fabric):
         self._faults = faults
 
     def rank(self, rank: int) -> Transport:
-        """The transport of one rank."""
+        """Make the transport of one rank.
+
+        >>> from mpikv.transports.faulty import Faults, FaultyFabric
+        >>> FaultyFabric(2, lambda rank: Faults()).rank(1).rank
+        1
+        """
         return FaultyTransport(super().rank(rank), self._faults(rank))

@@ -1,18 +1,18 @@
 """Messages between ranks of one host through the memory that they share; to all other ranks through MPI.
 
-A transport over another one, for a store with servers. Between ranks that share memory a message takes the shortest of
-three ways, of which the receiver need not know:
+This is a transport over another one, for a store with servers. Between ranks that share memory a message takes the
+shortest of three ways, and its receiver need not know which:
 
-- short: behind its record, in a ring (rings.py); copied in and out.
-- in shared memory already: the record says where, and the receiver reads it there (*by reference*). The message is sent
-  when the receiver says that it has read it.
-- long: the record announces it. When the receiver wants it, it is copied into the sender's *slots*, piece by piece, and
-  read there by reference. A few that find a slot free are copied at once, without being asked for.
+- A short message stands behind its record in a ring (rings.py); it is copied in and out.
+- A message that lies in shared memory already is read there (*by reference*): the record says where it is. It counts as
+  sent when the receiver says that it has read it.
+- A long message is announced by its record. When the receiver wants it, the sender copies it into its *slots*, piece by
+  piece, and the receiver reads it there by reference. Where a slot is free, a few are copied at once, unasked.
 
 `borrow` receives without a copy: the receiver reads from the sender's memory until it gives it back. So a server adds
 gradients where the workers have put them, and the workers copy values from where the server has them.
 
-Slots are so many that a long message that is wanted always gets one: receivers hold at most `HELD` of one sender, and
+There are enough slots for every long message that is wanted: receivers hold at most `HELD` of one sender, and
 `EAGER` may lie unread with receivers that do not want them yet.
 
 Cost: a record for a short message, two for one by reference, four for a long one; nothing of MPI. A slot's copy stays
@@ -51,8 +51,8 @@ _DONE = Done()
 class LocalTransport:
     """One rank of `inner`, some of whose ranks share `memory`.
 
-    here: their numbers in `inner`, in the order of the memory. slot_bytes: about the length of a long message.
-    receivers: how many of these ranks this one sends long messages to.
+    here: the numbers that these ranks have in `inner`, in the order of the memory. slot_bytes: about the length of a
+    long message. receivers: how many of these ranks this one sends long messages to.
     """
 
     def __init__(
@@ -100,22 +100,22 @@ class LocalTransport:
 
     @property
     def crowded(self) -> bool:
-        """Whether there are more ranks than cores."""
+        """Return whether this host has more ranks than cores."""
         return self.memory.size > len(os.sched_getaffinity(0))
 
     @property
     def held_bytes(self) -> int:
-        """Scratch memory of this rank."""
+        """Return how many bytes of scratch memory this rank holds."""
         return self._slot_bytes * (len(self._slots) + sum(map(len, self._slots_out.values())))
 
     def reaches(self, rank: int) -> bool:
-        """Whether messages to and from this rank go through memory."""
+        """Return whether messages to and from this rank go through memory."""
         return rank in self._writers
 
     # --- sending
 
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """Start sending a contiguous array; not to be changed until the request is done."""
+        """Start sending a contiguous array. The caller must not change it until the request is done."""
         if dest not in self._writers:
             return self.inner.isend(buf, dest, tag)
         data = buf.reshape(-1).view(np.uint8)
@@ -184,7 +184,7 @@ class LocalTransport:
 
     @property
     def flushed(self) -> bool:
-        """Whether every record has been written."""
+        """Return whether every record has been written."""
         if self._backlog:
             self._flush()
         return not self._backlog
@@ -192,13 +192,16 @@ class LocalTransport:
     # --- receiving
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
-        """As `Transport.irecv`; through memory without room."""
+        """Do what `Transport.irecv` does; a message through memory never comes shorter by `room_bytes`."""
         if source not in self._readers:
             return self.inner.irecv(buf, source, tag, room_bytes)
         return self._receive(Receiving(self, buf.reshape(-1).view(np.uint8), buf.nbytes), source, tag)
 
     def borrow(self, n_bytes: int, source: int, tag: int) -> Receiving:
-        """Start receiving `n_bytes` bytes, to be read from `view` until `release`. source: one that it `reaches`."""
+        """Start receiving `n_bytes` bytes that may be read from `view` until `release`.
+
+        source: a rank that it `reaches`.
+        """
         return self._receive(Receiving(self, None, n_bytes), source, tag)
 
     def _receive(self, receiving: Receiving, source: int, tag: int) -> Receiving:
@@ -212,7 +215,7 @@ class LocalTransport:
         return receiving
 
     def probe(self, tag: int) -> Incoming | None:
-        """The next message with this tag, whoever sent it."""
+        """Return the next message with this tag from any rank, or None."""
         self.poll()
         if self._boxes:
             for source in self._peers:
@@ -225,7 +228,7 @@ class LocalTransport:
         return None if self._alone else self.inner.probe(tag)
 
     def match(self, receiving: Receiving, arrived: Arrived) -> None:
-        """This message is for this receive."""
+        """Give this message to this receive."""
         source, number = arrived.source, arrived.number
         if arrived.n_bytes != receiving.n_bytes:
             raise MpikvError(f"message from rank {source}: {arrived.n_bytes} bytes, {receiving.n_bytes} expected")
@@ -317,14 +320,14 @@ class LocalTransport:
         self._fill()
 
     def close(self) -> None:
-        """Give back what it holds; the transport below stays."""
+        """Give back what it holds; the transport below stays open."""
         self.waker.close()
 
 
 def local_transport(
     inner: Transport, memory: HostMemory, workers: Sequence[int], servers: Sequence[int], slot_bytes: int
 ) -> LocalTransport | None:
-    """This rank's transport over `memory`, which the ranks of its host share; None where it has nobody to talk to.
+    """Make this rank's transport over `memory`, which the ranks of its host share; None if it has nobody to talk to.
 
     workers, servers: ranks of `inner`; a rank may be both.
     """
@@ -341,6 +344,6 @@ def local_transport(
 
 
 def ranks_here(transport: Transport) -> list[int]:
-    """The ranks of this rank's host."""
+    """Return the ranks on the host of this rank."""
     mine = transport.hosts[transport.rank]
     return [rank for rank, host in enumerate(transport.hosts) if host == mine]

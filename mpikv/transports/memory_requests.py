@@ -1,6 +1,6 @@
-"""What is under way through the memory of a host: the requests of memory.py.
+"""The requests of memory.py: what is under way through the memory of a host.
 
-None of them moves by itself: who asks whether one is done lets its transport handle what has come.
+None of them moves by itself: each `test` first lets the transport handle the records that have come.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from mpikv.engine.request import Request
 
 
 class Mover(Protocol):
-    """What they need of their transport."""
+    """What these requests need of their transport."""
 
     def poll(self) -> None:
-        """Handle what has come."""
+        """Handle the records that have come."""
         ...
 
     def match(self, receiving: Receiving, arrived: Arrived) -> None:
-        """This message is for this receive."""
+        """Give this message to this receive."""
         ...
 
 
 class Backlogged:
-    """A record for which there was no room."""
+    """A record that waits until its ring has room for it."""
 
     __slots__ = ("_transport", "done", "record")
 
@@ -37,7 +37,7 @@ class Backlogged:
         self.done = False
 
     def test(self) -> bool:
-        """Whether it has been written."""
+        """Return whether the record has been written."""
         if not self.done:
             self._transport.poll()
         return self.done
@@ -56,14 +56,14 @@ class Sending:
         self.done = False
 
     def test(self) -> bool:
-        """Whether its array is free again."""
+        """Return whether the sender may use its array again."""
         if not self.done:
             self._transport.poll()
         return self.done
 
 
 class Receiving:
-    """A receive into an array, or (buf None) of a view."""
+    """A receive into the array `buf`; with None, a receive by which the message is only looked at, in `view`."""
 
     __slots__ = ("_at", "_give_back", "_transport", "buf", "done", "n_bytes", "view")
 
@@ -77,13 +77,13 @@ class Receiving:
         self.done = False
 
     def test(self) -> bool:
-        """Whether it is here."""
+        """Return whether the whole message has come."""
         if not self.done:
             self._transport.poll()
         return self.done
 
     def take(self, piece: HostArray) -> None:
-        """The next bytes, to be copied."""
+        """Copy the next bytes of the message."""
         if self.buf is None:
             self.buf = self.view = np.empty(self.n_bytes, np.uint8)
         end = self._at + piece.size
@@ -92,11 +92,11 @@ class Receiving:
         self.done = end == self.n_bytes
 
     def refer(self, view: HostArray, give_back: Callable[[], object]) -> None:
-        """Take all of it by reference: it is in the sender's memory, until `give_back` is called."""
+        """Take the whole message by reference: it stays in the sender's memory until `give_back` is called."""
         self.view, self._give_back, self.done = view, give_back, True
 
     def release(self) -> None:
-        """Give back what was borrowed."""
+        """Give the sender's memory back."""
         if self._give_back is not None:
             self._give_back()
             self._give_back = None
@@ -125,7 +125,7 @@ class Arrived:
         self.referred = referred  # offset in the memory, -1: it is not
 
     def receive(self, buf: HostArray) -> Request:
-        """Receive into `buf`, contiguous, of `n_bytes` bytes."""
+        """Start receiving it into `buf`, which is contiguous and has `n_bytes` bytes."""
         receiving = Receiving(self._transport, buf.reshape(-1).view(np.uint8), buf.nbytes)
         self._transport.match(receiving, self)
         return receiving

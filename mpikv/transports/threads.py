@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Message(Completion):
-    """A message that is under way; as a request, its send."""
+    """A message that is under way. As a request, it is the sender's."""
 
     __slots__ = ("data", "number", "source", "tag")
 
@@ -40,7 +40,7 @@ class _Message(Completion):
             self.finish()  # the sender may change its array again
 
     def move_to(self, buf: HostArray, room_bytes: int = 0) -> None:
-        """Copy it into `buf`, which may be exactly `room_bytes` longer."""
+        """Copy the message into `buf`, which may be exactly `room_bytes` longer."""
         target = buf.reshape(-1).view(np.uint8)
         if self.data.size == target.size - room_bytes:
             target = target[: self.data.size]
@@ -53,7 +53,7 @@ class _Message(Completion):
 
 
 class _Receive(Completion):
-    """A receive that waits for its message."""
+    """A receive whose message has not come yet."""
 
     __slots__ = ("buf", "room_bytes", "transport")
 
@@ -63,7 +63,7 @@ class _Receive(Completion):
         self.buf, self.room_bytes = buf, room_bytes
 
     def test(self) -> bool:
-        """Whether the message has been received."""
+        """Return whether the message has been received."""
         if not self.done:
             self.transport.poll()
         return super().test()
@@ -73,7 +73,7 @@ Route = tuple[int, int]  # source and tag
 
 
 class _Box:
-    """What has been sent to one rank and not been received, and the receives that wait; in the order of each route."""
+    """What one rank has been sent and not received, and its receives that wait, both in the order of their routes."""
 
     def __init__(self) -> None:
         self.messages: dict[Route, deque[_Message]] = {}
@@ -85,7 +85,7 @@ class _Box:
         return _first(self.messages, route)
 
     def match(self) -> None:
-        """Give messages to receives in the order posted, as MPI does."""
+        """Give messages to receives in the order in which the receives were posted, as MPI does."""
         for route in [route for route in self.receives if route in self.messages]:
             while route in self.receives and route in self.messages:
                 receive = _first(self.receives, route)
@@ -172,14 +172,14 @@ class ThreadTransport:
         return receive
 
     def poll(self) -> None:
-        """Receive what has come for receives that wait."""
+        """Receive the messages that have come for receives that wait."""
         if self._seen != self._box.count:
             with self._fabric.lock:
                 self._seen = self._box.count
                 self._box.match()
 
     def probe(self, tag: int) -> _Incoming | None:
-        """The next message with this tag, whoever sent it."""
+        """Return the next message with this tag from any rank, or None."""
         with self._fabric.lock:
             routes = [route for route in self._box.messages if route[1] == tag]
             if not routes:
@@ -187,4 +187,4 @@ class ThreadTransport:
             return _Incoming(self._box.next(min(routes, key=lambda route: self._box.messages[route][0].number)))
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""

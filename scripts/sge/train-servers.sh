@@ -9,7 +9,8 @@
 #$ -l h_rt=0:30:00
 #$ -notify
 #$ -o train-$JOB_ID.out
-#$ -S /bin/bash -cwd -V -j y
+#$ -S /bin/bash -cwd -j y
+#$ -v PATH,LD_LIBRARY_PATH,PYTHONPATH,VIRTUAL_ENV,CONDA_PREFIX
 PYTHON_ENV=  # the Python environment's folder; empty: the active one, else .venv here
 PROGRAM=(python examples/train_mnist.py)  # what every rank runs
 RANKS=  # how many; empty: one in each slot of the job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import training
 from batch_jobs import WHEREABOUTS, Ended, changed, check_map, looping, said, stopped_together
 from grid_engine import GridEngine
+from launching import run
 from needs import find
 
 SCRIPTS = jobs.ROOT / "scripts" / "sge"
@@ -35,7 +37,9 @@ class Batch:
     ) -> None:
         self._cluster = cluster
         env = training.environment(mpi, folder, **variables)
-        line = ["qsub", "-terse", "-o", f"{folder}/job-$JOB_ID.out", *options, str(script), *program]
+        named = ",".join(name for name in env if name in variables or name.startswith("OMPI_"))
+        given = ["-v", named] if named else []
+        line = ["qsub", "-terse", "-o", f"{folder}/job-$JOB_ID.out", *given, *options, str(script), *program]
         done = cluster.call(*line, env=env, cwd=folder)
         assert done.stdout.strip().isdigit(), done
         self._folder = folder
@@ -214,6 +218,36 @@ def test_a_crashed_host_ends_the_job(kind: str, tmp_path: Path) -> None:
             hosts.crash(next(host for host in hosts.hosts if host.name == ranks["3"]))
             batch.said("ends with status")
         assert ENDED.findall(batch.out.read_text())[-1] != "0"
+
+
+# ---- what others can read
+
+INSIDE = """#!/bin/bash
+#$ -S /bin/bash -cwd -j y -v PATH,PYTHONPATH,VIRTUAL_ENV
+export PATH=$VIRTUAL_ENV/bin:$PATH
+COLOUR=$(cat colour) exec python -m mpikv launch -n 4 -s 0 --env COLOUR "$@"
+"""
+
+
+@pytest.mark.parametrize("way", ["submit", "launch"])
+@pytest.mark.parametrize("kind", ["openmpi", pytest.param("mpich", marks=full)])
+def test_values_of_env_are_nowhere_to_be_read(grid_engine: GridEngine, kind: str, way: str, tmp_path: Path) -> None:
+    """Not in Grid Engine's files and in no command line, nor is the launcher's secret. launch: inside of a job."""
+    value, program = os.urandom(16).hex(), ["python", str(Path(__file__).with_name("readable.py"))]
+    program.append(str(grid_engine.folder))
+    with grid_engine.hosts.nothing_left():
+        if way == "submit":
+            words = ["submit", "sge", "-n", 4, "--env", "COLOUR", "--wait", "--", *program]
+            job = run(grid_engine.hosts, find(kind), words, timeout_s=100, COLOUR=value, **grid_engine.env)
+            output = job.output
+        else:
+            (tmp_path / "colour").write_text(value)
+            (tmp_path / "inside").write_text(INSIDE)
+            batch = Batch(grid_engine, find(kind), tmp_path, ["-pe", "mpi", "4"], program, tmp_path / "inside")
+            output = batch.ended().output
+    assert sorted(re.findall(r"worker (\d) has 32 bytes", output)) == ["0", "1", "2", "3"], output
+    assert "readable: []" in output
+    assert value not in output
 
 
 # ---- signals

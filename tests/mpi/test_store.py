@@ -334,3 +334,24 @@ def test_partitions(comm):
         for outs in on_workers(comm, name, body, num_servers=servers, partition_bytes=4 * part_elems):
             for out, right in zip(outs, expected, strict=True):
                 np.testing.assert_array_equal(out, right, err_msg=f"{name}, {servers} servers")
+
+
+@pytest.mark.mpi
+def test_a_value_that_is_to_be_cut_into_tens_of_thousands_of_pieces(comm):
+    """By messages, which MPI may have to look through by the thousand: seconds, and not minutes."""
+    n = 180_000
+    for servers in (0, 1):
+        workers = comm.Get_size() - servers
+
+        def body(store):
+            store.init("w", np.zeros(n, np.float32))
+            store.set_optimizer(optimizers.create("test"))
+            value = np.full(n, store.rank + 1, np.float32)
+            store.push("w", value)
+            store.push("w", value)
+            store.barrier()
+            return store.pull("w")
+
+        changes = {"partition_bytes": 16, "shared_memory": "off"}
+        for out in on_workers(comm, "dist_async", body, num_servers=servers, **changes):
+            np.testing.assert_array_equal(out, workers * (workers + 1), err_msg=f"{servers} servers")

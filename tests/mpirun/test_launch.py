@@ -253,11 +253,23 @@ def test_the_reader_goes_away(mpi: Mpi, tmp_path: Path) -> None:
     assert job.stdout.endswith("status 0\n")
 
 
+def test_a_reader_that_stops(mpi: Mpi, tmp_path: Path) -> None:
+    """`mpikv launch ... | less`: the time limit counts all the same."""
+    ended = tmp_path / "status"
+    reader = f"until [ -e {ended} ]; do sleep 0.1; done"
+    script = f"{{ {mpi.python} -m mpikv launch -n 2 -s 0 --timeout 4 yes; echo $? >{ended}; }} | {{ {reader}; }}"
+    folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
+    running = Running([shutil.which("sh") or "sh", "-c", script], environment(mpi, {}, folder), folder, LIMIT_S)
+    job = running.finish()
+    check_end(job)
+    assert ended.read_text() == "124\n"
+
+
 def test_dry_run_prints_a_line_that_works(mpi: Mpi) -> None:
     job = launch(mpi, "-n", "2", "-s", "0", "--dry-run", "--env", "COLOUR=x y", "python", PROGRAM, "none")
-    assert job.status == 0, job.output
+    assert (job.status, "x y" in job.output) == (0, False), job.output
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
-    running = Running(["sh", "-c", job.stdout], environment(mpi, {}, folder), folder, LIMIT_S)
+    running = Running(["sh", "-c", job.stdout.replace("***", "x y")], environment(mpi, {}, folder), folder, LIMIT_S)
     done = running.finish()
     check_end(done)
     assert done.status == 0, done.output

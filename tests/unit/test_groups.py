@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial, reduce
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from mpikv.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
 from mpikv.errors import MpikvError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups.group import Options, RankGroup, Tags
@@ -17,6 +19,7 @@ from mpikv.groups.shared import CHUNK_BYTES, TINY_BYTES, MismatchError
 from mpikv.groups.world import World
 from mpikv.testing.groups import spawn_groups
 from mpikv.testing.ranks import RankError
+from mpikv.transports.threads import Fabric
 
 SUM = OPERATORS["sum"]
 # On one host through memory and by messages; one rank on each host; several ranks on some hosts.
@@ -34,10 +37,27 @@ SIZES = (0, 1, 5, TINY_BYTES // 4 + 3, CHUNK_BYTES // 4 + 1, 2 * CHUNK_BYTES // 
 SOON = Options(timeout_s=0.5)  # of a call that is to wait in vain
 
 
-def run(way: str, size: int, body, **config):
+def run(way: str, size: int, body, *, clock=MACHINE_CLOCK, **config):
     hosts, settings = WAYS[way]
     settings = Config(timeout_s=20, **settings, **config)
-    return spawn_groups(size, body, hosts=hosts and tuple(hosts[:size]), config=settings)
+    fabric = Fabric(size, hosts and tuple(hosts[:size]), clock)
+    return spawn_groups(size, body, hosts=fabric.hosts, config=settings, fabric=fabric)
+
+
+def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int = 1) -> None:
+    """`body(told, world, group)` on all ranks; time goes on until `told` is so long.
+
+    lookers: how many threads wait meanwhile, and so look at the clock.
+    """
+    clock, told = VirtualClock(), []
+
+    def let_it_pass() -> None:
+        clock.advance(20, turns=400, lookers=lookers, until=lambda: len(told) >= until)
+
+    driver = threading.Thread(target=let_it_pass, daemon=True)
+    driver.start()
+    run(way, size, partial(body, told), clock=clock)
+    driver.join(10)
 
 
 def values(rank: int, n: int, dtype="float32") -> np.ndarray:
@@ -231,10 +251,8 @@ def test_a_message_of_another_length_is_an_error() -> None:
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("different", ["length", "dtype", "operator", "call"])
-def test_different_calls_are_an_error_on_all_ranks(way: str, different: str, monkeypatch) -> None:
-    monkeypatch.setattr("mpikv.groups.watch.ASK_AFTER_S", 0.1)
-
-    def body(world: World, group: RankGroup):
+def test_different_calls_are_an_error_on_all_ranks(way: str, different: str) -> None:
+    def body(told: list, world: World, group: RankGroup):
         last = group.rank == 2
         n = 7 if last and different == "length" else 8
         dtype = "float64" if last and different == "dtype" else "float32"
@@ -244,16 +262,17 @@ def test_different_calls_are_an_error_on_all_ranks(way: str, different: str, mon
         make = partial(group.broadcast, [array], 0) if broadcasts else partial(group.allreduce, [array], operator)
         with pytest.raises(MismatchError, match="same calls in the same order"):
             make().wait()
+        told.append(group.rank)
         with pytest.raises(MpikvError, match="not in step any more"):
             group.barrier()
         world.group(range(3), 2, 20).barrier().wait()  # who asks finds all others still there
 
-    run(way, 3, body)
+    run_while_time_passes(way, 3, body, lookers=3, until=3)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_who_is_missing_is_named(way: str) -> None:
-    def body(world: World, group: RankGroup):
+    def body(told: list, world: World, group: RankGroup):
         group.barrier().wait()
         if group.rank != 1:
             with pytest.raises(
@@ -262,27 +281,30 @@ def test_who_is_missing_is_named(way: str) -> None:
                 r" 2\) .* missing: rank 1 of 3 on localhost has made 1 calls",
             ):
                 group.allreduce([np.ones(4, "float32")], SUM, SOON).wait()
+            told.append(group.rank)
         world.group(range(3), 2, 20).barrier().wait()  # all are there until both have asked
 
-    run(way, 3, body)
+    run_while_time_passes(way, 3, body, lookers=3, until=2)
 
 
 def test_a_message_that_nobody_sends_is_an_error() -> None:
-    def body(world: World, group: RankGroup):
+    def body(told: list, world: World, group: RankGroup):
         if group.rank == 0:
             with pytest.raises(StallError, match="in recv from 1 with tag 5 of the process group of ranks 0, 1"):
                 group.receive(np.zeros(1), 1, 5, SOON).wait()
+            told.append(0)
 
-    run("memory", 2, body)
+    run_while_time_passes("memory", 2, body, lookers=1)
 
 
 def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
-    def body(world: World, group: RankGroup):
+    def body(told: list, world: World, group: RankGroup):
         array = np.ones(2)
         if group.rank == 0:
             call = group.allreduce([array], SUM)
             with pytest.raises(StallError, match=r"waited 0.05 s, its timeout in all_reduce"):
                 call.wait(0.05)
+            told.append(0)
             group.send(np.zeros(1), 1, 0).wait()
             call.wait()
         else:
@@ -290,7 +312,7 @@ def test_the_callers_own_limit_leaves_the_call_under_way() -> None:
             group.allreduce([array], SUM).wait()
         assert array[0] == 2
 
-    run("memory", 2, body)
+    run_while_time_passes("memory", 2, body, lookers=2)
 
 
 def test_a_destroyed_group_refuses_calls() -> None:
@@ -334,7 +356,7 @@ def test_tags_do_not_meet() -> None:
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_the_board(way: str) -> None:
-    def body(world: World, group: RankGroup):
+    def body(told: list, world: World, group: RankGroup):
         me = group.rank
         world.ask("set", [f"key {me}"], [b"value"])
         assert world.ask("get", [f"key {rank}" for rank in range(3)]) == [b"value"] * 3
@@ -350,9 +372,10 @@ def test_the_board(way: str) -> None:
         assert world.ask("delete", [f"c {me}"]) == [b"0"]
         with pytest.raises(StallError, match=r"waited 0.05 s for another rank to set the keys nowhere"):
             world.ask("get", ["nowhere"], timeout_s=0.05)
+        told.append(group.rank)
         assert world.ask("get", ["sum"]) == [b"6"]  # the answer to this one, and not a late one
 
-    run(way, 3, body)
+    run_while_time_passes(way, 3, body, lookers=1, until=3)
 
 
 def test_an_error_of_one_rank_is_raised_by_spawn() -> None:

@@ -34,11 +34,11 @@ def memories_of(hosts: str) -> list[HostMemory]:
     return [found[rank] for rank in range(len(hosts))]
 
 
-def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, lanes: int, most: int) -> HostKey:
+def host_key(memory: HostMemory, begin: int, n: int, dtype: np.dtype, *, rings: int, most: int) -> HostKey:
     """A key whose counters lie at `begin`, its value behind them."""
     place = Place(begin + counters_bytes(most), begin)
     room = Segment(memory, memory.n_bytes // 2).take
-    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), lanes, room=room)
+    return HostKey(memory, place, n, (dtype, sum_dtype(dtype)), rings, room=room)
 
 
 def parts(rank: int, n: int, round_: int, dtype: np.dtype = F32) -> np.ndarray:
@@ -77,7 +77,7 @@ def through_memory(
 
     def steps(group):
         me = group.rank
-        key = host_key(memories[me], begin, n, dtype, lanes=found.carriers, most=most)
+        key = host_key(memories[me], begin, n, dtype, rings=found.carriers, most=most)
         behind = 1 << 28
         results = []
         for round_ in range(ROUNDS):
@@ -154,7 +154,7 @@ def test_dtypes(dtype: str) -> None:
 
 def test_counters_that_are_behind_or_ahead() -> None:
     first, second = private_memory(2)
-    keys = [host_key(memory, 128, 10, F32, lanes=2, most=2) for memory in (first, second)]
+    keys = [host_key(memory, 128, 10, F32, rings=2, most=2) for memory in (first, second)]
     keys[0].begin(keys[0].own, keys[0].own)
     keys[0].count(3, 5)
     assert (
@@ -168,7 +168,7 @@ def test_counters_that_are_behind_or_ahead() -> None:
 
 def test_places_do_not_meet() -> None:
     memories = private_memory(3)
-    keys = [host_key(memory, 0, 33, F32, lanes=2, most=3) for memory in memories]
+    keys = [host_key(memory, 0, 33, F32, rings=2, most=3) for memory in memories]
     for i, key in enumerate(keys):
         key.begin(key.own, key.own)
         key.own[:] = i
@@ -190,8 +190,7 @@ class Sleeper:
 
 
 def test_who_waits_for_a_key_is_woken_by_its_counts_alone() -> None:
-    fabric = Fabric(3, "aaa")
-    ranks = [HostKeys(memory, fabric.rank(memory.rank)) for memory in private_memory(3)]
+    ranks = [HostKeys(memory, "aaa") for memory in private_memory(3)]
     places = [ranks[0].reserve_key(40) for _ in range(5)]
     keys = [[one.key(place, 10, F32) for place in places] for one in ranks]
     sleepers = [Sleeper() for _ in places]
@@ -223,7 +222,7 @@ def test_on_one_host_the_bits_are_those_of_the_order_of_ranks(size: int, n: int,
 
     def steps(group):
         me = group.rank
-        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), lanes=size, most=size)
+        key = host_key(memories[me], 1 << 12, n, np.dtype(dtype), rings=size, most=size)
         yield from one_host.share(key, me)
         results = []
         for round_ in range(3):

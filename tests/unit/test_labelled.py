@@ -90,7 +90,7 @@ def through_memory(hosts: str, n: int, bounds):
     memories = memories_of(hosts)
 
     def halves(group):
-        key = host_key(memories[group.rank], 1 << 12, n, F32, lanes=topology(hosts).carriers, most=len(hosts))
+        key = host_key(memories[group.rank], 1 << 12, n, F32, rings=topology(hosts).carriers, most=len(hosts))
 
         def reduce_scatter(adding, buf, comparison):
             return (

@@ -65,5 +65,6 @@ def test_none() -> None:
 
 def test_remote_shells() -> None:
     assert remote_shell({"SLURM_JOB_NODELIST": "n1"})[0] == "srun"
-    assert remote_shell({"PE_HOSTFILE": "x"})[0] == "qrsh"
+    # Grid Engine leaves what it is given in files that others can read: by -V that would be everything.
+    assert remote_shell({"PE_HOSTFILE": "x"}) == ("qrsh", "-inherit", "-nostdin", "-v", "PATH,LD_LIBRARY_PATH")
     assert remote_shell({"PBS_NODEFILE": "x"}) == ()

@@ -51,6 +51,7 @@ def test_on_hosts() -> None:
     blocks = place([Host("h1"), Host("h2")], 3, 1)
     words = line.build(HYDRA, blocks, ["x"], remote_shell=("ssh", "-p", "1"), more=["-v"])
     first, *others = programs(words)
+    assert "rsh" in line.build(HYDRA, blocks, ["x"], remote_shell=("qrsh", "-inherit"))  # which knows no -x of ssh's
     assert first[:8] == ["/v/mpiexec", "-hosts", "h1:2,h2:2", "-launcher", "ssh", "-launcher-exec", "ssh", "-v"]
     assert all("-wdir /" in " ".join(words[: words.index("-n")]) for words in (first, *others))
     found = [[one[one.index("-n") + 1], *one[one.index("rank") + 1 : one.index("--")]] for one in (first, *others)]
@@ -77,6 +78,10 @@ def test_pairs() -> None:
     for text, message in (("Z", "no such variable is set here"), ("1A=2", "it is NAME=VALUE"), ("", "it is NAME")):
         with pytest.raises(ConfigError, match=f"--env-worker.*{message}"):
             environment.read_pairs("--env-worker", [text], environ)
+    with pytest.raises(ConfigError) as refused:  # without the value
+        environment.read_pairs("--env", ["A-B=s3cret"], environ)
+    assert str(refused.value).startswith("--env A-B: ")
+    assert "s3cret" not in str(refused.value)
 
 
 def test_what_goes_along() -> None:
@@ -191,13 +196,13 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     status, out, err = launch(
         capsys, "-n", "2", "--dry-run", "--env", "WHO", "--env-server", "A=b c", "hostname", "--dry-run", "-n", "7"
     )
-    assert (status, err) == (0, "")
+    assert (status, err) == (0, "mpikv launch: values of --env are not printed: put them in the places of ***\n")
     words = shlex.split(out)
     variables = dict(word.split("=", 1) for word in words[: next(i for i, word in enumerate(words) if word[0] == "/")])
     told = json.loads(variables["_MPIKV_LAUNCH"])
-    assert told["env"]["all"]["WHO"] == "me"
+    assert told["env"]["all"]["WHO"] == "***"
     assert told["env"]["all"]["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
-    assert (told["env"]["server"], told["folder"]) == ({"A": "b c"}, os.getcwd())
+    assert (told["env"]["server"], told["folder"]) == ({"A": "***"}, os.getcwd())
     assert programs(words)[0][-4:] == ["hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
 
 

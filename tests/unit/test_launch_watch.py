@@ -196,6 +196,21 @@ def test_mpirun_ends_before_its_ranks_start(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == "[mpirun] oh no\n"
 
 
+def test_an_mpirun_that_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its ranks have, all with status 0."""
+    assert Job(["true"] * 2).run(after="wait; sleep 300") == Verdict(0, "")
+    assert capfd.readouterr().err == "mpikv launch: all ranks have ended, and mpirun has not: it is killed\n"
+
+
+def test_mpirun_does_not_say_again_which_rank_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+    """It would do so in a box of text. What it says before, and of what no rank has reported, is shown."""
+    warning = "plm:ssh: Warning: setpgid(1,1) failed in parent with errno=Permission denied(13)"
+    job = Job([f"{READY}; {GO}; exit 3"])
+    with when_started(job, job.go):
+        job.run(before=f'echo "{warning}" >&2; echo early >&2', after="wait; echo a box >&2; exit 3")
+    assert capfd.readouterr().err == "[mpirun] early\n"
+
+
 def test_the_time_limit() -> None:
     verdict = Job(["trap : TERM; while :; do sleep 1; done"], LIMITS._replace(job=1.0)).run()
     assert verdict == Verdict(124, "timed out after 1 s")

@@ -5,6 +5,7 @@ python tests/unit/test_optimizers_docs.py
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -19,13 +20,15 @@ import pytest
 from mpikv import optimizers
 from mpikv.optimizers import Adam, Array, Optimizer, Scalar, number
 from mpikv.optimizers.base import FACTOR
+from mpikv.optimizers.schedules import SCHEDULES, Scheduler
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "optimizers.md"
 BEGIN, END = "<!-- from the declarations -->\n", "<!-- until here -->\n"
 
 
 def tables() -> str:
-    return "\n".join([*fields(), "", "## What is kept", "", *states()]) + "\n"
+    parts = [*fields(), "", "## Schedules", "", *schedules(), "", "## What is kept", "", *states()]
+    return "\n".join(parts) + "\n"
 
 
 def fields() -> Iterator[str]:
@@ -38,6 +41,18 @@ def fields() -> Iterator[str]:
     for name, key, field in rows:
         default = f"`{field.default!r}`" if field.init else "none"
         yield f"| {name} | `{key}` | {default} | {field.wanted} | {field.doc.replace('|', chr(92) + '|')} |"
+
+
+def schedules() -> Iterator[str]:
+    yield "| schedule | argument | default | values | meaning |"
+    yield "|---|---|---|---|---|"
+    common = dataclasses.fields(Scheduler)
+    for cls in SCHEDULES.values():
+        own = common if cls is Scheduler else [one for one in dataclasses.fields(cls) if one not in common]
+        name = "all" if cls is Scheduler else f"`{cls.__name__}`"
+        for one in own:
+            default = "none" if one.default is dataclasses.MISSING else f"`{one.default!r}`"
+            yield f"| {name} | `{one.name}` | {default} | {one.metadata['wanted']} | {one.metadata['doc']} |"
 
 
 def states() -> Iterator[str]:
@@ -79,6 +94,18 @@ def test_what_is_declared_can_be_seen(name: str) -> None:
     for one in cls.states:
         assert f"{one.name}: {one.doc}" in cls.__doc__
         assert not arrayed(one) or not one.where or one.where in cls.fields
+
+
+@pytest.mark.parametrize("cls", SCHEDULES.values())
+def test_a_schedules_arguments_are_its_fields(cls: type[Scheduler]) -> None:
+    """In MXNet's order, and each of them is checked and described."""
+    found = [(one.name, one.default) for one in dataclasses.fields(cls)]
+    missing = {inspect.Parameter.empty: dataclasses.MISSING}
+    parameters = inspect.signature(cls).parameters.values()
+    assert [(one.name, missing.get(one.default, one.default)) for one in parameters] == found
+    assert all({"check", "wanted", "doc"} <= one.metadata.keys() for one in dataclasses.fields(cls))
+    order = {"Factor": "step", "MultiFactor": "step", "Poly": "max_update", "Cosine": "max_update", "": "base_lr"}
+    assert found[0][0] == order[cls.__name__.removesuffix("Scheduler")]
 
 
 def test_workers_may_differ_in_one_attribute() -> None:

@@ -414,13 +414,13 @@ def test_messages_of_many_small_keys_are_cut(fabric, monkeypatch):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
-    cores, made = [], assembly.server_core
+    cores, made = [], assembly.ServerCore
 
     def noted(*arguments):
         cores.append(made(*arguments))
         return cores[-1]
 
-    monkeypatch.setattr(assembly, "server_core", noted)
+    monkeypatch.setattr(assembly, "ServerCore", noted)
     n = 50 * PART_ELEMS + 3
 
     def body(store):

@@ -56,8 +56,8 @@ AMONG_WORKERS: list[tuple[str, int, str, dict[str, Any], tuple[str, str, tuple[i
     ("aaa", 11, "int8", {"algorithm": "naive"}, ("messages", "naive", (4, 4, 3))),
     ("aabbb", 11, "int8", {"algorithm": "naive"}, ("messages", "naive", (3, 2, 2, 2, 2))),
     ("abcde", 11, "int8", {"algorithm": "naive", "number": 9, **WHOLE}, ("messages", "naive", (0, 0, 0, 0, 11))),
-    ("abcde", 11, "int8", {"algorithm": "native"}, ("messages", "native", (3, 2, 2, 2, 2))),
-    ("aabbb", 11, "int8", {"algorithm": "native", "number": 9, **WHOLE}, ("messages", "native", (0, 0, 0, 0, 11))),
+    ("abcde", 11, "int8", {"algorithm": "native"}, ("native", "native", (3, 2, 2, 2, 2))),
+    ("aabbb", 11, "int8", {"algorithm": "native", "number": 9, **WHOLE}, ("native", "native", (0, 0, 0, 0, 11))),
     ("aabbb", 11, "int8", {"algorithm": "ring"}, ("messages", "ring", (3, 2, 2, 2, 2))),
     ("aaa", 11, "int8", {"algorithm": "ring", "number": 9, **WHOLE}, ("messages", "ring", (11, 0, 0))),
     ("aaa", 11, "int8", {"algorithm": "halving_doubling"}, ("messages", "halving_doubling", (6, 5, 0))),
@@ -89,6 +89,13 @@ ON_SERVERS: list[tuple[int, int, list[int], int, int, bool, list[tuple[int, int,
     (1_000_003, 2, [1, 0], 1_000_000, 1048576, False, [(0, 0, 500_002), (1, 500_002, 1_000_003)], 524288),
     (1_000_003, 2, [1, 2, 3, 4, 0], 1_000_000, 1048576, True, [(4, 0, 1_000_003)], 524288),
     (1, 8, [3, 3], 1_000_000, 4, False, [(0, 0, 1)], 1),
+    # Not in more than 1024 pieces, or in pieces of 64 KiB.
+    (1024, 4, [0], 1_000_000, 1, False, [(0, 0, 1024)], 1),
+    (1025, 4, [0], 1_000_000, 4, False, [(0, 0, 1025)], 2),
+    (180_000, 4, [0], 1_000_000, 16, False, [(0, 0, 180_000)], 176),
+    (180_000, 4, [0], 1_000_000, 720, False, [(0, 0, 180_000)], 180),
+    (2**30, 4, [0, 0], 1_000_000, 16, False, [(0, 0, 2**29), (1, 2**29, 2**30)], 16384),
+    (2**30, 4, [0, 0], 1_000_000, 65544, False, [(0, 0, 2**29), (1, 2**29, 2**30)], 16386),
 ]
 
 

@@ -17,10 +17,13 @@ import pytest
 
 from mpikv.arrays import sum_dtype
 from mpikv.collectives import shared, shared_plans
-from mpikv.collectives.shared import Executor
+from mpikv.collectives.shared import WORDS, Executor
 from mpikv.collectives.shared_plans import Piece, Region, Slots, Update, in_place_plan, staged_plan, update_plan
-from mpikv.hostmemory.counters import WORDS_PER_RANK, CallCounters, digest
-from mpikv.hostmemory.segment import WORD_BYTES, aligned, private_memory
+from mpikv.digests import digest
+from mpikv.hostmemory.counters import Counters, table_bytes
+from mpikv.hostmemory.patience import Patience
+from mpikv.hostmemory.segment import aligned, private_memory
+from mpikv.hostmemory.together import Together
 from mpikv.keys import even_bounds, whole_bounds
 from mpikv.testing.ranks import spawn
 from mpikv.testing.reference import add
@@ -39,9 +42,9 @@ CHUNK, TINY = 4096, 512  # so that some thousand elements make several chunks
 LIMIT_S = 30.0
 
 
-def wait(test):
+def wait(request):
     deadline = time.monotonic() + LIMIT_S
-    while not test():
+    while not request.test():
         assert time.monotonic() < deadline, "a rank has waited too long"
         time.sleep(1e-4)
 
@@ -51,11 +54,10 @@ class Rank:
 
     def __init__(self, memory):
         self.memory, self.rank, self.size = memory, memory.rank, memory.size
-        self.slots = Slots(memory, memory.size * WORDS_PER_RANK * WORD_BYTES)
-        self.counters = CallCounters(
-            memory, step=lambda: False, crowded=True, yield_=lambda: time.sleep(0), patience_s=LIMIT_S
-        )
-        self.executor = Executor(self.counters, wait)
+        self.slots = Slots(memory, table_bytes(memory.size, WORDS))
+        counters = Counters(memory, 0, WORDS, patience=Patience.of(memory, memory.size))
+        self.together = Together(counters, step=lambda: False, patience_s=LIMIT_S)
+        self.executor = Executor(counters, wait)
         self._free = self.slots.end
         self._turn = 0
 
@@ -76,12 +78,12 @@ class Rank:
         """plan_of: a plan, or a function of the turn that returns one."""
         plan = plan_of(self._turn) if callable(plan_of) else plan_of
         self.executor.begin(plan)
-        assert self.counters.together(digest("call"))
+        assert self.together.begin(digest("call"))
         self._turn ^= 1
         try:
             self.executor.finish(plan)
         finally:
-            self.counters.end(digest("key"), 1)
+            self.together.end(digest("key"), 1)
         return plan
 
     def staged(self, values, outs, results=None):
@@ -100,7 +102,7 @@ def on_ranks(size, body):
     memories = private_memory(size)
     for memory in memories[:1]:
         # What earlier calls leave in the slots must not matter: the largest floats, whose sums would overflow.
-        slots = Slots(memory, memory.size * WORDS_PER_RANK * WORD_BYTES)
+        slots = Slots(memory, table_bytes(memory.size, WORDS))
         begin = slots.end - memory.size * slots.per_rank_bytes
         memory.array(begin, slots.end - begin, np.dtype(np.uint8))[:] = 0x7F
 
@@ -453,17 +455,17 @@ def test_a_call_that_did_not_take_place_leaves_no_trace():
     """What was filled in before the ranks met, or did not, is filled in anew."""
 
     def body(rank):
-        rank.counters._patience_s = 0.001
+        rank.together._patience_s = 0.001
         found = []
         for n in (3, 70_000):
             value, out = np.full(n, 100.0, np.float32), np.empty(n, np.float32)
             plan = rank.staged([value], [[out]])
             turn = rank._turn
             rank.executor.begin(plan(turn))
-            assert not rank.counters.together(digest("mine", rank.rank, n))
-            rank.counters.pushed(digest("key"), 1)
+            assert not rank.together.begin(digest("mine", rank.rank, n))
+            rank.together.pushed(digest("key"), 1)
             value[:] = rank.rank + 1
-            rank.counters._patience_s = LIMIT_S
+            rank.together._patience_s = LIMIT_S
             rank.run(plan)
             found.append(np.unique(out).tolist())
         return found

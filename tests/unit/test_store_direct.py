@@ -108,7 +108,7 @@ def test_random_forms_on_three_workers(seed, optimizer):
             together, form = common.random() < 0.5, common.choice(FORMS)
             yield str(form if together else mine.choice([one for one in FORMS if one != "singles"]))
 
-    # Without a progress thread other transfers move on in calls only, those that wait for a counters among them.
+    # Without a progress thread other transfers move on in calls only, those that wait for the others among them.
     progress = "calls" if seed == 2 else "thread"
     both_ways(3, mixed_forms(forms, seed == 2, optimizer), direct=None, progress=progress)
 

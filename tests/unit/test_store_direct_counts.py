@@ -12,13 +12,13 @@ import pytest
 from direct_stores import F32, LARGE, TIMEOUT_S, numbers, refused, run
 
 from mpikv import MpikvError, PeerError, StallError, optimizers
-from mpikv.hostmemory.counters import CallCounters
+from mpikv.hostmemory.together import Together
 
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Nobody withdraws from a counters because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.CallCounters", partial(CallCounters, patience_s=TIMEOUT_S))
+    """Nobody withdraws from a call because another rank gets no processor for long."""
+    monkeypatch.setattr("mpikv.strategies.direct.Together", partial(Together, patience_s=TIMEOUT_S))
 
 
 # --- counts
@@ -203,7 +203,7 @@ def test_an_optimizer_that_raises(patient, owner):
         assert all(isinstance(one, type) and issubclass(one, Exception) for one in result[2:]), result
 
 
-@pytest.mark.parametrize("where", ["adding", "counters"])
+@pytest.mark.parametrize("where", ["adding", "deciding"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, where, victim):
     """Ctrl-C in the middle of a call, which the program survives: later calls raise, or are right."""
@@ -211,7 +211,7 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
 
     if where == "adding":
         request.getfixturevalue("patient")  # else nobody may come to it
-    owner, name = (sums, "add_all") if where == "adding" else (CallCounters, "_await")
+    owner, name = (sums, "add_all") if where == "adding" else (Together, "_await")
     original, hit = getattr(owner, name), threading.Event()
 
     def interrupted(*arguments):
@@ -230,7 +230,7 @@ def test_an_interrupted_call_does_not_lead_to_wrong_sums(request, monkeypatch, w
             value[:] = numbers(store, LARGE, step)
             if step == 2 and store.rank == victim:
                 armed.set()
-            elif step == 2 and where == "counters":
+            elif step == 2 and where == "deciding":
                 time.sleep(0.1)  # so that the other one waits for it
             try:
                 store.pushpull("w", value)

@@ -15,14 +15,14 @@ from direct_stores import F32, LARGE, TIMEOUT_S, both_ways, numbers, refused, ru
 from mpikv import optimizers
 from mpikv.config import Config
 from mpikv.errors import MpikvError, StallError
-from mpikv.hostmemory.counters import CallCounters
+from mpikv.hostmemory.together import Together
 from mpikv.testing.reference import ReferenceStore
 
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Nobody withdraws from a counters because another rank gets no processor for long."""
-    monkeypatch.setattr("mpikv.strategies.direct.CallCounters", partial(CallCounters, patience_s=TIMEOUT_S))
+    """Nobody withdraws from a call because another rank gets no processor for long."""
+    monkeypatch.setattr("mpikv.strategies.direct.Together", partial(Together, patience_s=TIMEOUT_S))
 
 
 # --- optimizers
@@ -66,7 +66,7 @@ OPTIMIZERS = (
 @pytest.mark.parametrize("n", [1, 37, LARGE])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one[0])
 def test_updates_are_those_of_the_reference(patient, optimizer, n):
-    """Of ordinary and shared arrays, lanes between; sums of whole numbers are exact, so the bits must be the same."""
+    """Of ordinary and shared arrays, queues between; sums of whole numbers are exact, so the bits must be the same."""
 
     def body(store):
         store.init("w", np.linspace(-1, 1, n).astype(F32))

@@ -324,7 +324,7 @@ def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: 
 
     def late(strategy, info, sink, waiting):
         queue = strategy._queues[info.id]
-        if armed.is_set() and strategy.rank == 0 and info.key == "w":
+        if armed.is_set() and strategy._session.rank == 0 and info.key == "w":
             deadline = time.monotonic() + TEST_TIMEOUT_S
             while not queue.running.done:
                 assert time.monotonic() < deadline

@@ -133,9 +133,11 @@ def test_sge_options() -> None:
         "-notify",
         "-q all.q",
         "-o logs/fit-$JOB_ID.out",
-        "-S /bin/bash -cwd -V -j y",
+        "-S /bin/bash -cwd -j y",
+        "-v PATH,LD_LIBRARY_PATH,PYTHONPATH,VIRTUAL_ENV,CONDA_PREFIX",
         "-P x",
     ]
+    assert "-v PATH,OMP_NUM_THREADS" in directives(sge.script(replace(job, passed=("PATH", "OMP_NUM_THREADS"))), "#$")
     assert "STOP_AFTER=7110" in settings(script)
 
 

@@ -7,6 +7,7 @@ sends it arrives there.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -269,10 +270,16 @@ def test_variables_of_a_file(site: Site) -> None:
     ],
 )  # fmt: skip
 def test_mpirun_in_grid_engine(site: Site, mpi: str, words: str, hosts: str) -> None:
-    """A host that gave slots of two queues comes once; the temporary folder is gone in the end."""
+    """A host that gave slots of two queues comes once; the temporary folder is gone in the end.
+
+    Open MPI's ranks on other hosts get variables by its -x, MPICH's get them all.
+    """
     site.mpi(mpi)
-    _, output = site.run("sge/train.sh", *ONE)
-    line = launched(output)
+    _, output = site.run("sge/train.sh", *ONE, COLOUR="blue", lines={"LAUNCH_OPTIONS": "(last)"})
+    line, passed, _ = launched(output).partition(" <last>")[0].partition(" <-x>")
+    names = set(re.findall(r"<-x> <(\w+)>", launched(output)))
+    assert names >= {"COLOUR", "PATH", "MPIKV_NUM_SERVERS", "OMP_NUM_THREADS"} if passed else mpi == "mpich"
+    assert not names & {"JOB_ID", "NSLOTS", "PE_HOSTFILE", "TMPDIR", "PWD", "_", "SERVERS"}
     folder = Path(line.partition("_agent> <" if mpi != "mpich" else "-exec> <")[2].partition("/agent>")[0])
     assert line.replace(str(folder), "S") == f"mpirun {words}"
     assert hosts in output.splitlines()
@@ -286,7 +293,7 @@ def test_agent_of_grid_engine(site: Site) -> None:
     agent = part.read_text().partition("<<'END'\n")[2].partition("END\n")[0]
     for words in (["h2", 'A=1;export A;prted --x "y z"'], ["-x", "-q", "h2", "A=1;export A;prted", "--x", '"y z"']):
         subprocess.run(["sh", "-s", "--", *words], input=agent, text=True, env=site.environ, check=True)
-    call = "qrsh -inherit -nostdin -V h2 trap '' USR1 USR2; A=1;export A;prted --x \"y z\""
+    call = "qrsh -inherit -nostdin -v PATH,LD_LIBRARY_PATH h2 trap '' USR1 USR2; A=1;export A;prted --x \"y z\""
     assert site.called() == [call, call]
 
 

@@ -9,7 +9,7 @@ trap '' USR1 USR2
 while :; do case $1 in -*) shift ;; *) break ;; esac; done
 host=$1
 shift
-exec qrsh -inherit -nostdin -V "$host" "trap '' USR1 USR2; $*"
+exec qrsh -inherit -nostdin -v PATH,LD_LIBRARY_PATH "$host" "trap '' USR1 USR2; $*"
 END
 chmod +x "$SCRATCH/agent"
 case $MPI in
@@ -21,6 +21,15 @@ case $MPI in
     esac
     # Grid Engine gives the job its CPUs; every host would bind its first rank to the same one.
     LAUNCH+=(--hostfile "$SCRATCH/hosts" --bind-to none -n "$RANKS")
+    # What ranks on other hosts get of this shell's variables goes through mpirun: what qrsh is given can be read there
+    # by every user. Not what belongs to a host, a login or a shell.
+    for NAME in $(compgen -e); do
+        case $NAME in
+        HOME | HOST | HOSTNAME | LOGNAME | MAIL | OLDPWD | PWD | SHELL | SHLVL | TERM | TMP | TMPDIR | USER | _) ;;
+        ARC | ENVIRONMENT | JOB_* | NHOSTS | NQUEUES | NSLOTS | PE | PE_HOSTFILE | QUEUE | REQNAME | REQUEST | RESTARTED | SGE_*) ;;
+        *) LAUNCH+=(-x "$NAME") ;;
+        esac
+    done
     [ "$DISTRIBUTION" = block ] || LAUNCH+=(--map-by node)
     ;;
 *)

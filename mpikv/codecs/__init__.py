@@ -1,0 +1,1 @@
+"""How a push travels to whoever adds it: base.py says what a codec is."""

@@ -1,0 +1,69 @@
+"""The sum of the arrays that a host's ranks bring, or what another function of two arrays makes of them.
+
+One array after another is added to those before it, so their order alone says what the bits are. float16 and bfloat16
+are added in float32 and rounded once.
+
+Cost: one pass over the result for each array but the first; for float16 and bfloat16 scratch memory as long as the
+result in float32, unless that is what the result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+
+Combine = Callable[..., object]  # of two arrays, with the result in `out`: one of NumPy's functions, or like it
+Way = Callable[[HostArray, Sequence[HostArray]], None]  # `out` becomes what the arrays make
+
+
+def in_order(out: HostArray, sources: Sequence[HostArray], combine: Combine = np.add) -> None:
+    """`out` becomes all `sources` combined, of one length and dtype. `out` may be the first of them, and no other."""
+    total = sources[0]
+    for source in sources[1:]:
+        combine(total, source, out=out)
+        total = out
+    if total is not out:
+        out[...] = total
+
+
+def newest_first(combine: Combine) -> Combine:
+    """With each further array as the first argument, as where it comes in a message: two NaNs give its bits."""
+    return lambda total, source, out: combine(source, total, out=out)
+
+
+def scaled(values: HostArray, ratio: float) -> HostArray:
+    """Values in other units: a copy, or the array itself where they are the same."""
+    return values if ratio == 1.0 else values * values.dtype.type(ratio)
+
+
+def way_of(
+    dtype: np.dtype[Any], combine: np.ufunc = np.add, finish: Callable[[HostArray, int], None] | None = None
+) -> Way:
+    """How arrays of this dtype are combined, to be used again and again.
+
+    finish: called with the result, before it is rounded, and the number of arrays.
+    """
+    wide = sum_dtype(dtype)
+    if wide != dtype or finish is not None:
+        return partial(_finished, wide, combine, finish)
+    return in_order if combine is np.add else partial(in_order, combine=combine)
+
+
+def _finished(
+    wide: np.dtype[Any],
+    combine: np.ufunc,
+    finish: Callable[[HostArray, int], None] | None,
+    out: HostArray,
+    sources: Sequence[HostArray],
+) -> None:
+    total = out if out.dtype == wide else np.empty(out.shape, wide)
+    in_order(total, sources, combine if sources[0].dtype == wide else partial(combine, dtype=wide))
+    if finish is not None:
+        finish(total, len(sources))
+    if total is not out:
+        np.copyto(out, total, casting="unsafe")

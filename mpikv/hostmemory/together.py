@@ -1,0 +1,162 @@
+"""Whether all ranks of a host are in the same blocking call, so that they can make it together.
+
+Ranks that make the same blocking call can do it together, in memory that they all see. But a rank may well be in
+another call that pushes the same keys, with another grouping or without waiting, and then nobody may wait for it here.
+So each call of a rank has a *mark*: a hash of which keys it has pushed so far, how often each (in any order), and which
+it pushes now, how. Equal marks mean: the same history, the same call.
+
+The first rank decides. It waits until every other rank wants its mark, and says go; or it sees that one of them has
+gone past, or wants something else, or does not come for a while, and goes its own way, which its count of pushes
+shows. Who waits for the first rank sees one or the other. A rank that withdraws looks, after a memory barrier, whether
+the first one is just deciding, and the first looks once more, after a barrier, whether all still want it: so
+all decide alike (Dekker's algorithm).
+
+A decision costs two cache lines that travel; no message is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpikv.clock import MACHINE_CLOCK, Clock
+from mpikv.digests import MASK
+from mpikv.engine.backoff import Backoff
+from mpikv.hostmemory.counters import Counters
+from mpikv.hostmemory.segment import ORDERED, fence
+
+# Of each rank's words; COUNT is a counter. Those from FREE on, in a cache line of their own, are for the calls' steps.
+WANT, COUNT, INTENT, GO, FREE = 0, 1, 2, 3, 8
+FIRST = 0  # the rank that decides
+
+# How long a rank waits for the others before it goes its own way, for which nobody waits. Only ranks that are in
+# different calls need this to end, so it may be long; but each such call costs it.
+PATIENCE_S = 0.25
+
+
+class Together:
+    """One rank's side. counters: a table of at least FREE words.
+
+    step: what to do between looks once it takes long (the progress engine's step). clock: what that is measured by.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        step: Callable[[], bool],
+        clock: Clock = MACHINE_CLOCK,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._rank, self._words = counters.rank, counters.words
+        self._patience, self._polls = counters.patience, counters.patience.polls
+        self._me, self._first = counters.rows[counters.rank], counters.rows[FIRST]
+        self._peers = [counters.rows[peer] for peer in counters.others]
+        self._step = step
+        self._clock = clock
+        self._patience_s = patience_s
+        self._history = 0
+        self._count = 0
+
+    # --- what this rank has pushed
+
+    def pushed(self, hash_: int, n_keys: int) -> None:
+        """Note pushes that were not made together. hash_: the sum of the keys' digests."""
+        self._history = (self._history + hash_) & MASK
+        self._count += n_keys
+        if not ORDERED:
+            fence()
+        self._words[self._me + COUNT] = self._count
+
+    # --- the decision
+
+    def begin(self, call: int) -> bool:
+        """Whether all ranks make this call together now. If so, `end` ends it; if not, push otherwise.
+
+        call: a digest of the call: its keys in order and how it is made. Blocks until that is decided.
+        """
+        mark = (self._history + call) & MASK or 1
+        if not ORDERED:
+            fence()
+        self._words[self._me + WANT] = mark
+        together = self._lead(mark) if self._rank == FIRST else self._follow(mark)
+        if not ORDERED:
+            fence()
+        if not together:
+            self._words[self._me + WANT] = 0
+        return together
+
+    def end(self, hash_: int, n_keys: int) -> None:
+        """The call is over: note its pushes."""
+        self._words[self._me + WANT] = 0
+        self.pushed(hash_, n_keys)
+
+    def _lead(self, mark: int) -> bool:
+        words, me = self._words, self._me
+        while True:
+            for peer in self._peers:
+                index = peer + WANT
+                for _ in self._polls:
+                    if words[index] == mark:
+                        break
+                else:
+                    if not self._await(lambda: self._leading(peer, mark)):  # noqa: B023 - called at once
+                        return False
+            words[me + INTENT] = mark
+            fence()
+            for peer in self._peers:
+                if words[peer + WANT] != mark:
+                    break
+            else:
+                words[me + GO] = mark
+                return True
+            words[me + INTENT] = 0
+
+    def _leading(self, peer: int, mark: int) -> bool | None:
+        """Whether another rank wants the same; None: it has not come yet."""
+        # Its count first: it takes back what it wanted before it counts.
+        passed = self._words[peer + COUNT]
+        want = self._words[peer + WANT]
+        if want == mark:
+            return True
+        # More pushes than ours: it has pushed these keys otherwise. As many, and another call: it does not do what we
+        # do.
+        return False if passed > self._count or (passed == self._count and want != 0) else None
+
+    def _follow(self, mark: int) -> bool:
+        words, intent, go = self._words, self._first + INTENT, self._first + GO
+        for _ in self._polls:
+            if words[go] == mark:
+                return True
+        if self._await(lambda: self._following(mark)):
+            return True
+        words[self._me + WANT] = 0
+        fence()
+        while words[intent] == mark and words[go] != mark:
+            self._patience.yield_()  # the first rank is between its two looks: some instructions
+        return words[go] == mark
+
+    def _following(self, mark: int) -> bool | None:
+        """What the first rank has decided. It says go first, and counts the pushes afterwards."""
+        passed = self._words[self._first + COUNT]
+        if self._words[self._first + GO] == mark:
+            return True
+        return False if passed > self._count else None
+
+    def _await(self, decided: Callable[[], bool | None]) -> bool:
+        """A decision that takes longer: yield, then move other transfers on and sleep; False if it takes too long."""
+        found: bool | None = None
+
+        def known() -> bool:
+            nonlocal found
+            found = decided()
+            return found is not None
+
+        if not self._patience.yielded(known):
+            deadline_s = self._clock.now_s() + self._patience_s
+            backoff = Backoff(clock=self._clock)
+            while not known() and self._clock.now_s() < deadline_s:
+                if self._step():
+                    backoff.reset()
+                else:
+                    backoff.pause()
+        return bool(found)

@@ -1,0 +1,111 @@
+"""The rules of the agreement of all workers: what worker 0 makes of what each of them has brought under a topic.
+
+Pure functions. A rule gets what all workers brought, in their order. It returns the result, as JSON, or raises a
+Disagreement, which becomes the same error on every worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpikv.checks import shown
+from mpikv.codecs.identity import IDENTITY
+from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
+from mpikv.session.agreement import Disagreement, Name, Rule, first, grouped
+
+
+def _describe_init(payload: Sequence[Any]) -> str:
+    shape, dtype, codec = payload
+    return f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
+
+
+def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    if payloads.count(payloads[0]) < len(payloads):
+        brought = grouped([_describe_init(payload) for payload in payloads], labels)
+        raise Disagreement(
+            ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"
+        )
+    return payloads[0]
+
+
+def _optimizer_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """Equal optimizers for the same keys; the error names only what differs."""
+    configs = [json.loads(config) for config, _ in payloads]
+    facts: list[dict[str, Any]] = [
+        {"optimizer": config.get("name"), "keys": keys, **config.get("attributes", {})}
+        for config, (_, keys) in zip(configs, payloads, strict=True)
+    ]
+    kinds = [{"optimizer": fact["optimizer"], "keys": fact["keys"]} for fact in facts]
+    compared = facts if all(kind == kinds[0] for kind in kinds) else kinds
+    for name in compared[0]:
+        values = [fact.get(name) for fact in compared]
+        if any(value != values[0] for value in values):
+            brought = grouped([f"{name}={value!r}" for value in values], labels)
+            raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
+    if any(payload != payloads[0] for payload in payloads):
+        brought = grouped([config for config, _ in payloads], labels)
+        raise Disagreement(ConfigError, f"set_optimizer with different optimizers on different workers: {brought}")
+    return None
+
+
+def _bucket_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    if any(payload != payloads[0] for payload in payloads):
+        brought = grouped([f"{sum(map(len, payload))} keys in {len(payload)} buckets" for payload in payloads], labels)
+        raise Disagreement(ConfigError, f"trainers with different trained parameters on different workers: {brought}")
+    return None
+
+
+def _skip_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    if any(payload != payloads[0] for payload in payloads):
+        brought = grouped([", ".join(map(str, payload)) or "none" for payload in payloads], labels)
+        raise Disagreement(ConfigError, f"a step with different parameters frozen on different workers: {brought}")
+    return None
+
+
+def _empty_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """All allocate the same, where worker 0 says."""
+    texts = [text for text, _ in payloads]
+    if len(set(texts)) > 1:
+        raise Disagreement(
+            ShapeMismatch, f"empty or zeros with different arguments on different workers: {grouped(texts, labels)}"
+        )
+    return payloads[0][1]
+
+
+def _close_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """Every worker has pushed every key equally often, where rounds need all of them."""
+    counts = [dict(payload) for payload in payloads]
+    unmatched = []
+    for key_id in sorted({key_id for count in counts for key_id in count}):
+        pushes = [count.get(key_id, 0) for count in counts]
+        if min(pushes) != max(pushes):
+            short = [label for label, n in zip(labels, pushes, strict=True) if n == min(pushes)]
+            unmatched.append((key_id, max(pushes), min(pushes), ", ".join(short)))
+    return unmatched
+
+
+def _regroup_rule(_name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
+    """All that stay have pushed the same; the places that worker 0 has found for the keys."""
+    if any(pushes != payloads[0][0] for pushes, _ in payloads):
+        brought = grouped([", ".join(f"{n} times key {i}" for i, n in pushes) for pushes, _ in payloads], labels)
+        raise Disagreement(MpikvError, f"regroup of workers that have pushed different rounds: {brought}")
+    return payloads[0][1]
+
+
+RULES: Mapping[str, Rule] = {
+    "init": _init_rule,
+    "set_optimizer": _optimizer_rule,
+    "barrier": first,
+    "empty": _empty_rule,
+    "bucket": _bucket_rule,
+    "skip": _skip_rule,
+    "regroup": _regroup_rule,
+    "set_optimizer in place": first,
+    "save_optimizer_states": first,
+    "load_optimizer_states": first,
+    "save": first,
+    "resume": first,
+    "close": _close_rule,
+}

@@ -1,0 +1,137 @@
+"""Keys that travel together: a bucket is a queue of several keys that lie one behind the other in one buffer.
+
+Its round is complete, and starts, when each of them has been pushed once more. A key that is not trained any more must
+be skipped in each round, or those that travel with it would wait for it.
+
+Memory: that of a queue, and one buffer that is kept to be used again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from mpikv import buckets
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.checks import shown
+from mpikv.collectives.stages import Span
+from mpikv.errors import MpikvError
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.owner import Owner
+from mpikv.session.base import Pending
+from mpikv.session.contests import Labels
+from mpikv.session.workers import Workers
+from mpikv.spaces.base import Space
+from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders
+
+
+class Bucket(RoundQueue):
+    """A queue of several keys of one dtype."""
+
+    def __init__(self, infos: Sequence[KeyInfo], space: Space) -> None:
+        begins = buckets.offsets([info.n_elems for info in infos])
+        # It goes by the number of its first key, whose tags it uses.
+        name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
+        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype), space)
+        self._infos = tuple(infos)
+        self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
+        self._counts = dict.fromkeys(self._spans, 0)
+        self._open: deque[Round] = deque()  # those that lack keys
+        self._spare: HostArray | None = None
+
+    @property
+    def keys(self) -> Sequence[KeyInfo]:
+        """The keys, in the order of the buffer."""
+        return self._infos
+
+    def span(self, info: KeyInfo) -> slice:
+        """Where a key's values lie in the bucket's."""
+        return self._spans[info.id]
+
+    def pushes_of(self, info: KeyInfo) -> int:
+        """How often a key has been pushed, or skipped."""
+        return self._counts[info.id]
+
+    def add(self, info: KeyInfo, round_: Round | None) -> bool:
+        """One more push of a key; None: it takes no part in this round, on no worker."""
+        place = self._counts[info.id] - self.pushed
+        while len(self._open) <= place:
+            self._open.append(Round(self._buffer(), {}))
+        whole = self._open[place]
+        if round_ is not None and round_.op is not whole.op:
+            if any(under is not None for under in whole.under.values()):
+                raise MpikvError(
+                    f"pushpull of key {shown(info.key)} with op={round_.op.name!r}: keys that travel with it were "
+                    f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
+                )
+            whole = self._open[place] = whole._replace(op=round_.op)
+        self._counts[info.id] += 1
+        self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
+        whole.under[info.id] = None if round_ is None else round_.under
+        completed = False
+        while self._open and len(self._open[0].under) == len(self._infos):
+            self.waiting.append(self._open.popleft())
+            self.pushed += 1
+            completed = True
+        return completed
+
+    @property
+    def held_bytes(self) -> int:
+        """With the rounds that are being filled, and the buffer kept for the next one."""
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return super().held_bytes + spare + sum(round_.values.nbytes for round_ in self._open)
+
+    def _buffer(self) -> HostArray:
+        spare, self._spare = self._spare, None
+        return self.space.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
+
+    def labels(self, under: Unders) -> Labels:
+        """Of a round, key by key."""
+        return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
+
+    def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
+        """Update the parts of the keys that lie in [begin, end)."""
+        for info in self._infos:
+            place, one = self._spans[info.id], under[info.id]
+            first, last = max(span[0], place.start), min(span[1], place.stop)
+            if first < last and one is not None:
+                owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
+
+    def finish(self, buf: HostArray) -> None:
+        """A round is done."""
+        super().finish(buf)
+        self._spare = buf
+
+
+def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[int, RoundQueue]) -> list[Bucket]:
+    """The buckets of several keys that these keys make, in this order. Collective, blocks until all have their values.
+
+    ConfigError on every worker where workers name different keys.
+    """
+    groups = buckets.plan([info.n_bytes for info in infos], [str(info.dtype) for info in infos])
+    session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
+    for info in infos:
+        session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
+    found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
+    return [Bucket(group, session.space) for group in found if len(group) > 1]
+
+
+class Bucketed:
+    """The keys that were named together. start: lets a queue's rounds be done; called under the engine's lock."""
+
+    def __init__(self, session: Workers, queues: Mapping[int, RoundQueue], start: Callable[[RoundQueue], None]) -> None:
+        self._session, self._queues, self._start = session, queues, start
+        self._skipped: list[Key] = []  # in the last round
+
+    def skip(self, keys: Sequence[Key]) -> None:
+        """These take no part in the round that follows, on no worker."""
+        if list(keys) != self._skipped:
+            self._session.agree("skip", list(keys), "a step with other parameters frozen than before")
+            self._skipped = list(keys)
+        with self._session.engine.lock:
+            for key in keys:
+                info = self._session.infos[key]
+                queue = self._queues[info.id]
+                if isinstance(queue, Bucket) and queue.add(info, None):
+                    self._start(queue)

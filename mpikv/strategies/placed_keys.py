@@ -1,0 +1,239 @@
+"""The keys of one worker among workers that own them: their queues, the ways they go, and who the workers are.
+
+Workers agree on keys (session/workers); each key then begins here, and its placement says which way it goes and what
+each worker owns of it. All of it follows from who the workers are, and is made anew when they become fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mpikv.arrays import HostArray
+from mpikv.checks import shown
+from mpikv.collectives.labelled import Comparison
+from mpikv.engine.running import Running
+from mpikv.errors import ConfigError, UnsupportedError
+from mpikv.hostmemory.segment import HostMemory
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.owner import Owner
+from mpikv.placement import Members, Placement, place
+from mpikv.session.agreement import Disagreement
+from mpikv.session.base import Pending
+from mpikv.session.workers import KeyEvents, Workers
+from mpikv.strategies.bucketed import Bucket
+from mpikv.strategies.communicators import Communicators
+from mpikv.strategies.direct import Direct
+from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.queues import Reached, RoundQueue
+from mpikv.strategies.round_steps import RoundSteps
+from mpikv.strategies.ways import WAYS, Means
+
+
+class PlacedKeys:
+    """Those of one worker.
+
+    queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns.
+    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators: of the ways that need
+    them; None where the store has no such way.
+    """
+
+    def __init__(self, session: Workers, memory: HostMemory | None) -> None:
+        self._session = session
+        self.queues: dict[int, RoundQueue] = {}
+        self._space = session.space
+        self.owner = Owner(self._space)
+        self.first_values: dict[Key, HostArray] = {}
+        self._listening: Running[Any] | None = None
+        self.communicators: Communicators | None = None
+        if session.members.path == "native":
+            self.communicators = Communicators(session.transport, session.engine)
+        self._follow(memory)
+        agreed = None if self.communicators is None else self.communicators.agreed
+        session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
+
+    # --- the ranks
+
+    def _follow(self, memory: HostMemory | None) -> None:
+        """Make all that hangs on who the workers are."""
+        session, members = self._session, self._session.members
+        if self._listening is not None:
+            self._listening.cancel()
+        self.hosts = self._listening = self.direct = None
+        if memory is not None:
+            self.hosts = HostKeys(memory, members.worker_hosts)
+            self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
+            if members.path == "direct":
+                self.direct = Direct(session, self.hosts, self.queues, self.owner)
+        self._means = Means(session.group, self._space, self.hosts, self.communicators)
+        self._rounds = RoundSteps(
+            session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
+        )
+
+    def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
+        """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
+
+        members: the store's with fewer workers (`Members.only`). memory: new memory, which the ranks of each host that
+        stay share; None: they send messages. Prepared calls are made anew, the counts of direct calls start at 0, and
+        arrays of `store.empty` are ordinary ones from now on.
+
+        Collective over the workers that stay; blocks until each of them has called it. The others make no further call.
+        Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
+        or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
+        UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
+        be lost, and with MPIKV_ALGORITHM=native, whose communicators are those of all workers.
+        """
+        session = self._session
+        if session.optimizers():
+            raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
+        if self.communicators is not None:
+            raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
+        members = replace(members, memory=memory is not None)
+        self.drain("regroup")
+        queues = sorted(self.all(), key=lambda queue: queue.info.id)
+        with session.engine.lock:
+            if self.direct is not None:
+                self.direct.reset()
+            session.regroup(members)
+            self._follow(memory)
+        places = [self._reserve(queue.info) for queue in queues] if session.rank == 0 else None
+        places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
+        with session.engine.lock:
+            for queue, reserved in zip(queues, places, strict=True):
+                value = queue.own
+                self._place(queue, reserved)
+                self._space.copy(queue.own, value)
+
+    # --- keys as they are agreed on
+
+    def _reserve(self, info: KeyInfo) -> Any:
+        """The key's place in shared memory; all else follows from what all workers know."""
+        if not self._session.codecs.can_be_added(info):
+            raise Disagreement(
+                UnsupportedError,
+                f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
+                "and without servers workers add what travels",
+            )
+        return None if self.hosts is None else self.hosts.reserve_key(info.n_bytes)
+
+    def _begin(self, info: KeyInfo, reserved: Any) -> None:
+        """Open the key's queue, which first brings the value of worker 0 to all."""
+        queue = RoundQueue(info, self._space)
+        self._place(queue, reserved)
+        if self._session.rank == 0:
+            self._space.copy(queue.own, self.first_values.pop(info.key))
+        self.queues[info.id] = queue
+        queue.running = self._session.engine.take(Running(self._rounds.run(queue), queue.name))
+
+    def _broken(self, info: KeyInfo) -> None:
+        """A key that `init` returned for already turned out to differ between workers: forget it."""
+        queue = self.queues.pop(info.id, None)
+        if queue is not None and queue.running is not None:
+            queue.running.cancel()
+
+    def _place(self, queue: RoundQueue, reserved: Any) -> None:
+        """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
+        placement = self._placement(queue.info, room=reserved is not None)
+        way = WAYS[placement.path](self._means, queue.info, placement, reserved)
+        queue.way, queue.own, queue.comparison = way, way.value, None
+
+    def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
+        """With the optimizer that serves the key."""
+        optimizer = self.owner.optimizer_of(info.id)
+        return place(self._session.members, info, whole=optimizer is not None and not optimizer.elementwise, room=room)
+
+    def _comparison(self, queue: RoundQueue) -> Comparison | None:
+        """Of the labels of its rounds, where there are other workers and something to add."""
+        session = self._session
+        if session.num_workers == 1 or not queue.info.n_elems:
+            return None
+        labels = [session.attributes.as_set(session.slot_of(info)) for info in queue.keys]  # as all workers have them
+        return Comparison(tuple(labels), exact=queue.info.dtype.kind in "iu")
+
+    # --- rounds
+
+    def start(self, queue: RoundQueue) -> None:
+        """Let its rounds be done, unless they are. Under the engine's lock."""
+        running = self.due(queue)
+        if running is not None:
+            queue.running = self._session.engine.take(running)
+
+    def due(self, queue: RoundQueue) -> Running[None] | None:
+        """What does its rounds, to be taken by the engine; None: they are being done."""
+        return Running(self._rounds.run(queue), queue.name) if queue.may_start else None
+
+    def all(self) -> list[RoundQueue]:
+        """Each queue once."""
+        return list(dict.fromkeys(self.queues.values()))
+
+    def pushed(self, info: KeyInfo) -> int:
+        """How often this worker has pushed a key."""
+        queue = self.queues[info.id]
+        return queue.pushes_of(info) + queue.calls.rounds
+
+    def _pushes(self) -> dict[int, int]:
+        """The same of each key, by its number."""
+        return {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
+
+    def drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
+        """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.
+
+        Raises at last where a round was refused, on every worker, so that nothing is left under way.
+        """
+        refused: ConfigError | None = None
+        for queue in self.all():
+            rounds = [queue.pushed]
+            for info in queue.keys:
+                if common is not None and info.id in common:
+                    rounds.append(common[info.id] - queue.calls.rounds)
+            round_ = min(rounds)
+            try:
+                self._session.wait(
+                    Pending(Reached(queue, round_), Waiting(call, queue.info.key, queue.info.id, round_))
+                )
+            except ConfigError as error:
+                refused = refused or error
+        if refused is not None:
+            raise refused
+
+    # --- what changes owners
+
+    def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
+        """An optimizer that all workers agreed on, this worker's own copy. Not while rounds are under way."""
+        with self._session.engine.lock:
+            self.owner.set_optimizer(slot, optimizer, key_ids)
+            if self.direct is not None:
+                self.direct.reset()
+            for queue in self.all():
+                queue.way.cut(self._placement(queue.info, room=queue.way.shared))
+                queue.comparison = None
+
+    def join(self, buckets: Sequence[Bucket]) -> None:
+        """Let the keys of buckets, which were never pushed, go in these from now on. Collective, blocks."""
+        session = self._session
+        places: Sequence[Any] = [None] * len(buckets)
+        if self.hosts is not None:
+            if session.rank == 0:
+                places = [self._reserve(bucket.info) for bucket in buckets]
+            places = session.agree("empty", ["buckets", places], "bucket")
+        with session.engine.lock:
+            for bucket, reserved in zip(buckets, places, strict=True):
+                self._place(bucket, reserved)
+                for info in bucket.keys:
+                    self._space.copy(bucket.own[bucket.span(info)], self.queues[info.id].value())
+                    self.queues[info.id] = bucket
+                bucket.has_value = True
+
+    def owned(self, rank: int) -> list[tuple[KeyInfo, int, int]]:
+        """The part of each key that a worker owns; an empty one where it owns nothing of it."""
+        owned = []
+        for queue in self.all():
+            for info in queue.keys:
+                span = queue.span(info)
+                begin = min(max(queue.bounds[rank], span.start), span.stop)
+                end = max(begin, min(queue.bounds[rank + 1], span.stop))
+                owned.append((info, begin - span.start, end - span.start))
+        return owned

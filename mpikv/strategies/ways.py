@@ -1,0 +1,265 @@
+"""The ways that the rounds of a key can go: how workers' values are added, and how the new value comes to all of them.
+
+A key's placement names its way (`WAYS`), so that keys of one store may go different ways, side by side. Each key has an
+object of its own, which holds the key's value and what only this way needs. A bucket of several keys counts as one key.
+
+Cost: that of the collective behind each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.collectives import hosted, one_host
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
+from mpikv.collectives.select import ALGORITHMS
+from mpikv.engine.request import Steps
+from mpikv.keys import KeyInfo
+from mpikv.placement import Path, Placement
+from mpikv.spaces.base import Space
+from mpikv.strategies.communicators import Communicators
+from mpikv.strategies.host_keys import HostKeys
+from mpikv.transports.base import Group
+
+
+class Means(NamedTuple):
+    """What the ways of one worker's keys are made with. hosts, communicators: where the store has ways that need them.
+
+    space: where values are, unless they are in memory that the ranks of a host share. hosts: the keys in such memory.
+    communicators: those for MPI's own collectives.
+    """
+
+    group: Group
+    space: Space
+    hosts: HostKeys | None = None
+    communicators: Communicators | None = None
+
+
+class Way(Protocol):
+    """The way of one key.
+
+    value: the key's value, (n,). shared: the value lies in memory that the ranks of this host share, and `allgather`
+    writes it to the caller's arrays as it comes.
+    """
+
+    value: HostArray
+    shared: bool
+
+    @property
+    def placement(self) -> Placement:
+        """The key's, which named this way."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of this worker's own that is held for the value, or for what it adds."""
+        ...
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts, and labels are compared anew. Not during a round."""
+        ...
+
+    def share(self) -> Steps[None]:
+        """Bring the value of worker 0 to all. Collective; once, before the first round."""
+        ...
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
+        """Combine `values` of all workers. Returns (n,) with the result in this worker's part; None: it is in `values`.
+
+        values: (n,), in the dtype of the sums; not to be changed by the caller until `allgather` of the same round has
+        ended, and by the way only where it is `changeable` or not `shared`. comparison: of the labels that they were
+        pushed under, the same one until `cut`; None: there are none to be compared. Collective.
+        """
+        ...
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """Complete `value`, of which each worker has updated its own part, on all workers. Collective.
+
+        outs: arrays of the caller's, (n,), to write it to; there are none where it is not `shared`.
+        """
+        ...
+
+
+class _OfKey:
+    """What all ways have in common."""
+
+    shared = False
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        self.placement = placement
+        self._group, self._key_id = means.group, info.id
+        self._labelled: tuple[Group, Group] | None = None
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts."""
+        self.placement = placement
+        self._labelled = None
+
+    def _tag(self, use: int) -> int:
+        return wire.key_tag(self._key_id, use)
+
+    def _groups(self, comparison: Comparison | None) -> tuple[Group, Group]:
+        """For the messages of a reduce-scatter and of an allgather. Made by the first round, which may come late."""
+        if self._labelled is None:
+            group, bounds = self._group, self.placement.bounds
+            self._labelled = group, group
+            if comparison is not None:
+                owners = frozenset(rank for i, rank in enumerate(group.ranks) if bounds[i] < bounds[i + 1])
+                self._labelled = (
+                    AddingGroup(group.transport, group.ranks, comparison),
+                    SharingGroup(group.transport, group.ranks, comparison, owners),
+                )
+        return self._labelled
+
+
+class _Alone(_OfKey):
+    """A way with the value in this worker's own memory."""
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
+        self._space = means.space
+        self.value = means.space.empty(info.n_elems, info.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """The value."""
+        return self.value.nbytes
+
+
+class _InMemory(_OfKey):
+    """A way with the value in memory that the ranks of this host share. place: where all ranks know it to be."""
+
+    shared = True
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
+        assert means.hosts is not None
+        self._key = means.hosts.key(place, info.n_elems, info.dtype)
+        self.value = self._key.value
+
+    @property
+    def held_bytes(self) -> int:
+        """Where it copies its values to, for the others to add."""
+        return self._key.held_bytes
+
+
+# Where a way has nothing to add to a collective, it returns the generator: one more in the chain would be one more
+# frame between every message and its call.
+
+
+class Messages(_Alone):
+    """By messages, with the algorithm that the placement names. They say under which labels values were pushed."""
+
+    def share(self) -> Steps[None]:
+        """By a tree."""
+        return broadcast(self._group, self.value, 0, self._tag(0))
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
+        """In place."""
+        algorithm: Any = ALGORITHMS[self.placement.algorithm]
+        steps: Steps[None] = algorithm.reduce_scatter(
+            self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
+        )
+        return steps
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """In place."""
+        algorithm: Any = ALGORITHMS[self.placement.algorithm]
+        steps: Steps[None] = algorithm.allgather(
+            self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
+        )
+        return steps
+
+
+class Native(_Alone):
+    """By MPI's own collectives, on a communicator of the key's own."""
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
+        assert means.communicators is not None
+        self._communicators = means.communicators
+        self._comm: Any = None
+
+    def share(self) -> Steps[None]:
+        """By a tree of messages of ours; then the key waits for its communicator."""
+        yield from broadcast(self._group, self.value, 0, self._tag(0))
+        self._comm = yield from self._communicators.of(self._key_id)
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
+        """In place, with the workers' labels gathered before."""
+        native = self._communicators.native
+        if comparison is not None:
+            ratio = yield from native.ratio(self._comm, comparison)
+            if ratio != 1.0:
+                self._space.scale(values, ratio, values)
+        yield from native.reduce_scatter(self._comm, values, self.placement.bounds, combine)
+        return None
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """In place."""
+        steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
+        return steps
+
+
+class OneHost(_InMemory):
+    """Through memory that all workers share, without a message."""
+
+    def share(self) -> Steps[None]:
+        """The value is in the memory: the others are told that it is."""
+        return one_host.share(self._key, self._group.rank)
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
+        """From where the values are, if the others can read them there."""
+        return one_host.reduce_scatter(
+            self._group.rank, values, self.placement.bounds, self._key, combine=combine, comparison=comparison
+        )
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """Wait for the other owners, and copy the value out."""
+        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs)
+
+
+class Hosted(_InMemory):
+    """Through memory within each host, and by messages between hosts, which say what those of `Messages` say."""
+
+    def share(self) -> Steps[None]:
+        """By a tree over one rank of each host."""
+        return hosted.share(self._group, self._key, self._tag(0))
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray | None]:
+        """From where the values are, if the others of the host can read them there."""
+        return hosted.reduce_scatter(
+            self._groups(comparison)[0],
+            values,
+            self.placement.bounds,
+            self._tag(1),
+            self._key,
+            changeable=changeable,
+            combine=combine,
+            comparison=comparison,
+        )
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """The value is completed once for each host, and copied out as it comes."""
+        return hosted.allgather(self._groups(comparison)[1], self.placement.bounds, self._tag(2), self._key, outs)
+
+
+Make = Callable[[Means, KeyInfo, Placement, Any], Way]
+
+WAYS: Mapping[Path, Make] = {"direct": OneHost, "hosted": Hosted, "messages": Messages, "native": Native}

@@ -1,0 +1,318 @@
+"""A space is where arrays are and how they are worked on: what each does, and that a store asks it in every mode."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from store_modes import DTYPES, Mode
+
+from mpikv import optimizers, spec
+from mpikv.assembly import local_store
+from mpikv.spaces import host
+from mpikv.spaces.base import Space
+from mpikv.spaces.host import HostSpace
+from mpikv.testing.fake_device import FakeDevice
+from mpikv.testing.stores import spawn_stores
+
+FLOAT32 = np.dtype(np.float32)
+SPACES = [HostSpace]
+METHODS = ("ready", "total", "write", "empty", "zeros", "copy", "cast", "combine", "scale", "update")
+
+
+@pytest.fixture(params=SPACES, ids=lambda kind: kind.__name__)
+def space(request: pytest.FixtureRequest) -> Space:
+    return request.param()
+
+
+# --- what every space does
+
+
+def test_the_methods_are_those_of_the_contract(space: Space) -> None:
+    assert {name for name in vars(Space) if not name.startswith("_")} == set(METHODS)
+    assert all(callable(getattr(space, name)) for name in METHODS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_memory_and_copies(space: Space, dtype: np.dtype[Any], n: int) -> None:
+    values = (np.arange(n) % 100).astype(dtype)
+    array, zeros = space.empty(n, dtype), space.zeros(n, dtype)
+    assert array.shape == zeros.shape == (n,)
+    assert array.dtype == zeros.dtype == dtype
+    assert not zeros.any()
+    space.copy(array, values)
+    assert np.array_equal(array, values)
+    space.copy(array[n // 2 :], 0)
+    assert np.array_equal(array, [*values[: n // 2], *[0] * (n - n // 2)])
+    wide = space.empty(n, np.dtype(np.float64))
+    space.copy(wide, values)
+    assert np.array_equal(wide, values.astype(np.float64))
+    space.copy(array, wide)
+    assert np.array_equal(array, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cast(space: Space, dtype: np.dtype[Any]) -> None:
+    values = np.arange(5).astype(dtype)
+    assert space.cast(values, dtype) is values
+    wide = space.cast(values, np.dtype(np.float64))
+    assert wide.dtype == np.float64
+    assert wide.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("how", [np.add, np.minimum, np.maximum, np.multiply], ids=lambda how: how.__name__)
+def test_combine(space: Space, how: np.ufunc) -> None:
+    first, second = np.arange(7, dtype=np.float32), np.arange(7, dtype=np.float32)[::-1].copy()
+    expected = how(first, second)
+    out = space.empty(7, FLOAT32)
+    space.combine(first, second, out, how)
+    assert np.array_equal(out, expected)
+    space.combine(first, second, first, how)
+    assert np.array_equal(first, expected)
+
+
+def test_scale_keeps_the_dtype(space: Space) -> None:
+    values, out = np.arange(5, dtype=np.float32), space.empty(5, FLOAT32)
+    space.scale(values, 1 / 3, out)
+    assert out.tobytes() == (values * np.float32(1 / 3)).tobytes()
+    space.scale(values, 1 / 3, values)
+    assert out.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_callers_arrays(space: Space, on_device: bool) -> None:
+    """Of NumPy and of devices, in any order of memory, read when they are ready, added in the order given."""
+    device = FakeDevice()
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    arrays = [device.asarray(values), np.asfortranarray(values), device.asarray(values)]
+    space.ready(arrays)
+    total = space.total(arrays, "x", on_device=on_device)
+    assert total.shape == (6,)
+    assert np.array_equal(total, 3 * values.reshape(-1))
+    alone = space.total(arrays[1:2], "x", on_device=on_device)
+    assert np.array_equal(alone, values.reshape(-1))
+    assert not np.may_share_memory(alone, values)
+    assert space.total(arrays[1:] * 2, "x", on_device=False, combine=np.maximum).tolist() == alone.tolist()
+    for out in (np.empty((2, 3)), device.asarray(np.empty((2, 3), np.float16)), np.empty((3, 2), np.int32).T):
+        space.write(out, total, "out")
+        result = out.get() if hasattr(out, "get") else out
+        assert np.array_equal(result, 3 * values)
+
+
+def decay(w: np.ndarray, g: np.ndarray, arrays: Any, tmp: list[np.ndarray]) -> None:
+    """w = (w - 2 * sum of all gradients so far) / 4, with scratch memory that holds anything."""
+    for array in tmp:
+        array[...] = np.nan
+    arrays["sum"] += g
+    np.multiply(arrays["sum"], 2, out=tmp[0])
+    w -= tmp[0]
+    w /= 4
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (np.float32, np.float32, False),
+        (np.float64, np.float64, False),
+        (np.float16, np.float32, False),
+        (ml_dtypes.bfloat16, np.float32, True),
+        (np.int8, np.int8, False),
+    ],
+    ids=lambda dtypes: np.dtype(dtypes[0]).name,
+)
+def test_update(space: Space, dtypes: Any, n: int, elementwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole or in parts: the sum of the terms, the arithmetic's dtype, one rounding, integers to nearest in range."""
+    dtype, term_dtype, master = dtypes
+    monkeypatch.setattr(host, "BLOCK_ELEMS", 8)
+    work = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    numbers = np.random.default_rng(n)
+    weight = (numbers.standard_normal(n) * 50).astype(dtype)
+    terms = [(numbers.standard_normal(n) * 40).astype(term_dtype) for _ in range(2)]
+    state, copy_ = numbers.standard_normal(n).astype(work), weight.astype(work) if master else None
+    w, total = weight.astype(work), state + (terms[0] + terms[1]).astype(work)
+    w -= 2 * total
+    w /= 4
+    if np.dtype(dtype).kind == "i":
+        w = np.clip(np.rint(w), -128, 127)
+    arrays = {"sum": state}
+    space.update(decay, weight, terms, arrays, master=copy_, dtype=work, temporaries=1, elementwise=elementwise)
+    assert weight.tobytes() == w.astype(dtype).tobytes()
+    assert arrays["sum"].tobytes() == total.tobytes()
+    if copy_ is not None:
+        assert copy_.tobytes() == w.tobytes()
+
+
+def test_it_travels_with_an_optimizer_as_a_new_one(space: Space) -> None:
+    optimizer = optimizers.create("sgd", momentum=0.9)
+    optimizer.work_in(space)
+    for made in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        weight = np.ones(20000, np.float32)
+        state = made.update("w", weight, weight.copy(), made.init(weight))
+        assert (state["t"], weight[0]) == (1, np.float32(0.99))
+
+
+# --- that a store asks it
+
+
+class Recording(HostSpace):
+    """Counts the calls of each method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def taken(self) -> dict[str, int]:
+        """What has been counted since the last time."""
+        calls, self.calls = dict(self.calls), Counter()
+        return calls
+
+
+def _counting(name: str) -> Any:
+    def method(self: Recording, *args: Any, **kwargs: Any) -> Any:
+        self.calls[name] += 1
+        return getattr(HostSpace, name)(self, *args, **kwargs)
+
+    return method
+
+
+for _name in METHODS:
+    setattr(Recording, _name, _counting(_name))
+
+N = 24
+
+
+def steps(store: Any, space: Recording, dtype: Any = np.float32) -> list[dict[str, int]]:
+    """What the space was asked for: init; push; pull; pull into another dtype; pushpull in place."""
+    found = []
+    value, wide = np.ones(N, dtype), np.empty(N, np.float64)
+    for call in (
+        lambda: store.init("w", value),
+        lambda: store.push("w", value),
+        lambda: store.pull("w", value),
+        lambda: store.pull("w", wide),
+        lambda: store.pushpull("w", value),
+    ):
+        call()
+        store.barrier()
+        found.append(space.taken())
+        store.barrier()
+    return found
+
+
+READ = {"ready": 1, "total": 1}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_one_process(dtype: Any) -> None:
+    space = Recording()
+    store = local_store("local", spec.parse("local"), space=space)
+    push = READ | {"cast": 1, "copy": 1}
+    pull = {"write": 1}
+    assert steps(store, space, dtype) == [READ, push, pull, pull, push | pull]
+
+
+def test_one_process_with_an_optimizer() -> None:
+    space = Recording()
+    store = local_store("local", spec.parse("local"), space=space)
+    store.set_optimizer(optimizers.create("sgd", momentum=0.9, multi_precision=True))
+    store.init("w", np.ones(N, np.float16))
+    space.taken()
+    found = []
+    for _ in range(2):
+        store.push("w", [np.ones(N, np.float16)] * 2)
+        found.append(space.taken())
+    update = READ | {"cast": 1, "update": 1}
+    master, momentum = {"empty": 1, "copy": 1}, {"zeros": 1}
+    assert found == [update | master | momentum, update]
+
+
+def recorded(mode: Mode, dtype: Any = np.float32, body: Any = steps) -> tuple[list[Any], list[Recording]]:
+    """What each worker's space was asked for in each step; and the spaces of all ranks."""
+    spaces = [Recording() for _ in range(mode.workers + mode.servers)]
+    found = spawn_stores(
+        mode.name,
+        mode.workers,
+        lambda store: body(store, spaces[store.rank], dtype),
+        num_servers=mode.servers,
+        config=mode.config(),
+        spaces=spaces,
+    )
+    return found, spaces
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "ring"])
+def test_workers_alone_by_messages(algorithm: str) -> None:
+    """The value's memory at init; the owned part becomes the sum; a call in place adds in the caller's array."""
+    found, _ = recorded(Mode("dist_sync", 2, 0, algorithm, "off"))
+    apply, pull = {"copy": 1}, {"write": 1}
+    rest = [READ | apply, pull, pull, apply | pull]
+    assert found == [[READ | {"empty": 1, "copy": 1}, *rest], [READ | {"empty": 1}, *rest]]
+    wide, _ = recorded(Mode("dist_sync", 2, 0, algorithm, "off"), np.float16)
+    push = READ | apply | {"empty": 1}  # what is added in float32
+    assert wide[0][1:] == [push, pull, pull, {"cast": 1} | apply | pull]
+
+
+def test_workers_alone_in_shared_memory() -> None:
+    """The value's own memory is the host's; a call that all make together copies in that memory, by its own means."""
+    found, _ = recorded(Mode("dist_sync", 2))
+    apply, pull = {"copy": 1}, {"write": 1}
+    for worker in found:
+        assert worker[1:4] == [READ | apply, pull, pull]
+        assert worker[4] in ({}, READ | apply | pull)  # the latter where a round is still coming to its end
+
+
+def test_keys_that_travel_together() -> None:
+    """A push is packed into the bucket's memory, which is there again in the next round."""
+
+    def body(store: Any, space: Recording, dtype: Any) -> list[dict[str, int]]:
+        store.init(["v", "w"], [np.zeros(N, dtype)] * 2)
+        store.strategy.bucket(["v", "w"])
+        store.barrier()
+        space.taken()
+        found = []
+        for _ in range(2):
+            store.push(["v", "w"], [np.ones(N, dtype)] * 2)
+            store.pull(["v", "w"])
+            store.barrier()
+            found.append(space.taken())
+        return found
+
+    found, _ = recorded(Mode("dist_sync", 2, 0, "naive", "off"), body=body)
+    step = {"ready": 1, "total": 2, "copy": 2 + 1, "write": 2}  # two are packed, one of them is updated here
+    assert found == [[step | {"empty": 1}, step]] * 2
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_servers(name: str) -> None:
+    """A worker's value is received into the caller's array, or new memory; the server adds in memory used before."""
+
+    def body(store: Any, space: Recording, dtype: Any) -> Any:
+        store.set_optimizer(optimizers.create("test"))
+        return steps(store, space, dtype) if store.num_workers == 1 else None
+
+    found, (_, server) = recorded(Mode(name, 1, 1, memory="off"), body=body)
+    assert found == [[READ, READ, {}, {"empty": 1, "write": 1}, {}]]  # the last straight from the caller's array
+    pushes = 2
+    assert server.taken() == {"empty": 2, "copy": 1, "update": pushes}
+
+
+def test_a_server_adds_in_its_space() -> None:
+    def body(store: Any, space: Recording, dtype: Any) -> None:
+        store.init("w", np.zeros(N, dtype))
+        for _ in range(3):
+            store.push("w", np.ones(N, dtype))
+        store.barrier()
+
+    _, spaces = recorded(Mode("dist_sync", 3, 1, memory="off"), body=body)
+    taken = spaces[3].taken()
+    assert taken["combine"] == 3 * 2
+    assert taken["copy"] == 1  # the first value
+    assert taken["empty"] <= 1 + 3 + 1
