@@ -54,7 +54,7 @@ def numbers(store, n, seed=0, dtype=F32):
     return values_of(store.rank, n, seed, np.dtype(dtype)).copy()
 
 
-@functools.lru_cache(maxsize=256)  # both ways take the same ones, and making them takes longer than adding them
+@functools.lru_cache(maxsize=700)  # both ways take the same ones, and making them takes longer than adding them
 def values_of(rank, n, seed, dtype):
     random = np.random.default_rng([rank, n, seed])
     powers = np.array([0.01, 0.1, 1, 10, 100])[random.integers(0, 5, n)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,23 +99,25 @@ def test_networks_take_color_and_grey(model: str, monkeypatch: pytest.MonkeyPatc
     assert weights == {"resnet18": 11173962, "resnet18-large": 11173962, "vgg11": 9228362, "lenet": 657080}[model]
 
 
+def two_epochs(workers: int, devices: int) -> list[object]:
+    line = ["--model", "small", "--batch-size", 16 // workers, "--num-devices", devices, "--epochs", 2]
+    return [*line, "--lr-steps", 0.7]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path) -> Any:
+    """A function that trains `two_epochs` through, once for all tests."""
+    return functools.cache(lambda workers, devices: train(data, workers, *two_epochs(workers, devices)))
+
+
 @pytest.mark.parametrize("stop", [3, 5, 8])
 @pytest.mark.parametrize(("workers", "devices"), [(2, 1), (1, 2)])
-def test_a_resumed_run_is_the_same_run(workers: int, devices: int, stop: int, data: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_run(
+    workers: int, devices: int, stop: int, data: Path, tmp_path: Path, *, undisturbed: Any
+) -> None:
     """Stopped within an epoch or at its end; bit for bit, with augmentation, batch normalisation and a schedule."""
-    line = [
-        "--model",
-        "small",
-        "--batch-size",
-        16 // workers,
-        "--num-devices",
-        devices,
-        "--epochs",
-        2,
-        "--lr-steps",
-        0.7,
-    ]
-    through = train(data, workers, *line)
+    line = two_epochs(workers, devices)
+    through = undisturbed(workers, devices)
     steps = 2 * (80 // 16)
     begun = ["--max-steps", stop, "--save", tmp_path / "run"]
     assert train(data, workers, *line, *begun)[0][1] == stop
