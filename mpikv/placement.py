@@ -158,8 +158,8 @@ class Members:
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
 
-# Pieces of a value, unless they are long. Each costs a server some 0.1 ms for each worker. And a short message waits where
-# it is sent to until it is asked for: MPI looks through all that wait, each time, so that thousands of them take minutes.
+# Pieces of a value, unless they are long. Each costs a server some 0.1 ms for each worker. And a short message waits
+# where it is sent to until it is asked for: MPI looks through all that wait, each time, so that thousands take minutes.
 MOST_PARTS = 64
 SHORT_PART_BYTES = 1 << 16  # from here on what a piece costs is little beside its bytes
 

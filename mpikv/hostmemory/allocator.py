@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.hostmemory.segment import HostMemory, Space
+from mpikv.hostmemory.segment import HostMemory, Region
 
 PAGE_BYTES = 4096
 
@@ -22,7 +22,7 @@ class Segment:
         length = max(0, memory.n_bytes - begin_bytes) // memory.size // PAGE_BYTES * PAGE_BYTES
         self._memory = memory
         begin = begin_bytes + memory.rank * length
-        self._space = Space(begin, begin + length)
+        self._region = Region(begin, begin + length)
         self._free: dict[int, list[HostArray]] = {}
         self.taken_bytes = 0
 
@@ -34,7 +34,7 @@ class Segment:
             array = free.pop()
             array.fill(0)  # the ends share pages with others, and were not given back
             return array
-        begin = self._space.reserve(n_bytes)
+        begin = self._region.reserve(n_bytes)
         if begin is None:
             return None
         array = self._memory.array(begin, n_bytes, np.dtype(np.uint8))

@@ -44,7 +44,7 @@ def fence() -> None:
 ORDERED = platform.machine() in ("x86_64", "AMD64")  # stores are seen in program order, and loads made in it
 
 
-class Space:
+class Region:
     """Bytes of a memory that are given out from the beginning to the end and never taken back."""
 
     def __init__(self, begin_bytes: int, end_bytes: int) -> None:

@@ -27,7 +27,7 @@ from mpikv.engine.request import Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
-from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Space, aligned, fence
+from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Region, aligned, fence
 from mpikv.topology import topology
 
 LOG_ENTRIES = 1024
@@ -83,8 +83,8 @@ class HostKeys:
             self.slots = Slots(memory, begin)
             begin = self.slots.end
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
-        self._values = Space(begin, third)  # kept by worker 0 alone
-        self._counters = Space(third, 2 * third)  # likewise
+        self._values = Region(begin, third)  # kept by worker 0 alone
+        self._counters = Region(third, 2 * third)  # likewise
         self._own_part = Segment(memory, 2 * third)
         self._blocks: list[Block] = []
         self._waiting: dict[int, Waiter] = {}  # by where the key's counters are
