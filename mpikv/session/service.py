@@ -397,8 +397,12 @@ class Control:
             self._waits = None
 
     def check(self, waiting: Waiting) -> None:
-        """Raise PeerError, or what became of the key, when this wait can never end."""
-        self.comparing.raise_late()
+        """Raise PeerError, or what became of the key, when this wait can never end; and what was found late.
+
+        In `close` nothing is raised late before its end: the others wait there for this worker.
+        """
+        if waiting.call != "close":
+            self.comparing.raise_late()
         if waiting.key is not None:
             self._check_key(waiting.key)
         if waiting.round is None or waiting.key_id is None:

@@ -373,9 +373,10 @@ class Workers(Session):
         return {key_id: least for key_id, _, least, _ in unmatched}, error
 
     def end(self) -> None:
-        """End the engine and the transports; nothing is under way any more."""
+        """End the engine and the transports; nothing is under way any more. Raises what was found late."""
         self.abandon()
         self.transport.close()
+        self.control.comparing.raise_late()
 
     def abandon(self) -> None:
         """Stop the engine, and close what wakes it."""

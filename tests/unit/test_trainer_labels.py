@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from test_store_labels import Way, way_id
 
 from mpikv import ConfigError, Parameter, PeerError, Trainer
+from mpikv.config import Config
 from mpikv.testing.stores import spawn_stores
 
 SHAPES = {"a": (3, 5), "b": (1,), "c": (40,), "d": ()}
@@ -246,6 +248,30 @@ def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str
         assert unchanged
         assert ("rescale_grad=0.25" if attribute == "batch_size" else "learning_rate=1.5") in text
         assert "worker 2" in text
+
+
+def test_what_is_found_late_does_not_keep_a_worker_from_closing_with_the_others() -> None:
+    closed = threading.Event()
+
+    def body(store):
+        parameters, trainer = made(store, False, optimizer="sgd", learning_rate=0.5)
+        for step in range(2):
+            if store.rank == 2 and step == 1:
+                trainer.set_learning_rate(1.5)
+            write(parameters, store.rank, step)
+            trainer.allreduce_grads()
+            if store.rank == 2 and step == 1:
+                with pytest.raises(ConfigError, match=r"learning_rate=1\.5"):
+                    trainer.update(2)
+                closed.wait(0.3)  # worker 0 is alone in its `close` for so long
+                store.close()
+                return
+            trainer.update(2)
+        with pytest.raises(ConfigError, match=r"learning_rate=1\.5"):
+            store.close()
+        closed.set()
+
+    spawn_stores("dist_sync", 3, body, config=Config(timeout_s=5.0))
 
 
 def test_trainers_that_update_by_themselves_compare_their_optimizers() -> None:
