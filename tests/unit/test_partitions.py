@@ -12,7 +12,7 @@ import pytest
 from store_modes import DTYPES, Mode, every_way, mode_id
 from test_store_network import unruly  # noqa: F401 - a fixture
 
-from mpikv import PeerError, StallError, assembly, optimizers, wire
+from mpikv import PeerError, StallError, assembly, optimizers, placement, wire
 from mpikv.config import Config
 from mpikv.optimizers import states
 from mpikv.strategies import exchange
@@ -380,6 +380,7 @@ def test_few_of_many_partitions_are_under_way_at_a_time(name, in_place, monkeypa
 
     monkeypatch.setattr(ranks, "Fabric", Watched)
     monkeypatch.setattr(threads, "EAGER_BYTES", 0)  # a short message is done when it has left, and tells nothing
+    monkeypatch.setattr(placement, "SHORT_PART_BYTES", 1)  # else only a value of many MB is cut into so many
     n, workers = 20 * exchange.PARTS_UNDER_WAY, 3
 
     def body(store):
