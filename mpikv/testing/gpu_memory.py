@@ -41,7 +41,7 @@ class AccessError(AssertionError):
     >>> gpu.free(memory)
     >>> gpu.copy(memory, memory, 8, gpu.stream())
     Traceback (most recent call last):
-    mpikv.testing.gpu_memory.AccessError: ... was freed ...
+    mpikv.testing.gpu_memory.AccessError: ... was freed
     """
 
 
