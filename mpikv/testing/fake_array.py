@@ -162,7 +162,7 @@ class FakeArray:
         current, consumer = self._gpu.current_stream, 1 if stream is None else stream
         if consumer not in (-1, current):
             self._gpu._order(current, consumer)  # noqa: SLF001
-        return capsule(self, self.__dlpack_device__())
+        return capsule(self, self.__dlpack_device__(), max_version)
 
     def __array__(self, *args: object, **kwargs: object) -> HostArray:
         """Raise TypeError, as CuPy does."""
