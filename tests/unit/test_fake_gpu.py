@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -178,6 +179,24 @@ def test_page_locked_memory_lives_while_work_uses_it(scene: Scene) -> None:
     gc.collect()
     with pytest.raises(AccessError, match="let go too early"):
         gpu.record(scene.one)
+
+
+def files_of_gpus() -> set[int]:
+    """The inodes of allocations that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return {link.stat().st_ino for link in links if "fake-gpu" in str(link.readlink())}
+
+
+def test_a_gpu_that_is_let_go_leaves_no_file_open() -> None:
+    before = files_of_gpus()
+    gpu = FakeGpu()
+    gpu.allocate(64)
+    assert len(files_of_gpus() - before) == 1
+    gpu.free(gpu.allocate(64))
+    assert len(files_of_gpus() - before) == 1
+    del gpu
+    gc.collect()
+    assert not files_of_gpus() - before
 
 
 def test_new_memory_where_old_was_is_not_the_old() -> None:
@@ -351,6 +370,93 @@ def test_the_host_reads_and_writes_what_is_seen_to_be_done(scene: Scene) -> None
     gpu.host_reads(scene.h, 64)
     gpu.host_writes(scene.h, 64)
     gpu.host_writes(address_of(np.zeros(1)), 8)  # no GPU's
+
+
+def test_a_message_under_way_is_an_access_of_the_host(scene: Scene) -> None:
+    gpu = scene.gpu
+    sent = gpu.host_begins(scene.a, 32, writes=False)
+    also = gpu.host_begins(scene.a, 32, writes=False)
+    received = gpu.host_begins(scene.a + 32, 32, writes=True)
+    assert gpu.host_begins(address_of(np.zeros(1)), 8, writes=True) is None
+    gpu.host_ends(None)
+    gpu.copy(scene.b, scene.a, 32, scene.one)
+    with pytest.raises(RaceError, match=r"which the host .* writes"):
+        gpu.copy(scene.b, scene.a, 33, scene.one)
+    with pytest.raises(RaceError, match=r"which the host .* reads"):
+        gpu.host_writes(scene.a, 1)
+    gpu.host_ends(sent)
+    wait_for(gpu, gpu.record(scene.one))
+    with pytest.raises(RaceError, match=r"which the host .* reads"):
+        gpu.copy(scene.a, scene.h, 1, scene.one)
+    with pytest.raises(AccessError, match="the host"):
+        gpu.free(scene.a)
+    gpu.host_ends(received)
+    gpu.host_ends(also)
+    gpu.free(scene.a)
+
+
+class Model:
+    """What is ordered, from the whole history: each item of a stream and all that comes before it."""
+
+    def __init__(self, streams: list[int]) -> None:
+        self.before: dict[int, set[int]] = {stream: set() for stream in streams}  # the next item of a stream
+        self.seen: set[int] = set()
+        self.accesses: list[tuple[int, set[int], set[int]]] = []  # item, bytes read, bytes written
+
+    def races(self, stream: int, reads: set[int], writes: set[int]) -> bool:
+        return any(
+            item not in self.before[stream] | self.seen and (writes & (read | written) or reads & written)
+            for item, read, written in self.accesses
+        )
+
+    def put(self, stream: int, reads: set[int], writes: set[int]) -> None:
+        item = len(self.accesses)
+        self.accesses.append((item, reads, writes))
+        self.before[stream] = {*self.before[stream], item}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_races_are_found_exactly(seed: int) -> None:
+    """Random work is refused if and only if the whole history has it race; what is accepted ends as if done at once."""
+    random = np.random.default_rng(seed)
+    gpu = FakeGpu(seed=seed, eager=seed % 2 * 0.2)
+    streams = [gpu.stream() for _ in range(3)]
+    base, host = gpu.allocate(64), gpu.pinned(64)
+    host[:] = np.arange(64)
+    gpu.copy(base, address_of(host), 64, streams[0])
+    gpu.synchronize()
+    model, values, events, refused = Model(streams), np.arange(64, dtype=np.uint8), [], 0
+    for _ in range(150):
+        stream = streams[random.integers(3)]
+        what = random.integers(10)
+        if what < 6:
+            n, stride = int(random.integers(1, 9)), int(random.integers(1, 4))
+            source, to = (int(begin) for begin in random.integers(0, 64 - 8 * 3, 2))
+            read, written = {source + i * stride for i in range(n)}, {to + i for i in range(n)}
+            if read & written:
+                continue
+            arguments = (base + to, [1]), (base + source, [stride]), [n], 1, stream
+            if model.races(stream, read, written):
+                refused += 1
+                with pytest.raises(RaceError):
+                    gpu.copy_strided(*arguments)
+            else:
+                gpu.copy_strided(*arguments)
+                model.put(stream, read, written)
+                values[to : to + n] = values[source : source + n * stride : stride].copy()
+        elif what < 7:
+            events.append((gpu.record(stream), set(model.before[stream])))
+        elif events and what < 9:
+            event, before = events[random.integers(len(events))]
+            gpu.wait(stream, event)
+            model.before[stream] |= before
+        elif events:
+            event, before = events[random.integers(len(events))]
+            if gpu.done(event):
+                model.seen |= before
+    assert 0 < refused < len(model.accesses) * 10
+    gpu.synchronize()
+    assert ctypes.string_at(base, 64) == values.tobytes()
 
 
 def test_what_is_remembered_is_bounded(scene: Scene) -> None:
