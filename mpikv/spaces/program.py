@@ -79,3 +79,35 @@ def _result(operation: Operation, inputs: Sequence[Any]) -> Any:
     if operation.name == ROUND:
         raise NotImplementedError
     return OPERATIONS[operation.name](*inputs)
+
+
+class NotAProgram(Exception):  # noqa: N818 - says what the function is
+    """A function does what no program can hold."""
+
+
+def fill(dtype: np.dtype[Any]) -> Program:
+    """Write one number into an array."""
+    return Program((Argument(dtype, None, 0),), (dtype,), ())
+
+
+def copy_program(source: np.dtype[Any], to: np.dtype[Any]) -> Program:
+    """Write an array into another one of another dtype."""
+    return Program((Argument(source, 0, None), Argument(to, None, 1)), (), (Operation(CAST, to, (0,)),))
+
+
+def combine(how: np.ufunc, dtype: np.dtype[Any]) -> Program:
+    """Two arrays into a third, which may be one of them."""
+    arguments = Argument(dtype, 0, None), Argument(dtype, 1, None), Argument(dtype, None, 2)
+    return Program(arguments, (), (Operation(how.__name__, dtype, (0, 1)),))
+
+
+def scale(dtype: np.dtype[Any]) -> Program:
+    """An array times a number into another one, which may be the same."""
+    arguments = Argument(dtype, 0, None), Argument(dtype, None, 2)
+    return Program(arguments, (dtype,), (Operation("multiply", dtype, (0, 1)),))
+
+
+def divide(dtype: np.dtype[Any]) -> Program:
+    """An array divided by a number into another one, which may be the same."""
+    arguments = Argument(dtype, 0, None), Argument(dtype, None, 2)
+    return Program(arguments, (dtype,), (Operation("divide", dtype, (0, 1)),))
