@@ -86,7 +86,7 @@ class FakeGpu:
         self.uuid = self.device.uuid
         self.counts: Counter[str] = Counter()
         self._work = self.process.work
-        self._legacy = self._work.stream(number, self.process, LEGACY)
+        self._legacy = self.process.defaults[number] = self._work.stream(number, self.process, LEGACY)
         self._of_threads: dict[int, Stream] = {}
         self._current = threading.local()
         self._calls: Counter[str] = Counter()
@@ -206,14 +206,14 @@ class FakeGpu:
         with self._call("stream"):
             return self.process.new_stream(self.number)
 
-    def record(self, stream: int) -> FakeEvent:
+    def record(self, stream: int, number: int | None = None) -> FakeEvent:
         """See `Driver`. Example: see `wait`."""
         with self._call("record"):
-            event = self._work.record(self._stream(stream))
+            event = self._work.record(self._stream(stream, number))
             self.counts["records"] += 1
             return event
 
-    def wait(self, stream: int, event: FakeEvent) -> None:
+    def wait(self, stream: int, event: FakeEvent, number: int | None = None) -> None:
         """See `Driver`.
 
         >>> from mpikv.testing.fake_gpu import FakeGpu
@@ -224,7 +224,7 @@ class FakeGpu:
         >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
         """
         with self._call("wait"):
-            self._work.wait(self._stream(stream), self.process.event(event))
+            self._work.wait(self._stream(stream, number), self.process.event(event))
             self.counts["waits"] += 1
 
     def done(self, event: FakeEvent) -> bool:
@@ -406,6 +406,19 @@ class FakeGpu:
         array.put_values(host, stream)
         return array
 
+    def as_caller(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> FakeArray:
+        """See `Driver`.
+
+        >>> from mpikv.testing.fake_gpu import FakeGpu
+        >>> gpu = FakeGpu()
+        >>> array = gpu.as_caller(gpu.allocate(64), (2, 3), np.dtype('f4'), None)
+        >>> array.set(np.ones((2, 3), 'f4'))
+        >>> array.get().sum()
+        np.float32(6.0)
+        """
+        with self._call("as_caller"):
+            return FakeArray.existing(self, address, shape, dtype, owner)
+
     @property
     def current_stream(self) -> int:
         """That of arrays, in this thread: the default stream, or that of `user_stream`. Example: see `user_stream`."""
@@ -466,9 +479,9 @@ class FakeGpu:
                     raise error
             yield
 
-    def _stream(self, number: int) -> Stream:
+    def _stream(self, number: int, gpu: int | None = None) -> Stream:
         if number == LEGACY:
-            return self._legacy
+            return self._legacy if gpu is None else self.process.defaults[gpu]
         if number == PER_THREAD:
             me = threading.get_ident()
             if me not in self._of_threads:

@@ -51,6 +51,7 @@ class Process:
         self.work = machine.work
         self.space = AddressSpace()
         self.streams: dict[int, Stream] = {}
+        self.defaults: dict[int, Stream] = {}  # of each GPU
         self.gone: deque[Gone] = deque()
 
     # --- memory
