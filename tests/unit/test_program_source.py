@@ -110,17 +110,17 @@ def rounds() -> Iterator[Run]:
 def own_arithmetic() -> Iterator[Run]:
     """The store's."""
     for dtype in DTYPES:
-        yield run_of(program.fill_program(dtype), [dtype], [7])
+        yield run_of(program.fill(dtype), [dtype], [7])
         for op in REDUCTIONS.values():
-            yield run_of(program.combine_program(op.combine, dtype), [dtype] * 3)
+            yield run_of(program.combine(op.combine, dtype), [dtype] * 3)
             if dtype.kind in "iu":
                 continue
             for to in {dtype, FLOAT32}:
-                made = program.sum_program(3, dtype, to, scaled=(1,), how=op.combine, mean=op.is_mean)
+                made = program.sum_in_order(3, dtype, to, scaled=(1,), how=op.combine, mean=op.is_mean)
                 yield run_of(made, [dtype] * 3 + [to], [0.3, 3] if op.is_mean else [0.3])
         if dtype.kind not in "iu":
-            yield run_of(program.scale_program(dtype), [dtype] * 2, [1 / 3])
-            yield run_of(program.divide_program(dtype), [dtype], [3])
+            yield run_of(program.scale(dtype), [dtype] * 2, [1 / 3])
+            yield run_of(program.divide(dtype), [dtype] * 2, [3])
 
 
 KINDS: dict[str, Callable[[], Iterator[Run]]] = {
@@ -218,7 +218,7 @@ def test_a_table_of_keys(runs: dict[str, list[Run]], call: Call) -> None:
 
 
 def test_an_array_that_is_there_twice(runs: dict[str, list[Run]], call: Call) -> None:
-    made = program.combine_program(np.add, FLOAT32)
+    made = program.combine(np.add, FLOAT32)
     first, second = (hard_values(N, FLOAT32, i) for i in range(2))
     with np.errstate(all="ignore"):
         expected = first + second
@@ -268,7 +268,7 @@ def test_an_entry_is_laid_out_as_in_c() -> None:
 
 
 def test_bfloat16_numbers_go_as_their_bits() -> None:
-    table = source.table(program.fill_program(BFLOAT16), [(5, [1], [1.5])], 1)
+    table = source.table(program.fill(BFLOAT16), [(5, [1], [1.5])], 1)
     assert table.tobytes()[16:18] == BFLOAT16.type(1.5).tobytes()
 
 
