@@ -45,7 +45,7 @@ def ask(load: Callable[[str], Any] | None = None) -> Devices:
     try:
         return _ask(driver)
     except _Failed as failed:
-        return Devices(problem=f"no GPU: {failed}")
+        return Devices(problem=f"the driver shows no GPU: {failed}")
     except AttributeError as error:  # a library of this name that is not NVIDIA's
         return Devices(problem=f"no driver: {LIBRARY} is there, but has not the functions of one ({error})")
 
@@ -72,7 +72,7 @@ def _ask(driver: Any) -> Devices:
         call("cuDeviceGet", ctypes.byref(device), i)
         call("cuDeviceGetName", name, NAME_BYTES, device)
         names.append(name.value.decode(errors="replace"))
-    return Devices(tuple(names), version, "" if names else "no GPU: the driver shows none to this process")
+    return Devices(tuple(names), version, "" if names else "the driver shows no GPU to this process")
 
 
 def has_cupy() -> bool:

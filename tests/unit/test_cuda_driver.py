@@ -82,13 +82,15 @@ def test_no_driver() -> None:
 
 
 def test_no_gpu() -> None:
-    assert ask(lambda _: Driver()).problem == "no GPU: the driver shows none to this process"
+    assert ask(lambda _: Driver()).problem == "the driver shows no GPU to this process"
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName"])
 def test_a_driver_that_fails(name: str) -> None:
     found = ask(lambda _: Driver(b"A2", fails=name))
-    assert found == Devices(problem=f"no GPU: {name} of libcuda.so.1 returned CUDA_ERROR_NO_DEVICE (100)")
+    assert found == Devices(
+        problem=f"the driver shows no GPU: {name} of libcuda.so.1 returned CUDA_ERROR_NO_DEVICE (100)"
+    )
 
 
 def test_another_library_of_this_name() -> None:
