@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpikv.spaces.program import combine, fill
+from mpikv.spaces.program import Argument, Operation, Program
 from mpikv.testing.fake_gpu import AccessError, FakeGpu, RaceError
 
 REAL = np.dtype(np.float32)
+FILL = Program((Argument(REAL, None, 0),), (REAL,), ())
+ADD = Program(
+    (Argument(REAL, 0, None), Argument(REAL, 1, None), Argument(REAL, None, 2)), (), (Operation("add", REAL, (0, 1)),)
+)
 N = 1000
 
 
@@ -44,15 +48,15 @@ def test_mpi_sends_and_receives_arrays(comm) -> None:
 def test_ranks_add_straight_from_each_others_memory(comm) -> None:
     gpu = FakeGpu(seed=comm.rank, eager=0.2)
     stream, mine, total = gpu.stream(), gpu.allocate(4 * N), gpu.allocate(4 * N)
-    gpu.launch(fill(REAL), N, [mine], [comm.rank + 1], stream)
-    gpu.launch(fill(REAL), N, [total], [0], stream)
+    gpu.launch(FILL, N, [mine], [comm.rank + 1], stream)
+    gpu.launch(FILL, N, [total], [0], stream)
     wait_for(gpu, stream)
     exported = comm.allgather(gpu.export(mine))
     with pytest.raises(AccessError, match="own"):
         gpu.open(exported[comm.rank])
     parts = [mine if rank == comm.rank else gpu.open(one) for rank, one in enumerate(exported)]
     for part in parts:
-        gpu.launch(combine(np.add, REAL), N, [total, part, total], [], stream)
+        gpu.launch(ADD, N, [total, part, total], [], stream)
     host = gpu.pinned(4 * N)
     gpu.copy(host.ctypes.data, total, 4 * N, stream)
     with pytest.raises(AccessError, match="close"):
