@@ -1,0 +1,281 @@
+"""Device memory: arrays on one GPU, and what is done with them there. Calls put work into streams and return.
+
+Order. The store has one stream of its own for each store, in which all that it does with its arrays follows one after
+another. What a call reads of the caller's is copied in the caller's own stream, behind what he has begun to write and
+before whatever he puts there next; so neither waits for the other, and the store's stream never waits for a gradient
+that is still being computed unless somebody asks for that very array. What a call writes is written in the store's
+stream, behind the caller's work as it was when the call was made; and the caller's stream waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.arrays import write as write_host
+from mpikv.engine.backoff import wait_until
+from mpikv.engine.request import Predicate, Request
+from mpikv.errors import StallError
+from mpikv.spaces import callers, program
+from mpikv.spaces.base import Formula
+from mpikv.spaces.callers import Caller
+from mpikv.spaces.device_array import DeviceArray
+from mpikv.spaces.driver import Driver
+from mpikv.spaces.host import HostSpace
+from mpikv.spaces.pool import Pool
+from mpikv.spaces.program import Program
+
+SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
+
+
+class DeviceSpace:
+    """The memory of one GPU, for one store."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.stream = driver.stream()
+        self.pool = Pool(driver, self.stream)
+        self._host = HostSpace()
+
+    @property
+    def device(self) -> int:
+        """See `Space`."""
+        return self.driver.number
+
+    # --- a caller's arrays
+
+    def callers(self, arrays: Sequence[Any]) -> list[Any]:
+        """See `Space`."""
+        return [callers.seen(array, self.driver) if callers.on_gpu(array) else array for array in arrays]
+
+    def total(self, arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> DeviceArray:
+        """See `Space`. Copied in the caller's streams; added in the store's."""
+        taken = [self._taken(array, what) for array in arrays]
+        if len(taken) == 1:
+            return taken[0]
+        first = taken[0]
+        self.launch(program.sum_program(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        return first
+
+    def _taken(self, array: Any, what: str) -> DeviceArray:
+        """A copy of the caller's array."""
+        if not isinstance(array, Caller):
+            return self.from_host(HostSpace().total([array], what, on_device=False))
+        copied = self.empty(array.size, array.dtype)
+        if not array.size:
+            return copied
+        here = array.number == self.driver.number
+        if here and copied.memory.after is not None:
+            self.driver.wait(array.stream, copied.memory.after)
+        stream = array.stream if here else self.stream
+        if not here:  # no stream of another GPU works on this one's memory
+            self.driver.wait(stream, array.at)
+        if array.strides is None:
+            self.driver.copy(copied.address, array.address, array.nbytes, stream)
+        else:
+            to = copied.address, callers.contiguous(array.shape, array.dtype.itemsize)
+            source = array.address, array.strides
+            self.driver.copy_strided(to, source, array.shape, array.dtype.itemsize, stream)
+        event = self.driver.record(stream)
+        if here:
+            copied.memory.written = event
+        else:
+            self.driver.wait(array.stream, event, array.number)
+        return copied
+
+    def write(self, out: Any, values: DeviceArray, what: str) -> None:
+        """See `Space`."""
+        if not isinstance(out, Caller):
+            write_host(out, self.to_host(values), what)
+            return
+        if not out.size:
+            return
+        values = self.cast(values.reshape(-1), out.dtype)
+        self._follow(values)
+        self.driver.wait(self.stream, out.at)
+        if out.strides is None:
+            self.driver.copy(out.address, values.address, out.nbytes, self.stream)
+        else:
+            source = values.address, callers.contiguous(out.shape, out.dtype.itemsize)
+            to = out.address, out.strides
+            self.driver.copy_strided(to, source, out.shape, out.dtype.itemsize, self.stream)
+        self.driver.wait(out.stream, self.driver.record(self.stream), out.number)
+
+    def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """See `Space`: an array of the library that callers of this driver use. Raises UnsupportedError."""
+        array = self.empty(math.prod(shape), dtype)
+        self.settle()  # what had the memory before is done with it: nobody knows in which stream the caller works
+        return self.driver.as_caller(array.address, shape, dtype, array)
+
+    def inside(self, array: Any) -> DeviceArray | None:
+        """A caller's array as one of this space, where it lies in memory of this store; None elsewhere.
+
+        Work on it has to be ordered behind the caller's (`Caller.at`) by whoever uses it.
+        """
+        if not isinstance(array, Caller) or array.strides is not None:
+            return None
+        chunk = self.pool.find(array.address, array.nbytes)
+        if chunk is None:
+            return None
+        memory = self.pool.part(chunk, array.address, array.nbytes)
+        return DeviceArray(self, memory, 0, (array.size,), array.dtype)
+
+    # --- to the host and back
+
+    def to_host(self, array: DeviceArray) -> HostArray:
+        """See `Space`. Blocks until all that the store has begun with the array is done."""
+        if not array.size:
+            return np.empty(array.shape, array.dtype)
+        self._follow(array)
+        pinned = self.driver.pinned(array.nbytes)
+        self.driver.copy(pinned.ctypes.data, array.address, array.nbytes, self.stream)
+        self.settle()
+        values: HostArray = pinned.view(array.dtype).reshape(array.shape).copy()
+        return values
+
+    def from_host(self, values: HostArray) -> DeviceArray:
+        """See `Space`. Blocks until the values are there."""
+        flat = np.ascontiguousarray(values).reshape(-1)
+        array = self.empty(flat.size, flat.dtype)
+        if flat.size:
+            pinned = self.driver.pinned(flat.nbytes)
+            pinned[:] = flat.view(np.uint8)
+            self.driver.copy(array.address, pinned.ctypes.data, flat.nbytes, self.stream)
+            self.settle()
+        return array.reshape(values.shape)
+
+    # --- order
+
+    def begun(self) -> Request:
+        """A request that is done when all is that the store has put into its stream by now."""
+        driver, event = self.driver, self.driver.record(self.stream)
+        return Predicate(lambda: driver.done(event))
+
+    def arrived(self, array: DeviceArray) -> Request:
+        """A request that is done when what the caller was writing when he pushed the array is there.
+
+        Who waits for it before work on the array begins does not let the store's stream wait for it.
+        """
+        driver, event = self.driver, array.memory.written
+        return Predicate(lambda: event is None or driver.done(event))
+
+    def settle(self) -> None:
+        """Block until all that the store has begun is done. Raises StallError where the GPU does not end it."""
+        request = self.begun()
+        wait_until(request.test, lambda: False, SLOW_S, lambda: StallError(f"GPU {self.driver.number} has not ended"))
+
+    def _follow(self, *arrays: DeviceArray) -> None:
+        """Order the store's stream behind what callers have begun to write into these."""
+        for array in arrays:
+            written, array.memory.written = array.memory.written, None
+            if written is not None:
+                self.driver.wait(self.stream, written)
+
+    # --- within the space
+
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """See `Space`."""
+        return DeviceArray(self, self.pool.take(n_elems * dtype.itemsize), 0, (n_elems,), dtype)
+
+    def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """See `Space`."""
+        array = self.empty(n_elems, dtype)
+        self.copy(array, 0)
+        return array
+
+    def copy(self, out: DeviceArray, values: Any) -> None:
+        """See `Space`."""
+        if not isinstance(values, DeviceArray):
+            if isinstance(values, np.ndarray) and values.ndim:
+                values = self.from_host(values)
+            else:
+                self.launch(program.fill_program(out.dtype), [out], [out.dtype.type(values)])
+                return
+        if not out.size:
+            return
+        if out.dtype == values.dtype:
+            self._follow(out, values)
+            self.driver.copy(out.address, values.address, out.nbytes, self.stream)
+        else:
+            self.launch(program.copy_program(values.dtype, out.dtype), [values, out])
+
+    def cast(self, values: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
+        """See `Space`."""
+        return values if values.dtype == dtype else self._cast_to_new(values, dtype)
+
+    def _cast_to_new(self, values: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
+        out = self.empty(values.size, dtype)
+        self.copy(out, values)
+        return out
+
+    def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
+        """See `Space`."""
+        self.launch(program.combine_program(how, first.dtype), [first, second, out])
+
+    def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
+        """See `Space`."""
+        self.launch(program.scale_program(values.dtype), [values, out], [values.dtype.type(factor)])
+
+    def divide(self, values: DeviceArray, divisor: float) -> None:
+        """Divide floating point numbers in place by one, in their dtype."""
+        self.launch(program.divide_program(values.dtype), [values], [values.dtype.type(divisor)])
+
+    def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
+        """Run a program on arrays of one length, in the store's stream."""
+        n_elems = arrays[0].size
+        if n_elems:
+            self._follow(*arrays)
+            self.driver.launch(what, n_elems, [array.address for array in arrays], numbers, self.stream)
+
+    def update(
+        self,
+        formula: Formula,
+        weight: DeviceArray,
+        terms: Sequence[DeviceArray],
+        arrays: Mapping[str, DeviceArray],
+        *,
+        master: DeviceArray | None,
+        dtype: np.dtype[Any],
+        temporaries: int,
+        elementwise: bool,
+    ) -> None:
+        """See `Space`. An elementwise formula is one program, which reads and writes each array once.
+
+        Any other formula, and one that no program can say, runs on the host: its arrays go there and come back.
+        """
+        state = dict(arrays)
+        if elementwise:
+            try:
+                found, numbers = program.update_program(
+                    formula,
+                    weight.dtype,
+                    [term.dtype for term in terms],
+                    {name: array.dtype for name, array in state.items()},
+                    master=master is not None,
+                    dtype=dtype,
+                    temporaries=temporaries,
+                )
+            except program.NotAProgram:
+                pass
+            else:
+                masters = [] if master is None else [master]
+                self.launch(found, [weight, *terms, *state.values(), *masters], numbers)
+                return
+        everything = [weight, *terms, *arrays.values(), *([] if master is None else [master])]
+        on_host = {id(array): self.to_host(array) for array in everything}
+        self._host.update(
+            formula,
+            on_host[id(weight)],
+            [on_host[id(term)] for term in terms],
+            {name: on_host[id(array)] for name, array in arrays.items()},
+            master=None if master is None else on_host[id(master)],
+            dtype=dtype,
+            temporaries=temporaries,
+            elementwise=elementwise,
+        )
+        for array in (weight, *arrays.values(), *([] if master is None else [master])):
+            self.copy(array, self.from_host(on_host[id(array)]))
