@@ -38,6 +38,11 @@ def is_jax(array: object) -> bool:
     return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
 
 
+def is_traced(array: object) -> bool:
+    """Return whether it stands for an array of JAX that has no values yet."""
+    return is_jax(array) and isinstance(array, sys.modules["jax"].core.Tracer)
+
+
 def view(array: Any) -> HostArray:
     """See an array with DLPack as a NumPy array, of the same memory where that is in the host.
 
@@ -74,7 +79,7 @@ def _view_of_jax(array: Any) -> HostArray:
 
     Raises UnsupportedError where JAX traces a function, and what JAX raises for values that are on other processes.
     """
-    if isinstance(array, sys.modules["jax"].core.Tracer):
+    if is_traced(array):
         raise UnsupportedError(TRACED)
     return np.asarray(array)
 
@@ -102,7 +107,7 @@ def _new_like(host: HostArray, like: Any, what: str) -> Any:
             return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(like.device)
         return torch.from_numpy(host).to(like.device)
     if is_jax(like):
-        if isinstance(like, sys.modules["jax"].core.Tracer):
+        if is_traced(like):
             raise UnsupportedError(f"{what}: {TRACED}")
         # Where nobody has put `like` on a device, or its placement may not fit this shape, JAX decides.
         placed = getattr(like, "committed", True) and like.shape == host.shape
