@@ -27,9 +27,9 @@ class Segment:
         self.taken_bytes = 0
 
     def take(self, n_bytes: int, *, pages: bool = False) -> HostArray | None:
-        """(n_bytes,) of uint8, zeros; None when there is not so much left. pages: see `Region`; it is not given back."""
+        """(n_bytes,) of uint8, zeros; None when there is not so much left. pages: see `Region.reserve`."""
         free = self._free.get(n_bytes)
-        if free and not pages:
+        if free and not pages:  # whole pages are never given back
             self.taken_bytes += n_bytes
             array = free.pop()
             array.fill(0)  # the ends share pages with others, and were not given back
