@@ -42,6 +42,23 @@ class DeviceSpace:
         self.pinned = Pinned(driver)
         self.copies = Copies()
         self._host = HostSpace()
+        self._closed = False
+
+    @property
+    def device(self) -> int:
+        """See `Space`."""
+        return self.driver.number
+
+    def close(self) -> None:
+        """Give all memory back, once all that was begun is done; no array is of use then. A second call does nothing.
+
+        Blocks. No other process may have the memory open.
+        """
+        if not self._closed:
+            self._closed = True
+            self.settle()
+            self.pinned.close()
+            self.pool.close()
 
     # --- a caller's arrays
 
@@ -97,6 +114,11 @@ class DeviceSpace:
             self.driver.copy_strided(to, source, out.shape, out.dtype.itemsize, self.stream)
         self.copies.count("device", out.nbytes)
         self.driver.wait(out.stream, self.driver.record(self.stream))
+
+    def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """See `Space`. An array of the library that the driver's callers use."""
+        memory = self.pool.take(int(np.prod(shape)) * dtype.itemsize)
+        return self.driver.as_caller(memory.address, shape, dtype, memory)
 
     def inside(self, array: Any) -> DeviceArray | None:
         """A caller's array as one of this space, where it lies in memory of this store; None elsewhere.

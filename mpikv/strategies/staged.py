@@ -25,8 +25,8 @@ from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
+from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.device_array import DeviceArray
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import HOST, Spaces
 from mpikv.spaces.pinned import Pinned
@@ -56,10 +56,10 @@ class Staged:
         self._space, self._hosts, self._rank = space, means.hosts, means.group.rank
         self._n_elems, self._dtype = info.n_elems, sum_dtype(info.dtype)
         self.placement = placement
-        self.value: DeviceArray = space.empty(info.n_elems, info.dtype)
-        on_host = _on_host(placement)
-        pages = PinnedSpace(space.pinned)
-        means = means._replace(spaces=Spaces(pages), pages=True)
+        self.value = space.empty(info.n_elems, info.dtype)
+        assert placement.host is not None
+        on_host = placement._replace(path=placement.host, host=None)
+        means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True)
         self._inner = WAYS[on_host.path](means, info._replace(space=HOST), on_host, place)
         self._sent: HostArray | None = None
 
@@ -95,7 +95,7 @@ class Staged:
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts."""
         self.placement = placement
-        self._inner.cut(_on_host(placement))
+        self._inner.cut(placement._replace(path=self._inner.placement.path, host=None))
 
     def share(self) -> Steps[None]:
         """As the way on the host does, from the device of worker 0 to those of all."""
@@ -112,7 +112,7 @@ class Staged:
         return False
 
     def reduce_scatter(
-        self, values: DeviceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[None]:
         """The sum of the owned part comes into `values`."""
         sent, own = self._locked(self._values), self._own()
@@ -132,8 +132,3 @@ class Staged:
         yield from self._inner.allgather((), comparison)
         for part in (slice(0, own.start), slice(own.stop, self._n_elems)):
             self._space.bring(self.value[part], on_host[part])
-
-
-def _on_host(placement: Placement) -> Placement:
-    assert placement.host is not None
-    return placement._replace(path=placement.host, host=None)
