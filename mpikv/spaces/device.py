@@ -49,11 +49,12 @@ class DeviceSpace:
         """See `Space`."""
         return self.driver.number
 
-    def close(self) -> None:
-        """Give all memory back, once all that was begun is done; no array is of use then. A second call does nothing.
+    def stats(self) -> dict[str, int]:
+        """See `Space`."""
+        return {**self.copies.stats(), "device_bytes": self.pool.held_bytes}
 
-        Blocks. No other process may have the memory open.
-        """
+    def close(self) -> None:
+        """See `Space`. No other process may have the memory open."""
         if not self._closed:
             self._closed = True
             self.settle()

@@ -96,6 +96,8 @@ class PlacedKeys:
         if self.communicators is not None:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
         members = replace(members, memory=memory is not None)
+        if members.device_path == "ipc" and memory is None:
+            members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
         with session.engine.lock:
