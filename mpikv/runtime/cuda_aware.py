@@ -22,7 +22,6 @@ and sends the answer to the others.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -89,25 +88,25 @@ def find_out(
     """
     if setting != "auto":
         return Answer(setting == "1", f"MPIKV_CUDA_AWARE={setting}" + ", without a trial" * (setting == "1"))
-    gpus = cuda_driver.ask()
-    if gpus.problem:
-        return Answer(False, gpus.problem)
-    if device >= len(gpus.names):
-        return Answer(False, f"gpu:{device} does not exist, this process sees {len(gpus.names)}")
+    devices = cuda_driver.ask()
+    if devices.problem:
+        return Answer(False, devices.problem)
+    if device >= len(devices.names):
+        return Answer(False, f"there is no gpu:{device}, this process sees {len(devices.names)}, from 0")
     found = library.describe()
     if not found.cuda:
         return Answer(False, "the library says no" if found.cuda is False else "the library has no way to say so")
-    if source == cuda_trial.CUPY and importlib.util.find_spec("cupy") is None:
+    if source == cuda_trial.CUPY and not cuda_driver.has_cupy():
         return Answer(False, cuda_driver.NO_CUPY)
     if not found.path:
         return Answer(False, "it cannot be told which file the library was loaded from, so a child cannot load it")
-    question = _question(found, gpus, device, source)
+    question = _question(found, devices, device, source)
     place = _place(question, os.environ)
     kept = _read(place, question)
     if kept is not None:
         return kept._replace(why=f"{kept.why} (cached)")
     answer, final = trial(found.path, device, source=source, limit_s=limit_s)
-    answer = answer._replace(why=f"{answer.why} on {gpus.names[device]}")
+    answer = answer._replace(why=f"{answer.why} on {devices.names[device]}")
     if final:
         _write(place, question, answer)
     return answer
@@ -198,7 +197,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _question(found: library.Library, gpus: cuda_driver.Gpus, device: int, source: str) -> dict[str, Any]:
+def _question(found: library.Library, devices: cuda_driver.Devices, device: int, source: str) -> dict[str, Any]:
     """Return all that a verdict depends on, as JSON has it."""
     from mpi4py import MPI  # noqa: PLC0415 - it is loaded
 
@@ -211,8 +210,8 @@ def _question(found: library.Library, gpus: cuda_driver.Gpus, device: int, sourc
         "size": status.st_size,
         "mtime_ns": status.st_mtime_ns,
         "version": MPI.Get_library_version().strip("\0\n "),
-        "driver": gpus.version,
-        "gpu": gpus.names[device],
+        "driver": devices.version,
+        "gpu": devices.names[device],
         "source": source,
         "settings": {name: environ[name] for name in sorted(environ) if SETTINGS.fullmatch(name)},
     }

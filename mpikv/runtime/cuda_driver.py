@@ -11,7 +11,9 @@ Source: CUDA driver API, "Initialization", "Version Management" and "Device Mana
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +25,8 @@ CUPY_PACKAGES = "cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
 NO_CUPY = f"CuPy is not installed: pip install {CUPY_PACKAGES}"
 
 
-class Gpus(NamedTuple):
-    """What this process sees. problem: why there is no GPU, "" where there is one.
+class Devices(NamedTuple):
+    """The GPUs that this process sees, by name. problem: why there is no GPU, "" where there is one.
 
     version: of the CUDA that the driver serves, and of the driver where the kernel tells it: `CUDA 12.8, 570.86.15`.
     """
@@ -34,25 +36,25 @@ class Gpus(NamedTuple):
     problem: str = ""
 
 
-def ask(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
-    """Ask the driver for the GPUs of this process. Never raises. load: opens a library, another one for tests."""
+def ask(load: Callable[[str], Any] | None = None) -> Devices:
+    """Ask the driver for the GPUs of this process. Never raises. load: opens a library; None: as ctypes does."""
     try:
-        driver = load(LIBRARY)
+        driver = (load or ctypes.CDLL)(LIBRARY)
     except OSError:
-        return Gpus(problem=f"no driver ({LIBRARY} cannot be loaded)")
+        return Devices(problem=f"no driver ({LIBRARY} cannot be loaded)")
     try:
         return _ask(driver)
     except _Failed as failed:
-        return Gpus(problem=f"no GPU: {failed}")
+        return Devices(problem=f"the driver shows no GPU: {failed}")
     except AttributeError as error:  # a library of this name that is not NVIDIA's
-        return Gpus(problem=f"no driver: {LIBRARY} is there, but has not the functions of one ({error})")
+        return Devices(problem=f"no driver: {LIBRARY} is there, but has not the functions of one ({error})")
 
 
 class _Failed(Exception):  # noqa: N818 - never seen outside
     """A function of the driver returned an error."""
 
 
-def _ask(driver: Any) -> Gpus:
+def _ask(driver: Any) -> Devices:
     def call(name: str, *arguments: Any) -> None:
         status = getattr(driver, name)(*arguments)
         if status != 0:
@@ -70,7 +72,12 @@ def _ask(driver: Any) -> Gpus:
         call("cuDeviceGet", ctypes.byref(device), i)
         call("cuDeviceGetName", name, NAME_BYTES, device)
         names.append(name.value.decode(errors="replace"))
-    return Gpus(tuple(names), version, "" if names else "no GPU: the driver shows none to this process")
+    return Devices(tuple(names), version, "" if names else "the driver shows no GPU to this process")
+
+
+def has_cupy() -> bool:
+    """Return whether CuPy is installed, without importing it."""
+    return sys.modules["cupy"] is not None if "cupy" in sys.modules else importlib.util.find_spec("cupy") is not None
 
 
 def _of_kernel_module() -> str:

@@ -36,7 +36,7 @@ EXPECTED = {
 def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
     """Rank 0 of two makes the trials, and goes on whatever becomes of the children."""
     env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "TMPDIR": str(tmp_path)}
-    job = mpirun(2, ["python", str(HERE / "trial_program.py"), *SOURCES], env=env, mpi=mpi, timeout_s=200)
+    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "trial", *SOURCES], env=env, mpi=mpi, timeout_s=200)
     assert (job.status, job.ranks_left) == (0, []), job.output
     found = {said[0]: said[1:] for line in job.stdout.splitlines() if (said := json.loads(line))}
     pointer = found.pop("DevicePointer")
@@ -47,3 +47,16 @@ def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
         assert "ended" in str(pointer[1])
     assert found == EXPECTED
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mpikv-trial")] == []
+
+
+def test_the_whole_question(mpi: Mpi, tmp_path: Path) -> None:
+    """The first time a child tries, then the file is there; the other ranks are told."""
+    env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "XDG_CACHE_HOME": str(tmp_path)}
+    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "find_out", "Works"], env=env, mpi=mpi, timeout_s=200)
+    assert job.status == 0, job.output
+    said = ["yes: tried with 8 MiB on A2", "yes: tried with 8 MiB on A2 (cached)"]
+    assert [json.loads(line) for line in job.stdout.splitlines()] == [said, said]
+    (file,) = (tmp_path / "mpikv").iterdir()
+    kept = json.loads(file.read_text())
+    assert (kept["aware"], kept["why"], kept["question"]["gpu"]) == (True, "tried with 8 MiB on A2", "A2")
+    assert Path(kept["question"]["library"]).is_file()
