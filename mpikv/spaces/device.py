@@ -24,7 +24,7 @@ from mpikv.spaces import callers, program
 from mpikv.spaces.base import Formula
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device_array import DeviceArray
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.driver import Driver, Event
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Pool
@@ -43,6 +43,7 @@ class DeviceSpace:
         self.pinned = Pinned(driver)
         self.copies = Copies()
         self._host = HostSpace()
+        self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
 
     @property
@@ -58,6 +59,8 @@ class DeviceSpace:
         """See `Space`. No other process may have the memory open."""
         if not self._closed:
             self._closed = True
+            for event in self._written_by.values():
+                self.driver.wait(self.stream, event)
             self.settle()
             self.pinned.close()
             self.pool.close()
@@ -74,7 +77,7 @@ class DeviceSpace:
         if len(taken) == 1:
             return taken[0]
         first = taken[0]
-        self.launch(program.sum_program(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        self.launch(program.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
         return first
 
     def _taken(self, array: Any, what: str) -> DeviceArray:
@@ -99,7 +102,7 @@ class DeviceSpace:
         self.copies.count("device", array.nbytes)
         event = self.driver.record(stream)
         if here:
-            copied.memory.written = event
+            copied.memory.written = self._written_by[stream] = event
         else:
             self.driver.wait(array.stream, event, array.number)
         return copied
@@ -233,7 +236,7 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill_program(out.dtype), [out], [out.dtype.type(values)])
+                self.launch(program.fill(out.dtype), [out], [out.dtype.type(values)])
                 return
         if not out.size:
             return
@@ -255,15 +258,15 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine_program(how, first.dtype), [first, second, out])
+        self.launch(program.combine(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale_program(values.dtype), [values, out], [values.dtype.type(factor)])
+        self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
     def divide(self, values: DeviceArray, divisor: float) -> None:
         """Divide floating point numbers in place by one, in their dtype."""
-        self.launch(program.divide_program(values.dtype), [values], [values.dtype.type(divisor)])
+        self.launch(program.divide(values.dtype), [values, values], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""
