@@ -23,6 +23,7 @@ from mpikv.placement import Placement
 from mpikv.reductions import REDUCTIONS, SUM, Reduction
 from mpikv.spaces import pool
 from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import Spaces
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.ways import Ipc, Means
 from mpikv.testing.fake_gpu import FakeGpus
@@ -134,10 +135,10 @@ class Case:
             space, fatal = spaces[rank], []
             engine = Engine(threaded=False, on_fatal=fatal.append)
             engine.serve(hosts[rank].listen(), "counters")
-            means = Means(Group(transport, range(self.size)), space, hosts[rank])
+            means = Means(Group(transport, range(self.size)), Spaces(device=space), hosts[rank])
             running = []
             for key in range(self.keys):
-                way = Ipc(means, KeyInfo(f"k{key}", key, (self.n,), self.dtype), placement, places[key])
+                way = Ipc(means, KeyInfo(f"k{key}", key, (self.n,), self.dtype, space="device"), placement, places[key])
                 running.append(engine.start(rounds(way, space, rank, key), f"k{key}"))
             for one in (*running, hosts[rank].close):
                 request = one if isinstance(one, Running) else one()
