@@ -1,10 +1,11 @@
 """The two halves of an allreduce between ranks of one host whose values are in device memory, through that memory.
 
 Each rank names its values to the others (spaces/peers). An owner adds its part straight from where all ranks have
-theirs, in the order of the ranks: the same bits as `one_host` and `naive`. When the owners have updated their parts,
-everybody copies them from the owners' memory. Ranks tell each other how far they have come through the key's counters
-in host memory (host_key.py), each after its own GPU has done what it counts. So no stream ever waits for one of another
-process, nothing blocks the host, and no byte of a value leaves device memory. Several ranks may use one GPU.
+theirs, in one pass and in the order of the ranks: the same bits as `one_host` and `naive`. When the owners have updated
+their parts, everybody copies them from the owners' memory. Ranks tell each other how far they have come through the
+key's counters in host memory (host_key.py), each after its own GPU has done what it counts. So no stream ever waits for
+one of another process, nothing blocks the host, and no byte of a value leaves device memory. Several ranks may use one
+GPU.
 
 Why no memory changes while others read it. A rank's values are read by the owners, who count GATHERED when their sums
 are done; a rank ends no round before all owners have counted that, and then its values may be written over or used for
@@ -15,24 +16,23 @@ may still be read of a rank after its last round is the result alone, which stay
 more (`Peers.close`). The names of arrays are said anew in a round that begins after all owners have read the last ones;
 for the flags host_key.py's argument holds as it is.
 
-Cost per rank, n elements, p ranks: one array of n/p added to another p-1 times, each element read where it is; p-1
-copies of n/p elements, and one of n elements for each array in `outs`. Scratch: n/p elements. No message, no copy
-between device and host. Restrictions: one host, GPUs that can read each other's memory.
+Cost per rank, n elements, p ranks: one kernel, which reads n/p elements of each rank and writes n/p; p-1 copies of n/p
+elements, and one of n elements for each array in `outs`. Scratch: n/p elements. No message, no copy between device and
+host. Restrictions: one host, GPUs that can read each other's memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
-from mpikv.hostmemory.sums import in_order
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.device_array import DeviceArray
+from mpikv.spaces.program import sum_program
 
 
 def reduce_scatter(
@@ -62,17 +62,14 @@ def reduce_scatter(
     if begin == end:
         return values
     yield key.awaited([place for place in range(size) if place != rank], FILLED, 1)
-    sources: list[Any] = []
+    sources, ratios = [], {}
     for place in range(size):
-        part = (values if place == rank else key.array_of(place, VALUES))[begin:end]
+        sources.append((values if place == rank else key.array_of(place, VALUES))[begin:end])
         if place != rank and comparison is not None:
-            ratio = comparison.ratio(key.said_by(place))
-            if ratio != 1.0:
-                theirs, part = part, space.empty(end - begin, values.dtype)
-                space.scale(theirs, ratio, part)
-        sources.append(part)
-    own: Any = space.empty(end - begin, values.dtype)
-    in_order(own, sources, combine)
+            ratios[place] = comparison.ratio(key.said_by(place))
+    own, scaled = space.empty(end - begin, values.dtype), [place for place in ratios if ratios[place] != 1.0]
+    program = sum_program(size, own.dtype, own.dtype, scaled=tuple(scaled), how=combine)
+    space.launch(program, [*sources, own], [ratios[place] for place in scaled])
     # Elements are counted as in the whole value, of which the memory has this part alone.
     return DeviceArray(space, own.memory, own.offset_bytes - begin * own.itemsize, values.shape, own.dtype)
 

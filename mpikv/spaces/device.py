@@ -175,7 +175,7 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill(out.dtype), [out], [values])
+                self.launch(program.fill_program(out.dtype), [out], [values])
                 return
         if not out.size:
             return
@@ -196,15 +196,17 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine(how, first.dtype), [first, second, out])
+        self.launch(program.combine_program(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale(values.dtype), [values, out], [factor])
+        self.launch(program.scale_program(values.dtype), [values, out], [factor])
 
     def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
         """Write the values, floating point numbers, divided by a number in their dtype."""
-        self.launch(program.divide(values.dtype), [values, out], [divisor])
+        if out is not values:
+            self.copy(out, values)
+        self.launch(program.divide_program(out.dtype), [out], [divisor])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""

@@ -207,8 +207,8 @@ def test_counts(size: int, outs: int) -> None:
     case = Case(size, 40 * size, outs=outs).check()
     part_bytes = 40 * 4
     for counts in map(Counter, case.counts):
-        copies = (1 if size > 1 else 2) + (size - 1) + outs  # of one rank alone the sum is a copy
-        assert counts["launches"] == size - 1
+        copies = 1 + (size - 1) + outs
+        assert counts["launches"] == 1
         assert counts["device_to_device"] == copies
         assert counts["device_to_device_bytes"] == part_bytes * (copies - outs + size * outs)
         assert counts["peer"] == counts["exports"] == counts["opens"] == counts["allocations"] == 0
