@@ -124,7 +124,7 @@ class HostDriver:
             self.counts["records"] += 1
             return event
 
-    def wait(self, stream: int, event: FakeEvent) -> None:
+    def wait(self, stream: int, event: FakeEvent, number: int | None = None) -> None:
         """See `Driver`.
 
         >>> from mpikv.testing.fake_gpu import FakeGpu
@@ -135,7 +135,7 @@ class HostDriver:
         >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
         """
         with self._call("wait"):
-            self._work.wait(self._stream(stream), self.process.event(event))
+            self._work.wait(self._stream(stream, number), self.process.event(event))
             self.counts["waits"] += 1
 
     def done(self, event: FakeEvent) -> bool:

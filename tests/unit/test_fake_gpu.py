@@ -21,6 +21,7 @@ from mpikv.spaces import callers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.driver import Driver, OutOfDeviceMemory
 from mpikv.spaces.program import Argument, Operation, Program, combine, copy_program, fill
+from mpikv.testing import dlpack
 from mpikv.testing.fake_array import FakeArray
 from mpikv.testing.fake_gpu import AccessError, FakeGpu, FakeGpus, RaceError
 from mpikv.testing.gpu_memory import Span
@@ -763,37 +764,35 @@ def test_an_array_that_is_let_go_while_the_library_reads() -> None:
                 gpu.record(ours)
 
 
-def consume(capsule: Any) -> tuple[int, list[int], tuple[int, int, int]]:
+def consume(capsule: Any, form: Any) -> tuple[int, list[int], tuple[int, int, int]]:
     """Take a capsule as a library does, and give it back."""
-    api = ctypes.pythonapi
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    api.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    from mpikv.testing.dlpack import _Tensor
-
-    pointer = api.PyCapsule_GetPointer(capsule, b"dltensor")
-    tensor = _Tensor.from_address(pointer)
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+    pointer = pointer_of(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, form.name)
+    managed = form.from_address(pointer)
+    tensor = managed.tensor
     numbers = [*tensor.shape[: tensor.ndim], *tensor.strides[: tensor.ndim]]
     found = tensor.data, numbers, (tensor.code, tensor.bits, tensor.device_id)
     used = b"used_dltensor"
-    api.PyCapsule_SetName(capsule, used)
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(tensor.deleter)(pointer)
-    del capsule
+    rename(("PyCapsule_SetName", ctypes.pythonapi))(capsule, used)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(pointer)
+    del capsule  # while its new name is there
     return found
 
 
-def test_dlpack_capsules_keep_the_array() -> None:
+@pytest.mark.parametrize(("version", "form"), [(None, dlpack._Managed), ((1, 1), dlpack._Versioned)])
+def test_dlpack_capsules_keep_the_array(version: tuple[int, int] | None, form: Any) -> None:
     gpu = FakeGpu(1, memory_bytes=1024)
     array = gpu.array(np.zeros((2, 3), BFLOAT16))[:, ::2]
     address = array.address
-    capsule = array.__dlpack__()
+    capsules = [array.__dlpack__(max_version=version)]
     del array
     assert gpu.left_bytes == 1024 - 12
-    assert consume(capsule) == (address, [2, 2, 3, 2], (4, 16, 1))
+    assert consume(capsules.pop(), form) == (address, [2, 2, 3, 2], (4, 16, 1))
     assert gpu.left_bytes == 1024
-    capsule = gpu.array(np.zeros(3)).__dlpack__(max_version=(1, 0))  # which nobody takes
+    capsules = [gpu.array(np.zeros(3)).__dlpack__(max_version=version)]  # which nobody takes
     assert gpu.left_bytes == 1000
-    del capsule
+    capsules.clear()
     assert gpu.left_bytes == 1024
 
 
