@@ -32,7 +32,7 @@ from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.device_array import DeviceArray
-from mpikv.spaces.program import sum_program
+from mpikv.spaces.program import sum_in_order
 
 
 def reduce_scatter(
@@ -68,7 +68,7 @@ def reduce_scatter(
         if place != rank and comparison is not None:
             ratios[place] = comparison.ratio(key.said_by(place))
     own, scaled = space.empty(end - begin, values.dtype), [place for place in ratios if ratios[place] != 1.0]
-    program = sum_program(size, own.dtype, own.dtype, scaled=tuple(scaled), how=combine)
+    program = sum_in_order(size, own.dtype, own.dtype, scaled=tuple(scaled), how=combine)
     space.launch(program, [*sources, own], [ratios[place] for place in scaled])
     # Elements are counted as in the whole value, of which the memory has this part alone.
     return DeviceArray(space, own.memory, own.offset_bytes - begin * own.itemsize, values.shape, own.dtype)
