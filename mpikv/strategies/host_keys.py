@@ -16,6 +16,7 @@ entries of the others in each of its steps, and wakes who waits for these keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,9 +100,12 @@ class HostKeys:
 
     # --- places
 
-    def reserve_key(self, n_bytes: int) -> Place | None:
-        """At worker 0: where a key is on every host. None when the smallest memory is full."""
-        value = self._values.reserve(n_bytes)
+    def reserve_key(self, n_bytes: int, *, pages: bool = False) -> Place | None:
+        """At worker 0: where a key is on every host. None when the smallest memory is full.
+
+        pages: whole pages for the key alone, which can be locked.
+        """
+        value = self._values.reserve(n_bytes, pages=pages)
         # In front of the counters a word, in a cache line of its own, that says whether the first value is there.
         counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most))
         return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
@@ -120,17 +124,21 @@ class HostKeys:
         n_elems: int,
         dtype: np.dtype[Any],
         *,
+        pages: bool = False,
         value: Any = None,
         arrays: Arrays | None = None,
     ) -> HostKey:
-        """What rounds of a key at its place need. value, arrays: of a key in device memory, see `HostKey`."""
+        """What rounds of a key at its place need. pages: what they take of this worker's part is of whole pages.
+
+        value, arrays: of a key in device memory, see `HostKey`.
+        """
         return HostKey(
             self.memory,
             Place(*place),
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            room=self._room,
+            room=partial(self.room, pages=pages),
             value=value,
             arrays=arrays,
             on_count=self._count,
@@ -150,8 +158,9 @@ class HostKeys:
         """
         return Done() if self._peers is None else self._peers.close()
 
-    def _room(self, n_bytes: int) -> HostArray:
-        room = self._own_part.take(n_bytes)
+    def room(self, n_bytes: int, *, pages: bool = False) -> HostArray:
+        """(n_bytes,) of uint8 in this worker's part, which the others can read. MpikvError where it is full."""
+        room = self._own_part.take(n_bytes, pages=pages)
         if room is None:
             raise MpikvError(
                 f"no room for {n_bytes} bytes more in this worker's part of the host's memory: "

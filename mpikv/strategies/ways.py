@@ -36,13 +36,14 @@ class Means(NamedTuple):
 
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
-    communicators: those for MPI's own collectives.
+    communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages.
     """
 
     group: Group
     spaces: Spaces
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
+    pages: bool = False
 
 
 class Way(Protocol):
@@ -154,7 +155,7 @@ class _InMemory(_OfKey):
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement, place)
         assert means.hosts is not None
-        self._hosts, self._info, self._place = means.hosts, info, place
+        self._hosts, self._info, self._place, self._pages = means.hosts, info, place, means.pages
         self._shared_key: HostKey | None = None
         self.value = means.hosts.value(place, info.n_elems, info.dtype)
 
@@ -162,7 +163,8 @@ class _InMemory(_OfKey):
     def _key(self) -> HostKey:
         """What its rounds need. Made by the first one, which may come late."""
         if self._shared_key is None:
-            self._shared_key = self._hosts.key(self._place, self._info.n_elems, self._info.dtype)
+            info = self._info
+            self._shared_key = self._hosts.key(self._place, info.n_elems, info.dtype, pages=self._pages)
         return self._shared_key
 
     @property
