@@ -49,8 +49,8 @@ class Means(NamedTuple):
 class Way(Protocol):
     """The way of one key.
 
-    value: the key's value, (n,). shared: the value lies in memory that the ranks of this host share, and `allgather`
-    writes it to the caller's arrays as it comes.
+    value: the key's value, (n,). shared: ranks of this host read each other's memory: what is pushed is read where it
+    is, and `allgather` writes the value to the caller's arrays as it comes.
     """
 
     value: SpaceArray
