@@ -230,6 +230,8 @@ def place(
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
     on_host: Path = members.path if room or not members.shares_memory else "messages"
     path: Path = on_host if way == "host" else way
+    if way == "ipc" and size == 1:
+        path = "messages"  # of which there are none
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
 
 
