@@ -25,6 +25,7 @@ from mpikv.keys import KeyInfo
 from mpikv.placement import Path, Placement
 from mpikv.spaces.base import Space
 from mpikv.strategies.communicators import Communicators
+from mpikv.strategies.device_messages import DeviceMessages
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.transports.base import Group
 
@@ -286,4 +287,10 @@ class Hosted(_InMemory):
 
 Make = Callable[[Means, KeyInfo, Placement, Any], Way]
 
-WAYS: Mapping[Path, Make] = {"direct": OneHost, "hosted": Hosted, "messages": Messages, "native": Native}
+WAYS: Mapping[Path, Make] = {
+    "direct": OneHost,
+    "hosted": Hosted,
+    "messages": Messages,
+    "native": Native,
+    "mpi": DeviceMessages,
+}
