@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 from mpikv.spaces.program import Program
@@ -77,16 +79,23 @@ class Driver(Protocol):
         """A new stream, which does not wait for the default one."""
         ...
 
-    def record(self, stream: int) -> Event:
-        """An event that is done when all that is in the stream by now is. stream: also of another GPU's caller."""
+    def record(self, stream: int, number: int | None = None) -> Event:
+        """An event that is done when all that is in the stream by now is. number: of the stream's GPU; None: this."""
         ...
 
-    def wait(self, stream: int, event: Event) -> None:
-        """What comes into the stream from now on is done after the event."""
+    def wait(self, stream: int, event: Event, number: int | None = None) -> None:
+        """What comes into the stream from now on is done after the event. number: as above."""
         ...
 
     def done(self, event: Event) -> bool:
         """Whether it is done. Raises MpikvError where the GPU has failed."""
+        ...
+
+    def as_caller(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
+        """An array of the library that callers of this driver use (CuPy), in memory that is there. owner: kept alive.
+
+        Raises UnsupportedError where the library has no such dtype.
+        """
         ...
 
     # --- work

@@ -1,0 +1,168 @@
+"""What is known of a caller's array on a GPU: by the interface, and in PyTorch's and JAX's own words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv import tensors
+from mpikv.errors import UnsupportedError
+from mpikv.spaces import callers
+from mpikv.spaces.callers import LEGACY, on_gpu, seen
+
+
+class Events:
+    """The part of a driver that is used here: events are the streams that they were recorded in."""
+
+    number = 1
+
+    def record(self, stream: int, number: int | None = None) -> Any:
+        return stream, self.number if number is None else number
+
+
+class Shown:
+    """An array that shows the interface, on a device as CuPy has them."""
+
+    def __init__(self, number: int | None = None, **told: Any) -> None:
+        self.__cuda_array_interface__ = {"shape": (2, 3), "typestr": "<f4", "data": (4096, False), "version": 3, **told}
+        if number is not None:
+            self.device = SimpleNamespace(id=number)
+
+
+def test_the_interface() -> None:
+    found = seen(Shown(stream=77), Events())
+    assert (found.address, found.shape, found.strides, found.dtype) == (4096, (2, 3), None, np.float32)
+    assert (found.stream, found.at) == (77, (77, 1))
+    assert (found.size, found.nbytes) == (6, 24)
+
+
+def test_without_a_stream_it_is_the_default_one() -> None:
+    assert seen(Shown(), Events()).stream == seen(Shown(stream=None), Events()).stream == LEGACY
+
+
+def test_an_event_is_recorded_on_the_arrays_own_gpu() -> None:
+    assert seen(Shown(number=3, stream=5), Events()).at == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("strides", "expected"), [((12, 4), None), ((4, 8), (4, 8)), ((24, 4), (24, 4)), ((0, 4), (0, 4))]
+)
+def test_strides_are_kept_where_the_array_is_not_contiguous(strides: tuple[int, ...], expected: Any) -> None:
+    assert seen(Shown(strides=strides), Events()).strides == expected
+
+
+def test_bfloat16_has_no_name_in_the_interface() -> None:
+    assert seen(Shown(typestr="|V2"), Events()).dtype == ml_dtypes.bfloat16
+
+
+def test_a_dtype_that_no_store_holds() -> None:
+    with pytest.raises(UnsupportedError, match="GPU 1 has dtype complex64; a store holds float16"):
+        seen(Shown(typestr="<c8"), Events())
+
+
+def test_what_shows_no_interface_is_told_what_to_do() -> None:
+    other = SimpleNamespace(__dlpack_device__=lambda: (2, 0), __dlpack__=None)
+    assert on_gpu(other)
+    with pytest.raises(UnsupportedError, match=r"cupy\.from_dlpack"):
+        seen(other, Events())
+
+
+@pytest.mark.parametrize("array", [np.zeros(2), np.float32(1), [1.0], None, "a", 3])
+def test_what_is_not_on_a_gpu(array: Any) -> None:
+    assert not on_gpu(array)
+
+
+def test_a_tensor_in_host_memory_is_not_on_a_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    assert not on_gpu(torch.zeros(2))
+
+
+class Tensor:
+    """What is asked of a CUDA tensor of PyTorch; there is no GPU to make one on."""
+
+    def __init__(self, torch: Any, dtype: str = "float32", **more: Any) -> None:
+        self.device = SimpleNamespace(type="cuda", index=2)
+        self.layout, self.dtype, self.shape = torch.strided, getattr(torch, dtype), (2, 3)
+        self._more = more
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(self._more.get("stride", (3, 1)))
+
+    def data_ptr(self) -> int:
+        return 512
+
+    def is_neg(self) -> bool:
+        return bool(self._more.get("neg"))
+
+    def is_conj(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(tensors, "is_tensor", lambda array: isinstance(array, (Tensor, torch.Tensor)))
+    streams = {2: SimpleNamespace(cuda_stream=0)}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+    torch.streams = streams
+    return torch
+
+
+def test_a_tensor(torch: Any) -> None:
+    tensor = Tensor(torch, "bfloat16", stride=(1, 2))
+    assert on_gpu(tensor)
+    found = seen(tensor, Events())
+    assert (found.address, found.dtype, found.strides) == (512, ml_dtypes.bfloat16, (2, 4))
+    assert (found.stream, found.at) == (LEGACY, (LEGACY, 2))  # PyTorch's default stream is CUDA's
+    torch.streams[2].cuda_stream = 99
+    assert seen(Tensor(torch), Events()).at == (99, 2)
+    assert seen(Tensor(torch), Events()).strides is None
+
+
+def test_a_tensor_whose_sign_is_still_to_be_changed(torch: Any) -> None:
+    with pytest.raises(UnsupportedError, match="resolve_neg"):
+        seen(Tensor(torch, neg=True), Events())
+
+
+class JaxArray:
+    """What is asked of an array of JAX on a GPU."""
+
+    def __init__(self, n_devices: int = 1, platform: str = "gpu") -> None:
+        self.shape, self.dtype, self.ready = (4,), np.dtype(np.float16), False
+        self._devices = [SimpleNamespace(platform=platform, local_hardware_id=i) for i in range(n_devices)]
+
+    def devices(self) -> list[Any]:
+        return self._devices
+
+    def block_until_ready(self) -> None:
+        self.ready = True
+
+    def unsafe_buffer_pointer(self) -> int:
+        assert self.ready
+        return 1024
+
+
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(callers.tensors, "is_jax", lambda array: isinstance(array, JaxArray))
+    monkeypatch.setattr(callers.tensors, "is_traced", lambda array: False)
+
+
+@pytest.mark.usefixtures("jax")
+def test_a_jax_array_is_waited_for_on_the_host() -> None:
+    array = JaxArray()
+    found = seen(array, Events())
+    assert array.ready
+    assert (found.address, found.shape, found.dtype, found.at) == (1024, (4,), np.float16, (LEGACY, 0))
+    assert not on_gpu(JaxArray(platform="cpu"))
+    assert on_gpu(JaxArray(platform="cuda"))
+
+
+@pytest.mark.usefixtures("jax")
+def test_a_jax_array_on_several_gpus() -> None:
+    with pytest.raises(UnsupportedError, match="spread over 2 GPUs"):
+        seen(JaxArray(2), Events())
