@@ -29,6 +29,7 @@ from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
+from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 
 if TYPE_CHECKING:
@@ -41,17 +42,17 @@ class DeviceMessages:
     shared = False
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
-        space: Any = means.space
+        space: Any = means.spaces.of(info)
         assert isinstance(space, DeviceSpace)
         self.placement = placement
         self._space, self._key_id, self._host = space, info.id, means.group
         self._group = DeviceGroup(means.group.transport, means.group.ranks, space)
-        self.value: HostArray = self._group.empty(info.n_elems, info.dtype)
+        self.value: SpaceArray = self._group.empty(info.n_elems, info.dtype)
 
     @property
     def held_bytes(self) -> int:
         """The value, on the GPU."""
-        return self.value.nbytes
+        return int(self.value.nbytes)
 
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts."""
@@ -69,11 +70,10 @@ class DeviceMessages:
         return broadcast(self._group, self.value, 0, self._tag(0))
 
     def reduce_scatter(
-        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
-    ) -> Steps[HostArray | None]:
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
         """In place, once what the caller was writing when he pushed is there: the stream does not wait for that."""
-        pushed: Any = values
-        yield self._space.arrived(pushed)
+        yield self._space.arrived(values)
         group = self._group
         if comparison is not None:
             # Under the tag of the messages that follow: those between two ranks stay in their order.
