@@ -401,8 +401,8 @@ def test_workers_that_bring_arrays_of_different_memory() -> None:
         assert verdict.error == (
             "ShapeMismatch",
             "init of key 'w' in different kinds of memory on different workers: worker 0 on h, worker 2 on h: host "
-            "memory; worker 1 on h: device memory. Let all of them bring an array of the host, or all one of a device "
-            "that the store uses",
+            "memory; worker 1 on h: device memory. Let all of them bring arrays of one kind; in a store of a device "
+            "type each worker needs a GPU, or none has one",
         )
     for verdict in verdicts([[[2], "float32", "none", HOST], [[3], "float32", "none", DEVICE]]):
         kind, text = verdict.error
