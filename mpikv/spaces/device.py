@@ -58,7 +58,7 @@ class DeviceSpace:
         if len(taken) == 1:
             return taken[0]
         first = taken[0]
-        self.launch(program.sum_program(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        self.launch(program.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
         return first
 
     def _taken(self, array: Any, what: str) -> DeviceArray:
@@ -193,7 +193,7 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill_program(out.dtype), [out], [out.dtype.type(values)])
+                self.launch(program.fill(out.dtype), [out], [out.dtype.type(values)])
                 return
         if not out.size:
             return
@@ -214,15 +214,15 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine_program(how, first.dtype), [first, second, out])
+        self.launch(program.combine(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale_program(values.dtype), [values, out], [values.dtype.type(factor)])
+        self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
-    def divide(self, values: DeviceArray, divisor: float) -> None:
-        """Divide floating point numbers in place by one, in their dtype."""
-        self.launch(program.divide_program(values.dtype), [values], [values.dtype.type(divisor)])
+    def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
+        """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
+        self.launch(program.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""
