@@ -464,14 +464,12 @@ def test_workers_that_bring_arrays_of_different_memory() -> None:
 
 
 @pytest.mark.parametrize("memory", ["auto", "off"])
-def test_workers_without_servers_refuse_keys_on_a_device_for_now(memory: str) -> None:
+def test_a_key_of_the_host_takes_and_gives_arrays_of_a_device(memory: str) -> None:
     mode = Mode("dist_sync", 2, memory=memory)
     spaces = [Spaces(device=BoxedSpace()) for _ in range(2)]
 
     def body(store: Any) -> Any:
         space = store.session.spaces.device
-        with pytest.raises(UnsupportedError, match=r"init of key 'd' in device memory: .* a NumPy array"):
-            store.init("d", space.array(numbers()))
         store.init("h", numbers())
         there = space.array(numbers())
         store.push("h", there)
