@@ -500,19 +500,15 @@ def test_keys_on_servers_are_in_host_memory(name: str, memory: str) -> None:
     assert spawn_stores(name, 2, body, num_servers=1, config=mode.config(), spaces=spaces) == [(HOST, True)] * 2
 
 
-def test_a_worker_that_brings_another_kind_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a whole store, with the refusal above out of the way."""
-    from mpikv.strategies.placed_keys import PlacedKeys
-
-    monkeypatch.setattr(PlacedKeys, "_reserve", lambda keys, info: None)
-    spaces = [Spaces(device=BoxedSpace()) for _ in range(2)]
+def test_a_worker_that_brings_another_kind_than_the_others() -> None:
+    gpu = FakeGpu()
+    gpus = [gpu, gpu.view()]
 
     def body(store: Any) -> None:
-        value = numbers() if store.rank else store.session.spaces.device.array(numbers())
-        store.init("w", value)
+        store.init("w", numbers() if store.rank else gpus[0].array(numbers()))
 
     with pytest.raises(RankError, match=r"ShapeMismatch: init of key 'w' in different kinds of memory"):
-        spawn_stores("dist_sync", 2, body, config=Mode("dist_sync", 2, memory="off").config(), spaces=spaces)
+        spawn_stores("dist_sync", 2, body, config=Mode("dist_sync", 2, memory="off").config(), drivers=gpus)
 
 
 # --- a trainer
