@@ -35,8 +35,11 @@ BLOCKS_PER_PROCESSOR = 8  # of 256 threads: as many threads as a multiprocessor 
 
 # CUDA's numbers, where CuPy has no names for them (driver_types.h).
 PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: page-locked for all GPUs
-OUT_OF_MEMORY, NOT_READY = 2, 600
+OUT_OF_MEMORY, NO_DRIVER, NOT_READY = 2, 35, 600
 LOST = (700, 702, 709, 710, 714, 715, 716, 717, 718, 719)  # errors after which a process cannot use its GPU any more
+
+
+WHICH = "nvidia-smi and CUDA_VISIBLE_DEVICES say which there are"
 
 
 class Found(NamedTuple):
@@ -55,8 +58,9 @@ def devices() -> Found:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except Exception as error:  # noqa: BLE001 - CUDA's own, or a library that cannot be loaded
-        return Found(0, f"CUDA finds no GPU ({_text(error)}): nvidia-smi and CUDA_VISIBLE_DEVICES say which there are")
-    return Found(count, "" if count else "CUDA finds no GPU: nvidia-smi and CUDA_VISIBLE_DEVICES say which there are")
+        hint = "the driver of NVIDIA is missing or too old" if getattr(error, "status", 0) == NO_DRIVER else WHICH
+        return Found(0, f"CUDA finds no GPU ({_text(error)}): {hint}")
+    return Found(count, "" if count else f"CUDA finds no GPU: {WHICH}")
 
 
 class _Stream(NamedTuple):
@@ -88,9 +92,11 @@ class CupyDriver:
         )
         self.number, self.name = number, ""
         with self._current("is asked for its properties"):
-            told = self._runtime.getDeviceProperties(number)
+            told, bus = self._runtime.getDeviceProperties(number), self._runtime.deviceGetPCIBusId(number)
         self.name = told["name"].decode() if isinstance(told["name"], bytes) else str(told["name"])
-        self.uuid: str = bytes(told["uuid"]).hex()
+        # CuPy reads CUDA's uuid as a text, which ends at a zero byte (runtime.pyx, getDeviceProperties): what is left
+        # of it tells the parts of one GPU (MIG) from each other, and the bus tells the GPUs of a host.
+        self.uuid: str = f"{bus}-{bytes(told['uuid'])[:16].hex()}"
         self._blocks: int = told["multiProcessorCount"] * BLOCKS_PER_PROCESSOR
         self._kernels: dict[Any, Any] = {}
 

@@ -153,7 +153,7 @@ ITEMSIZES = (1, 2, 4, 8)
 
 @pytest.fixture(scope="module")
 def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -> Call:
-    """Runs a kernel on this processor, with a table: that of a program of `runs`, or of strided copies (by itemsize)."""
+    """Runs a kernel on this processor, with a table: that of a program of `runs`, or of strided copies."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         pytest.skip("there is no C++ compiler (g++, clang++ or $CXX), so that no kernel can be run here")
