@@ -6,6 +6,8 @@ Calls are made with the work's lock held (gpu_work.py).
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +34,8 @@ from mpikv.testing.gpu_memory import (
 )
 from mpikv.testing.gpu_work import FakeEvent, Stream, Use, Work, elements
 
+LEGACY, PER_THREAD = 1, 2  # default streams, as `__cuda_array_interface__` numbers them
+
 
 class Machine:
     """What all GPUs of a test share."""
@@ -50,7 +54,8 @@ class Process:
         self.machine = machine
         self.work = machine.work
         self.space = AddressSpace()
-        self.streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        self._defaults: dict[tuple[int, int], Stream] = {}  # by GPU and thread, 0 for the one of all threads
         self.gone: deque[Gone] = deque()
 
     # --- memory
@@ -61,7 +66,9 @@ class Process:
         data, fd = new_file(n_bytes)
         data.fill(POISON)
         memory = self.space.add(Memory("allocation", data, device, Bytes()))
-        self.machine.owned[os.fstat(fd).st_ino] = Owned(self.space, memory, fd, set())
+        close = weakref.finalize(memory, os.close, fd)
+        close.atexit = False
+        self.machine.owned[os.fstat(fd).st_ino] = Owned(self.space, memory, fd, close, set())
         return memory.address
 
     def free(self, address: int) -> None:
@@ -73,7 +80,7 @@ class Process:
             raise AccessError(f"free: {memory} is open in {len(owned.opened)} other processes, which close it first")
         memory.data.fill(POISON)
         del self.machine.owned[inode]
-        os.close(owned.fd)
+        owned.close()
         self.space.remove(memory, "freed")
         _give(memory)
 
@@ -168,8 +175,19 @@ class Process:
     def new_stream(self, gpu: int) -> int:
         """A stream of this process on one of its GPUs."""
         stream = self.work.stream(gpu, self)
-        self.streams[stream.number] = stream
+        self._streams[stream.number] = stream
         return stream.number
+
+    def stream(self, number: int, gpu: int) -> Stream:
+        """A stream of this process. gpu: whose default stream 1 or 2 is."""
+        if number in (LEGACY, PER_THREAD):
+            key = gpu, 0 if number == LEGACY else threading.get_ident()
+            if key not in self._defaults:
+                self._defaults[key] = self.work.stream(gpu, self, number)
+            return self._defaults[key]
+        if number not in self._streams:
+            raise AccessError(f"{number!r} is no stream of this process")
+        return self._streams[number]
 
     def event(self, event: object) -> FakeEvent:
         """Check that it is an event of this process."""
