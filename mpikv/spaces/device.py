@@ -264,9 +264,9 @@ class DeviceSpace:
         """See `Space`."""
         self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
-    def divide(self, values: DeviceArray, divisor: float) -> None:
-        """Divide floating point numbers in place by one, in their dtype."""
-        self.launch(program.divide(values.dtype), [values, values], [values.dtype.type(divisor)])
+    def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
+        """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
+        self.launch(program.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""
