@@ -9,7 +9,6 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-
 from device_store import DeviceStore
 
 from mpikv import spec
