@@ -24,7 +24,7 @@ from mpikv.spaces import callers, program
 from mpikv.spaces.base import Formula
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device_array import DeviceArray
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.driver import Driver, Event
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Pool
@@ -43,6 +43,7 @@ class DeviceSpace:
         self.pinned = Pinned(driver)
         self.copies = Copies()
         self._host = HostSpace()
+        self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
 
     @property
@@ -58,6 +59,8 @@ class DeviceSpace:
         """See `Space`. No other process may have the memory open."""
         if not self._closed:
             self._closed = True
+            for event in self._written_by.values():
+                self.driver.wait(self.stream, event)
             self.settle()
             self.pinned.close()
             self.pool.close()
@@ -99,7 +102,7 @@ class DeviceSpace:
         self.copies.count("device", array.nbytes)
         event = self.driver.record(stream)
         if here:
-            copied.memory.written = event
+            copied.memory.written = self._written_by[stream] = event
         else:
             self.driver.wait(array.stream, event, array.number)
         return copied
@@ -262,9 +265,9 @@ class DeviceSpace:
         """See `Space`."""
         self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
-    def divide(self, values: DeviceArray, divisor: float) -> None:
-        """Divide floating point numbers in place by one, in their dtype."""
-        self.launch(program.divide(values.dtype), [values, values], [values.dtype.type(divisor)])
+    def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
+        """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
+        self.launch(program.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""

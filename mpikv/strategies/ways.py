@@ -27,6 +27,7 @@ from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
+from mpikv.strategies.device_messages import DeviceMessages
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.transports.base import Group
 
@@ -334,4 +335,5 @@ WAYS: Mapping[Path, Make] = {
     "messages": Messages,
     "native": Native,
     "ipc": Ipc,
+    "mpi": DeviceMessages,
 }

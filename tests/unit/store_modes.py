@@ -9,7 +9,6 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
-
 from device_store import DeviceStore
 
 from mpikv import spec
@@ -121,6 +120,14 @@ ASYNC = every_way(
 )
 SYNC = LOCAL + ALLREDUCE + SERVERS
 # One of each kind, for tests of what all modes share.
-FEW_DIST_SYNC = (Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2)))
+FEW_ON_DEVICE = (
+    Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
+    Mode("dist_sync", 3, 0, "ring", device="staged"),
+    Mode("dist_sync", 3, 2, device="host"),
+)
+FEW_DIST_SYNC = (
+    *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
+    *FEW_ON_DEVICE,
+)
 FEW_ASYNC = every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
-FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC)
+FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))
