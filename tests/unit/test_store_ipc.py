@@ -193,8 +193,8 @@ def test_users_who_wait_for_nothing(seed: int) -> None:
                 store.pushpull("a", own)
                 kept = own.copy()
                 store.pull("b", other)
-                found += [kept, other]
-        return [array.get().tobytes() for array in found]
+                found += [kept, other.copy()]
+            return [array.get().tobytes() for array in found]
 
     def on_host(store: Any) -> list[bytes]:
         store.init(["a", "b"], [np.zeros(n, F32) for _ in range(2)])
@@ -217,7 +217,6 @@ def test_all_memory_is_given_back() -> None:
         for step in range(3):
             store.push("k", gpu.array(values(store.rank, 100, step)))
         assert store.stats()["device_path"] == "ipc"
-        assert gpu.counts["opens"] == (2 if store.rank else 0) or True
 
     run(gpus, body)
     assert [gpu.counts["allocations"] - gpu.counts["frees"] for gpu in gpus] == [0] * 3
