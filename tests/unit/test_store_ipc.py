@@ -181,10 +181,10 @@ def test_users_who_wait_for_nothing(seed: int) -> None:
     workers, n = 2 + seed % 3, 300
 
     def body(store: Any, gpu: FakeGpu) -> list[bytes]:
-        own = store.zeros((n,), device="gpu")
-        store.init(["a", "b"], [gpu.array(np.zeros(n, F32)) for _ in range(2)])
         found = []
         with gpu.user_stream():
+            own = store.zeros((n,), device="gpu")
+            store.init(["a", "b"], [gpu.array(np.zeros(n, F32)) for _ in range(2)])
             for step in range(8):
                 own[:] = gpu.array(values(store.rank, n, step))
                 other = gpu.array(values(store.rank, n, 50 + step))
