@@ -20,7 +20,6 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.strategies.base import Entry, Sink
 from mpikv.testing.fake_device import FakeDevice
 from mpikv.testing.fake_gpu import FakeGpu
-from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
 
 N = 24
@@ -500,19 +499,22 @@ def test_keys_on_servers_are_in_host_memory(name: str, memory: str) -> None:
     assert spawn_stores(name, 2, body, num_servers=1, config=mode.config(), spaces=spaces) == [(HOST, True)] * 2
 
 
-def test_a_worker_that_brings_another_kind_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a whole store, with the refusal above out of the way."""
-    from mpikv.strategies.placed_keys import PlacedKeys
+@pytest.mark.parametrize("memory", ["auto", "off"])
+def test_a_worker_that_brings_another_kind_than_the_others(memory: str) -> None:
+    """All of them learn of it, and can go on with other keys."""
+    mode, gpu = Mode("dist_sync", 2, memory=memory, device="staged"), FakeGpu()
+    gpus = [gpu, gpu.view()]
 
-    monkeypatch.setattr(PlacedKeys, "_reserve", lambda keys, info: None)
-    spaces = [Spaces(device=BoxedSpace()) for _ in range(2)]
+    def body(store: Any) -> Any:
+        there = gpus[store.rank].array(numbers())
+        with pytest.raises(ShapeMismatch, match=r"init of key 'w' in different kinds of memory .*worker 0 .*: device"):
+            store.init("w", numbers() if store.rank else there)
+        store.init(["h", "d"], [numbers(), there])
+        store.pushpull(["h", "d"], [there, there], out=[a := np.empty((2, 3)), b := np.empty((2, 3))])
+        return [space_of(store, key) for key in "hd"], np.array_equal(a, b)
 
-    def body(store: Any) -> None:
-        value = numbers() if store.rank else store.session.spaces.device.array(numbers())
-        store.init("w", value)
-
-    with pytest.raises(RankError, match=r"ShapeMismatch: init of key 'w' in different kinds of memory"):
-        spawn_stores("dist_sync", 2, body, config=Mode("dist_sync", 2, memory="off").config(), spaces=spaces)
+    found = spawn_stores("dist_sync", 2, body, config=mode.config(), drivers=gpus)
+    assert found == [([HOST, DEVICE], True)] * 2
 
 
 # --- a trainer
