@@ -163,6 +163,34 @@ def test_arrays_of_the_space_itself_are_arrays_of_the_callers() -> None:
     assert np.array_equal(space.to_host(mine.reshape(-1)), 2 * numbers().reshape(-1))
 
 
+class Shown:
+    """An array of a library that says where it is on a GPU and nothing else, as Numba's do."""
+
+    def __init__(self, array: Any) -> None:
+        self.shape, self.dtype = array.shape, array.dtype
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.array.__cuda_array_interface__
+
+
+def test_arrays_that_only_show_where_they_are() -> None:
+    gpu = FakeGpu()
+    store = local_store("local", spec.parse("local"), spaces=Spaces(device=DeviceSpace(gpu)))
+    shown = Shown(gpu.array(numbers()))
+    store.init(["h", "d"], [numbers(), shown])
+    assert [space_of(store, key) for key in "hd"] == [HOST, DEVICE]
+    store.pushpull(["h", "d"], [[shown, shown], shown], out=[np.empty((2, 3)), shown])
+    assert np.array_equal(store.pull("h"), 2 * numbers())
+    assert np.array_equal(shown.array.get(), numbers())
+    other = local_store("local", spec.parse("local"))
+    other.init("w", numbers())
+    for call in (other.push, other.pull, other.pushpull):
+        with pytest.raises(UnsupportedError, match="Shown is in device memory, and only a store that uses this GPU"):
+            call("w", shown)
+
+
 def test_what_does_not_fit_is_refused_without_looking_at_values() -> None:
     store, space = made()
     store.init("w", space.array(numbers()))
