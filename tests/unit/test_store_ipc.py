@@ -17,6 +17,7 @@ from mpikv.config import Config
 from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.spaces import pool
 from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
+from mpikv.testing.ranks import memories_of
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
 F32 = np.dtype(np.float32)
@@ -287,3 +288,39 @@ def test_different_learning_rates() -> None:
     (text, value), *others = run(views(3), body)
     assert value == [5.0] * 30
     assert others == [[text, value]] * 2
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_fewer_workers(shared: bool) -> None:
+    """Who stays closes the memory of who has gone; without memory that they share the others go the staged way."""
+    stay = (0, 2)
+    memories = memories_of(["localhost"] * 2) if shared else [None] * 2
+    gpus = views(3)
+
+    def body(store: Any, gpu: FakeGpu) -> Any:
+        me = store.rank
+
+        def rounds(steps: range) -> list[Any]:
+            found = []
+            for step in steps:
+                array = gpu.array(np.full(100, me + step, F32))
+                store.push("k", array)
+                store.pull("k", array)
+                found.append(array.get()[50])
+            return found
+
+        store.init("k", gpu.array(np.zeros(100, F32)))
+        found = rounds(range(2))
+        store.barrier()
+        if me not in stay:
+            store.session.closed = True  # as if it had died
+            store.session.abandon()
+            store.strategy.keys.hosts.close()  # CUDA would, at the process's end
+            return found
+        members = store.session.members.only(stay)
+        store.strategy.keys.regroup(members, memories[stay.index(me)])
+        return found + rounds(range(2, 4)) + [store.stats()["device_path"]]
+
+    path = "ipc" if shared else "staged"
+    assert run(gpus, body) == [[3, 6, 6, 8, path], [3, 6], [3, 6, 6, 8, path]]
+    assert [gpus[rank].counts["allocations"] - gpus[rank].counts["frees"] for rank in stay] == [0, 0]
