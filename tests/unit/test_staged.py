@@ -47,7 +47,7 @@ def run(hosts: str, body: Callable[[Any, FakeGpu], Any], *, seed: int = 0, **set
         "dist_sync", len(hosts), lambda store: body(store, gpus[store.rank]), hosts=hosts, drivers=gpus, config=config
     )
     for one in gpus:  # every store has given back what it had
-        assert one.counts["frees"] == one.counts["allocations"] > 0
+        assert one.counts["frees"] == one.counts["allocations"]
     return found
 
 
