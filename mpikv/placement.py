@@ -13,6 +13,7 @@ The paths:
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.
 - `native`: the workers own the keys, and MPI's own collectives move them.
+- `mpi`: as `messages`, with values on GPUs, whose memory MPI takes.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), with the
@@ -230,6 +231,8 @@ def place(
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
     on_host: Path = members.path if room or not members.shares_memory else "messages"
     path: Path = on_host if way == "host" else way
+    if way == "ipc" and size == 1:
+        path = "messages"  # of which there are none
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
 
 

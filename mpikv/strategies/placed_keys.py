@@ -51,6 +51,7 @@ class PlacedKeys:
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
         self._listening: Running[Any] | None = None
+        self.hosts: HostKeys | None = None
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
@@ -65,6 +66,8 @@ class PlacedKeys:
         session, members = self._session, self._session.members
         if self._listening is not None:
             self._listening.cancel()
+        if self.hosts is not None:
+            self.hosts.close()
         self.hosts = self._listening = self.direct = None
         if memory is not None:
             self.hosts = HostKeys(memory, members.worker_hosts)
@@ -124,10 +127,10 @@ class PlacedKeys:
                 f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
                 "and without servers workers add what travels",
             )
-        on_device = info.space == DEVICE
-        if self.hosts is None or (on_device and self._session.members.device_path != "staged"):
+        on_device, path = info.space == DEVICE, self._session.members.device_path
+        if self.hosts is None or (on_device and path not in {"ipc", "staged"}):
             return None
-        return self.hosts.reserve_key(info.n_bytes, pages=on_device)
+        return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
