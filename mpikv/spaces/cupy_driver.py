@@ -222,9 +222,9 @@ class CupyDriver:
             self._runtime.eventRecord(event.ptr, stream)
         return event
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, stream: int, event: Event, number: int | None = None) -> None:
         """See `Driver`."""
-        with self._current("orders a stream behind an event"):
+        with self._current("orders a stream behind an event", number):
             self._runtime.streamWaitEvent(stream, event.ptr)
 
     def done(self, event: Event) -> bool:
