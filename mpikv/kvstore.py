@@ -616,7 +616,6 @@ class KVStore:
             prepared.clear()
         try:
             self.strategy.close()
-            session.spaces.close()  # nothing is under way any more
         except BaseException:
             session.abandon()
             raise
