@@ -46,6 +46,8 @@ class FakeArray:
     array([2., 5.])
     >>> array.set(np.ones((2, 3)))
     >>> array[0] = 0
+    >>> array.view('int64').shape
+    (2, 3)
     >>> array.astype('float32').reshape(-1).copy().get().tolist()
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     """
