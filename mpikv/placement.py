@@ -14,6 +14,7 @@ The paths:
 - `messages`: the workers own the keys and send messages, also within a host.
 - `native`: the workers own the keys, and MPI's own collectives move them.
 - `mpi`: as `messages`, with values on GPUs, whose memory MPI takes.
+- `nccl`: the workers own the keys, which are on GPUs, one for each worker, and NCCL adds them.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Cost: one pass over the ranks. Input and output: none.
@@ -32,7 +33,7 @@ from mpikv.config import Config
 from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
 from mpikv.topology import topology
 
-Path = Literal["direct", "hosted", "messages", "native", "servers", "mpi"]
+Path = Literal["direct", "hosted", "messages", "native", "servers", "mpi", "nccl"]
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
 

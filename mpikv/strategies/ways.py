@@ -28,6 +28,7 @@ from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.device_messages import DeviceMessages
 from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.nccl_way import NcclWay, NcclWorkers
 from mpikv.transports.base import Group
 
 
@@ -36,13 +37,14 @@ class Means(NamedTuple):
 
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
-    communicators: those for MPI's own collectives.
+    communicators: those for MPI's own collectives. nccl: what the keys that go by NCCL have in common.
     """
 
     group: Group
     spaces: Spaces
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
+    nccl: NcclWorkers | None = None
 
 
 class Way(Protocol):
@@ -295,4 +297,5 @@ WAYS: Mapping[Path, Make] = {
     "messages": Messages,
     "native": Native,
     "mpi": DeviceMessages,
+    "nccl": NcclWay,
 }
