@@ -56,9 +56,30 @@ def is_device(array: object) -> bool:
     return hasattr(array, "__cuda_array_interface__") and hasattr(array, "get")
 
 
+def own_space(array: object) -> Any:
+    """Return the space (mpikv/spaces) of an array of the store's own; None for NumPy's and all other libraries'."""
+    space = getattr(array, "space", None)
+    return space if hasattr(space, "from_host") else None
+
+
+def is_elsewhere(array: object) -> bool:
+    """Return whether its values are in other memory than the host's, so that the host can see a copy of them alone."""
+    return is_device(array) or own_space(array) is not None or tensors.is_elsewhere(array)
+
+
+def is_space_array(value: object) -> bool:
+    """Return whether it is an array as a store works on it: NumPy's, or one of a space of another memory."""
+    return isinstance(value, np.ndarray) or own_space(value) is not None
+
+
 def is_array(value: object) -> bool:
     """Return whether `value` is one array (of any library), not a list of arrays or a number of Python's."""
-    return isinstance(value, (np.ndarray, np.generic)) or is_device(value) or hasattr(value, "__dlpack__")
+    return (
+        isinstance(value, (np.ndarray, np.generic))
+        or is_device(value)
+        or hasattr(value, "__dlpack__")
+        or own_space(value) is not None
+    )
 
 
 def host_view(array: Any, what: str) -> HostArray:
@@ -73,6 +94,8 @@ def host_view(array: Any, what: str) -> HostArray:
         host = array
     elif is_device(array):
         host = array.get()
+    elif (space := own_space(array)) is not None:
+        host = space.to_host(array.reshape(-1)).reshape(array.shape)
     elif hasattr(array, "__dlpack__"):
         try:
             host = tensors.view(array)
@@ -103,17 +126,25 @@ def as_host(what: str, value: Any, dtype: Any = None) -> HostArray:
 
 def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and dtype of an array, without moving its values where it is a device array."""
-    if is_device(array):
+    if is_device(array) or own_space(array) is not None:
         dtype = np.dtype(array.dtype)
         if dtype in SUPPORTED_DTYPES:
             return tuple(array.shape), dtype
+    if tensors.is_elsewhere(array):
+        shape, name = tensors.shape_and_dtype(array)
+        if any(name == str(dtype) for dtype in SUPPORTED_DTYPES):
+            return shape, dtype_of(name)
     host = host_view(array, what)
     return host.shape, host.dtype
 
 
 def is_writable(array: Any, what: str) -> bool:
     """Return whether a result can be written into an array."""
-    return not isinstance(array, np.generic) and (is_device(array) or host_view(array, what).flags.writeable)
+    if isinstance(array, np.generic):
+        return False
+    if own_space(array) is not None:
+        return bool(array.flags.writeable)
+    return is_device(array) or tensors.is_elsewhere(array) or host_view(array, what).flags.writeable
 
 
 def check_writable(array: Any, what: str) -> None:
@@ -138,6 +169,14 @@ def write(out: Any, value: HostArray, what: str) -> None:
             whole = out.copy()  # CuPy sets contiguous arrays only
             whole.set(host)
             out[...] = whole
+        return
+    space = own_space(out)
+    if space is not None:
+        (caller,) = space.callers([out])
+        space.write(caller, space.from_host(value), what)
+        return
+    if tensors.is_elsewhere(out):
+        tensors.write(out, value.reshape(tuple(out.shape)))
         return
     view = host_view(out, what)
     np.copyto(view, value.reshape(view.shape), casting="unsafe")

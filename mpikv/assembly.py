@@ -20,7 +20,7 @@ from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
-from mpikv.spaces.base import Space
+from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.spec import StoreSpec
 from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
@@ -30,9 +30,15 @@ from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 
 
-def local_store(name: str, spec: StoreSpec, stop_file: str = "", space: Space | None = None) -> KVStore:
-    """A store of this process alone. space: where its values are, default host memory."""
-    session = Session(name, stop_file, space)
+def _spaces(spaces: Spaces | None, spec: StoreSpec, *, served: bool = False) -> Spaces:
+    """With what follows from the store's type. served: whether servers own the keys, whose clients hold host memory."""
+    found = Spaces() if spaces is None else spaces
+    return replace(found, of_new_keys=HOST if served else DEVICE if spec.on_device else None)
+
+
+def local_store(name: str, spec: StoreSpec, stop_file: str = "", spaces: Spaces | None = None) -> KVStore:
+    """A store of this process alone. spaces: where its values are, default host memory."""
+    session = Session(name, stop_file, _spaces(spaces, spec))
     return KVStore(session, LocalStrategy(session), on_device=spec.on_device)
 
 
@@ -48,17 +54,18 @@ def assemble(
     connect: Callable[[LocalTransport | None], None] = lambda _links: None,
     asked_to_stop: Callable[[], str | None] = lambda: None,
     codecs: Codecs | None = None,
-    space: Space | None = None,
+    spaces: Spaces | None = None,
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
     memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
     server asks all workers to stop, once it does. codecs: what pushes may travel as, the same on all ranks.
-    space: where this rank's part of the values is, default host memory. Raises MpikvError where an optimizer ended a
+    spaces: where this rank's part of the values is, default host memory. Raises MpikvError where an optimizer ended a
     server.
     """
     links = None
+    spaces = _spaces(spaces, spec, served=members.path == "servers")
     if members.path == "servers" and members.shares_memory:
         if memory is not None:
             links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)
@@ -68,7 +75,7 @@ def assemble(
     def core() -> ServerCore:
         labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
         policy = Synchronous if members.synchronous else Asynchronous
-        return ServerCore(labels, policy, None if links is None else links.segment, codecs, space)
+        return ServerCore(labels, policy, None if links is None else links.segment, codecs, spaces.host)
 
     if transport.rank in members.servers:
         try:
@@ -82,7 +89,7 @@ def assemble(
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
     session = Workers(
-        transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links, codecs=codecs, space=space
+        transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links, codecs=codecs, spaces=spaces
     )
     strategy: Strategy
     if members.path != "servers":

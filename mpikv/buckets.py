@@ -2,7 +2,7 @@
 
 Pure values. Keys that are pushed one after another are put into one bucket until it is full; the first bucket is small,
 so that the first message leaves while most of a backward pass still lies ahead. An array as large as a bucket goes
-alone. Arrays of different dtypes never share a bucket.
+alone. Arrays of different kinds, as are different dtypes, never share a bucket.
 
 The sizes trade the cost of a message against the time until it can leave: on a link of 1 Gbit/s 4 MiB take 34 ms.
 The idea is that of Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
@@ -19,7 +19,7 @@ LIMIT_BYTES = 4 << 20
 
 def plan(
     sizes_bytes: Sequence[int],
-    dtypes: Sequence[str],
+    kinds: Sequence[str],
     *,
     first_bytes: int = FIRST_BYTES,
     limit_bytes: int = LIMIT_BYTES,
@@ -27,16 +27,16 @@ def plan(
     """Return buckets as lists of positions, in the order in which they fill up. Every position is in exactly one."""
     done: list[list[int]] = []
     open_: dict[str, tuple[list[int], int]] = {}
-    for i, (n_bytes, dtype) in enumerate(zip(sizes_bytes, dtypes, strict=True)):
+    for i, (n_bytes, kind) in enumerate(zip(sizes_bytes, kinds, strict=True)):
         limit = limit_bytes if done else first_bytes
         if n_bytes >= limit:
             done.append([i])
             continue
-        positions, filled = open_.pop(dtype, ([], 0))
+        positions, filled = open_.pop(kind, ([], 0))
         if filled + n_bytes > limit and positions:
             done.append(positions)
             positions, filled = [], 0
-        open_[dtype] = ([*positions, i], filled + n_bytes)
+        open_[kind] = ([*positions, i], filled + n_bytes)
     return done + [positions for positions, _ in open_.values()]
 
 

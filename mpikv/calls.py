@@ -8,6 +8,7 @@ checked before anything is sent. Local.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,8 +18,10 @@ from mpikv.arrays import (
     check_writable,
     host_view,
     is_array,
-    is_device,
+    is_elsewhere,
+    is_space_array,
     is_writable,
+    own_space,
     shape_and_dtype,
 )
 from mpikv.checks import shown
@@ -26,6 +29,8 @@ from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.reductions import SUM, Reduction, named
 from mpikv.session.base import Session
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import HOST
 from mpikv.strategies.base import PreparedCall, Strategy
 from mpikv.tensors import new_like
 
@@ -48,13 +53,14 @@ class New(NamedTuple):
     It has memory that the result is written to, and an array of the library that the new array is to belong to.
     """
 
-    host: np.ndarray[Any, Any]
+    memory: Array
     like: Array
     what: str
 
     def made(self) -> Array:
         """Return the new array, once the result has been written."""
-        return new_like(self.host, self.like, self.what)
+        in_place = own_space(self.memory) is not None
+        return self.memory if in_place else new_like(self.memory, self.like, self.what)
 
 
 _NUMPY: np.ndarray[Any, Any] = np.empty(0)
@@ -158,19 +164,23 @@ class CallForms:
                 raise UnsupportedError(f"{call}: op={op!r} of key {info.key!r}: {why}")
         return found
 
-    def totals(self, call: str, items: list[Item], op: Reduction = SUM) -> list[tuple[KeyInfo, np.ndarray[Any, Any]]]:
-        """Check everything, and only then sum over devices, so that an error leaves nothing half sent."""
+    def totals(self, call: str, items: list[Item], op: Reduction = SUM) -> list[tuple[KeyInfo, SpaceArray]]:
+        """Check everything, and only then sum over devices, so that an error leaves nothing half sent.
+
+        The sums are new arrays of the keys' spaces.
+        """
         infos = [self.info(call, item.key) for item in items]
         for info, item in zip(infos, items, strict=True):
             for array in item.arrays:
                 self.check_value(call, info, array, dtype=True)
-        space = self._session.space
-        space.ready([array for item in items for array in item.arrays])
+        spaces = self._session.spaces
+        callers = iter(spaces.callers([array for item in items for array in item.arrays]))
         return [
             (
                 info,
-                space.total(
-                    item.arrays,
+                spaces.total(
+                    info.space,
+                    list(islice(callers, len(item.arrays))),
                     f"{call}: the value of key {shown(info.key)}",
                     on_device=self._on_device,
                     combine=op.combine,
@@ -191,7 +201,7 @@ class CallForms:
         def one(key: Any, value: Any) -> Any:
             info = self.info(call, self.key(key))
             found = [place(info, array) for array in (value if isinstance(value, (list, tuple)) else [value])]
-            memory = [array.host if isinstance(array, New) else array for array in found]
+            memory = [array.memory if isinstance(array, New) else array for array in found]
             grouped.setdefault(info.id, (info, []))[1].extend(memory)
             return found if isinstance(value, (list, tuple)) else found[0]
 
@@ -200,7 +210,9 @@ class CallForms:
 
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
         """Make room for a result."""
-        return New(np.empty(info.shape, info.dtype), like, f"{call}: the result of key {shown(info.key)}")
+        space, what = own_space(like), f"{call}: the result of key {shown(info.key)}"
+        made = np.empty if space is None else space.empty_for_caller
+        return New(made(info.shape, info.dtype), like, what)
 
     def outs(self, call: str, keys: Keys, out: Values, like: Values = None) -> tuple[Targets, Any]:
         """Return the arrays to write into for each key, and where `out` is None the form of what to return."""
@@ -227,7 +239,7 @@ class CallForms:
             self.items(call, keys, like)
 
         def place(info: KeyInfo, array: Array) -> New:
-            if not isinstance(array, np.ndarray):  # whether there can be such an array, before anything is sent
+            if not is_space_array(array):  # whether there can be such an array, before anything is sent
                 New(np.empty(0, info.dtype), array, f"{call}: like of key {shown(info.key)}").made()
             return self.new(call, info, array)
 
@@ -261,9 +273,11 @@ class CallForms:
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
         others = [array for array in arrays if type(array) is not np.ndarray]
-        if {len(item.arrays) for item in items} != {1} or any(map(is_device, others)):
+        if {len(item.arrays) for item in items} != {1} or any(map(is_elsewhere, others)):
             return None
         infos = [self.info("pushpull", item.key) for item in items]
+        if any(info.space != HOST for info in infos):
+            return None
         for info, item in zip(infos, items, strict=True):
             self.check_value("pushpull", info, item.arrays[0], dtype=True)
         return self._strategy.prepare(

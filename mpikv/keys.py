@@ -34,7 +34,8 @@ ShardPlan = tuple[Shard, ...]
 class KeyInfo(NamedTuple):
     """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
 
-    codec: the name of what its pushes travel as.
+    codec: the name of what its pushes travel as. space: "host" or "device": the memory that its arrays are in on every
+    worker.
     """
 
     key: Key
@@ -42,6 +43,7 @@ class KeyInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     codec: str = "none"
+    space: str = "host"
 
     @property
     def n_elems(self) -> int:

@@ -10,14 +10,17 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 
-from mpikv import checks, optimizers, shapes
-from mpikv.arrays import dtype_named, host_view
+from mpikv import checks, devices, optimizers, shapes
+from mpikv.arrays import dtype_named, shape_and_dtype
 from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
+from mpikv.devices import Device
 from mpikv.errors import KeyExists, UnsupportedError
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending, Session, Updater
+from mpikv.session.base import NewKey, Pending, Session, Updater
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file
 
@@ -115,6 +118,16 @@ class KVStore:
         """How many workers share the store; servers are not counted."""
         return self.session.num_workers
 
+    @property
+    def device(self) -> int | None:
+        """The number of the GPU that the store uses, among those that this process sees; None: host memory alone.
+
+        >>> kv.create('local').device is None
+        True
+        """
+        space = self.session.spaces.device
+        return None if space is None else space.device
+
     def is_capable(self, capability: str) -> bool:
         """Return True for 'optimizer': the store can run one. Raises ValueError for any other word. Local.
 
@@ -203,7 +216,7 @@ class KVStore:
         """
         self._check_open("init")
         items = self._forms.items("init", key, value)
-        values = []
+        spaces, values = self.session.spaces, []
         for item in items:
             if len(item.arrays) != 1:
                 raise ValueError(
@@ -215,14 +228,16 @@ class KVStore:
                     "Push to change its value."
                 )
             what = f"init: the value of key {shown(item.key)}"
-            self.session.space.ready(item.arrays)
-            value = self.session.space.total(item.arrays, what, on_device=False)
-            values.append((item.key, host_view(item.arrays[0], what).shape, value))
-        if len({type(key) for key, _, _ in values}) > 1:
+            shape, _ = shape_and_dtype(item.arrays[0], what)
+            callers = spaces.callers(item.arrays)
+            space = spaces.of_new_key(callers[0])
+            value = spaces.total(space, callers, what, on_device=False)
+            values.append(NewKey(item.key, shape, value, space))
+        if len({type(new.key) for new in values}) > 1:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")
         if values:
             self.strategy.init(values)
-            self._forms.key_type = type(values[0][0])
+            self._forms.key_type = type(values[0].key)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """`init`, then `pull`: worker 0's value comes into every worker's `out`. Collective, blocks.
@@ -240,7 +255,7 @@ class KVStore:
 
     # --- arrays in shared memory
 
-    def empty(self, shape: Any, dtype: Any = "float32") -> Any:
+    def empty(self, shape: Any, dtype: Any = "float32", *, device: Device | None = None) -> Any:
         """Make NumPy arrays in memory that the workers of a host share, so that `pushpull` adds them where they are.
 
         shape: an int or a tuple, or a list of tuples for a list of arrays that lie side by side. Their values are
@@ -250,24 +265,51 @@ class KVStore:
         given back at the end of the process. Where workers cannot share memory the arrays are ordinary ones. Collective
         over the workers, with the same arguments on each (else ShapeMismatch on all); blocks.
 
+        device: 'gpu', or the number or name of the GPU that this store uses (`store.device`): arrays in its memory.
+        None or 'cpu': NumPy arrays. Raises UnsupportedError where the store uses no GPU, or another one.
+
         >>> weight, bias = kv.create('local').empty([(2, 3), (3,)], 'float32')
         >>> weight.shape, bias.shape
         ((2, 3), (3,))
         """
-        self._check_open("empty")
-        wanted, found = shapes.parse(shape), dtype_named(dtype)
-        n_bytes = shapes.total_bytes(wanted, found)
-        memory = self.strategy.allocate(f"{found} {wanted}", n_bytes)
-        arrays = shapes.arrays_in(np.zeros(n_bytes, np.uint8) if memory is None else memory, wanted, found)
-        return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
+        return self._arrays(shape, dtype, device, zero=False)
 
-    def zeros(self, shape: Any, dtype: Any = "float32") -> Any:
+    def zeros(self, shape: Any, dtype: Any = "float32", *, device: Device | None = None) -> Any:
         """Make arrays as `empty` does, filled with zeros. Collective, blocks.
 
         >>> kv.create('local').zeros(3)
         array([0., 0., 0.], dtype=float32)
         """
-        return self.empty(shape, dtype)  # shared memory is zero until it is written to, and is never given out twice
+        return self._arrays(shape, dtype, device, zero=True)
+
+    def _arrays(self, shape: Any, dtype: Any, device: Device | None, *, zero: bool) -> Any:
+        self._check_open("empty")
+        wanted, found = shapes.parse(shape), dtype_named(dtype)
+        n_bytes = shapes.total_bytes(wanted, found)
+        if device is None or devices.gpu_number(device) is None:
+            memory = self.strategy.allocate(f"{found} {wanted}", n_bytes)
+            if memory is None:
+                memory = np.zeros(n_bytes, np.uint8)  # as shared memory is, which is never given out twice
+        else:
+            memory = self._device_memory(device, f"{found} {wanted} on a GPU", n_bytes, zero=zero)
+        arrays = shapes.arrays_in(memory, wanted, found)
+        return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
+
+    def _device_memory(self, device: Device, text: str, n_bytes: int, *, zero: bool) -> SpaceArray:
+        spaces, why = self.session.spaces, ""
+        space = spaces.device
+        if space is None:
+            why = f"{self._forms.where()} uses no GPU: {spaces.missing}"
+        elif not devices.is_any_gpu(device) and devices.gpu_number(device) != space.device:
+            why = f"{self._forms.where()} uses GPU {space.device}"
+        self.strategy.allocate(f"{text}, but {why}" if why else text, 0)  # all workers learn of one that cannot
+        if space is None or why:
+            raise UnsupportedError(f"empty or zeros with device={shown(device)}: {why}")
+        memory = space.empty_for_caller((n_bytes,), np.dtype(np.uint8))
+        if zero:
+            (caller,) = spaces.callers([memory])
+            spaces.write(DEVICE, caller, space.zeros(n_bytes, memory.dtype), "zeros")
+        return memory
 
     def stats(self) -> dict[str, int]:
         """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.
@@ -330,7 +372,7 @@ class KVStore:
         self._check_open("pull")
         _check_priority(priority)
         targets, form = self._forms.outs("pull", key, out, like)
-        entries = [Entry(info, None, Sink(info, arrays)) for info, arrays in targets]
+        entries = [Entry(info, None, Sink(info, arrays, self.session.spaces)) for info, arrays in targets]
         return Request(self.session, self.strategy.exchange(entries, priority), form)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
@@ -384,7 +426,7 @@ class KVStore:
         return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority, op)
 
     def _start_pushpull(self, items: list[Item], targets: Targets, form: Any, priority: int, op: Reduction) -> Request:
-        sinks = {info.id: Sink(info, arrays) for info, arrays in targets}
+        sinks = {info.id: Sink(info, arrays, self.session.spaces) for info, arrays in targets}
         totals = self._forms.totals("pushpull", items, op)
         entries = [Entry(info, total, sinks[info.id]) for info, total in totals]
         return Request(self.session, self.strategy.exchange(entries, priority, op), form)

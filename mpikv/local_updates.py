@@ -15,7 +15,8 @@ from mpikv.arrays import HostArray, host_view, is_device, sum_dtype, write
 from mpikv.checks import shown
 from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
-from mpikv.session.base import Session
+from mpikv.session.base import NewKey, Session
+from mpikv.spaces.named import HOST
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.states import load_file, save_file
 
@@ -36,7 +37,7 @@ class LocalUpdates:
         if is_device(weight) or not flat.flags.writeable:
             flat = flat.copy()
         self._held[key] = flat
-        self._strategy.init([(key, view.shape, flat)])
+        self._strategy.init([NewKey(key, view.shape, flat, HOST)])
 
     def apply(self, key: Key, weights: Sequence[Any], grad: Any) -> None:
         """Make one update with `grad`, the sum over devices and workers; each of `weights` gets the new value."""

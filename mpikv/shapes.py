@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
 from mpikv.checks import shown, wrong
 
 Shape = tuple[int, ...]
@@ -45,8 +44,8 @@ def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
     return n_bytes
 
 
-def arrays_in(memory: HostArray, shapes: list[Shape], dtype: np.dtype[Any]) -> list[HostArray]:
-    """Make arrays in `memory`, (n_bytes,) of uint8, one behind the other without gaps."""
+def arrays_in(memory: Any, shapes: list[Shape], dtype: np.dtype[Any]) -> list[Any]:
+    """Make arrays in `memory`, (n_bytes,) of uint8 in any space, one behind the other without gaps."""
     arrays, begin = [], 0
     for shape in shapes:
         end = begin + math.prod(shape) * dtype.itemsize

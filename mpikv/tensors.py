@@ -5,6 +5,7 @@ Neither library is imported for that: whoever has one of its objects has importe
 A tensor in host memory is seen by its own `numpy()`, which shares its memory, and lets it be written to, in all
 versions. DLPack does not: NumPy takes what PyTorch 2.2 exports for read-only, and a tensor whose negation is still to
 be made (`is_neg`) is exported without its sign. JAX's arrays never change, so that all views of them are read-only.
+What either library has on another device is copied to the host, and back.
 """
 
 from __future__ import annotations
@@ -33,6 +34,30 @@ def is_tensor(array: object) -> bool:
     return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
+def is_elsewhere(array: Any) -> bool:
+    """Return whether it is a tensor of PyTorch, not a sparse one, with values that are not in host memory."""
+    if not is_tensor(array) or array.device.type in ("cpu", "meta"):
+        return False
+    return bool(array.layout == sys.modules["torch"].strided)
+
+
+def shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:
+    """Return the shape of a tensor and the name of its dtype, without moving its values."""
+    return tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2]  # "torch.float32"
+
+
+def write(tensor: Any, values: HostArray) -> None:
+    """Copy values, in the tensor's shape, into a tensor wherever it is. Blocks."""
+    tensor.detach().copy_(_tensor_of(np.require(values, requirements=["C", "W"])))
+
+
+def _tensor_of(host: HostArray) -> Any:
+    torch = sys.modules["torch"]
+    if host.dtype == BFLOAT16:  # of which NumPy has none: the same bits
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
 def is_jax(array: object) -> bool:
     """Return whether it is an array of JAX, or stands for one while JAX traces a function."""
     return isinstance(array, getattr(sys.modules.get("jax"), "Array", ()))
@@ -54,22 +79,23 @@ def view(array: Any) -> HostArray:
 
 
 def _view_of_tensor(tensor: Any) -> HostArray:
-    """See the tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`).
+    """See the tensor's memory, as it is; a copy that is read-only where its values are not there yet (`is_neg`), or in
+    other memory than the host's.
 
-    Raises UnsupportedError where it is not in host memory, and what PyTorch raises for sparse tensors and the like.
+    Raises UnsupportedError where it has no values, and what PyTorch raises for sparse tensors and the like.
     """
-    if tensor.device.type != "cpu":
-        raise UnsupportedError(
-            f"the tensor is on device '{tensor.device}', and this version of mpikv reads and writes host memory only: "
-            "hand over tensor.cpu(), and copy the result back"
-        )
+    if tensor.device.type == "meta":
+        raise UnsupportedError("the tensor is on the device 'meta' and has no values: bring it to a real device first")
     torch = sys.modules["torch"]
     detached = tensor.detach()
+    elsewhere = is_elsewhere(detached)
+    if elsewhere:
+        detached = detached.cpu()
     resolved = detached.resolve_neg()
     # NumPy has no bfloat16: the same bits, then ml_dtypes' name for them.
     is_bfloat16 = resolved.dtype == torch.bfloat16
     host: HostArray = resolved.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else resolved.numpy()
-    if detached.is_neg():
+    if elsewhere or detached.is_neg():
         host.flags.writeable = False
     return host
 
@@ -102,10 +128,7 @@ def _new_like(host: HostArray, like: Any, what: str) -> Any:
     if isinstance(like, (np.ndarray, np.generic)):
         return host
     if is_tensor(like):
-        torch = sys.modules["torch"]
-        if host.dtype == BFLOAT16:
-            return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(like.device)
-        return torch.from_numpy(host).to(like.device)
+        return _tensor_of(host).to(like.device)
     if is_jax(like):
         if is_traced(like):
             raise UnsupportedError(f"{what}: {TRACED}")

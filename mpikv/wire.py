@@ -27,7 +27,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 5
+VERSION = 6
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2

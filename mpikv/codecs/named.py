@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import sum_dtype
 from mpikv.codecs.base import Codec
 from mpikv.codecs.identity import IDENTITY
 from mpikv.keys import KeyInfo
-from mpikv.spaces.base import Space
+from mpikv.spaces.base import Space, SpaceArray
 
 
 class Codecs:
@@ -30,12 +30,14 @@ class Codecs:
         """Whether ranks can add what travels while it travels, as an allreduce does, or must decode it first."""
         return self.of(info).wire_dtype(info.dtype) is not None
 
-    def added(self, info: KeyInfo, values: HostArray, space: Space) -> HostArray:
+    def added(self, info: KeyInfo, values: SpaceArray, space: Space) -> SpaceArray:
         """What such ranks add of a push: what it is encoded to, in the dtype that the key is added in.
 
-        space: where the values are, and what they are decoded into.
+        space: the key's, where the values are, and what they are decoded into.
         """
         codec, dtype = self.of(info), sum_dtype(info.dtype)
+        if codec is IDENTITY:
+            return values if values.dtype == dtype else space.cast(values, dtype)
         data = codec.encode(values)
         if data.dtype == dtype:
             return data

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.arrays import BFLOAT16, HostArray, is_space_array
 from mpikv.checks import shown
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
@@ -31,7 +31,7 @@ from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
 from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
-from mpikv.spaces.base import Space
+from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.host import HostSpace
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Optimizer(Declared):
     scratch: ClassVar[int] = 2
     """Temporary arrays that `formula` needs."""
 
-    _space: ClassVar[Space]  # each optimizer's own; without ClassVar type checkers would take it for a field
+    _host: ClassVar[Space]  # each optimizer's own; without ClassVar type checkers would take it for a field
     _arrays: ClassVar[Mapping[str, Array]] = {}
     _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
     _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
@@ -152,18 +152,15 @@ class Optimizer(Declared):
             cls.__doc__ = "\n".join([cls.__doc__, "", "    State:", *lines])
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make a new one, whose weights are in host memory."""
+        """Make a new one."""
         made = super().__new__(cls, *args, **kwargs)
-        made.work_in(HostSpace())
+        object.__setattr__(made, "_host", HostSpace())
         return made
 
-    def work_in(self, space: Space) -> None:
-        """Weights are in that space from now on, and so are states and temporaries. Local; the store calls it.
-
-        >>> from mpikv.spaces.host import HostSpace
-        >>> optimizers.SGD().work_in(HostSpace())
-        """
-        object.__setattr__(self, "_space", space)
+    def _space_of(self, array: SpaceArray) -> Space:
+        """The space that an array is in: it says so itself, where that is not host memory."""
+        space: Space = self._host if isinstance(array, np.ndarray) else array.space
+        return space
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
         """See `Declared`: the learning rate and the `base_lr` of a schedule are one value.
@@ -237,20 +234,21 @@ class Optimizer(Declared):
     def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
         """Add the arrays of `names` that are missing, drop others. ValueError for one of wrong size or dtype."""
         work = work_dtype(flat.dtype)
-        for name in [name for name, value in state.items() if isinstance(value, np.ndarray)]:
+        for name in [name for name, value in state.items() if is_space_array(value)]:
             if name not in names and name != "master":
                 del state[name]
         for name in names:
             if name not in state:
                 from_weight = self._arrays[name].from_weight
-                state[name] = self._copy(flat, work) if from_weight else self._space.zeros(flat.size, work)
+                state[name] = self._copy(flat, work) if from_weight else self._space_of(flat).zeros(flat.size, work)
             elif state[name].shape != flat.shape or state[name].dtype != work:
                 found = f"{state[name].dtype}{state[name].shape}"
                 raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
 
-    def _copy(self, flat: HostArray, dtype: np.dtype[Any]) -> HostArray:
-        made = self._space.empty(flat.size, dtype)
-        self._space.copy(made, flat)
+    def _copy(self, flat: SpaceArray, dtype: np.dtype[Any]) -> SpaceArray:
+        space = self._space_of(flat)
+        made = space.empty(flat.size, dtype)
+        space.copy(made, flat)
         return made
 
     def check_state(self, weight: HostArray, state: State) -> None:
@@ -260,12 +258,12 @@ class Optimizer(Declared):
             raise ValueError(f"a state of {self.name} holds {_listed(expected)}, this one {_listed(state)}")
         for name, value in expected.items():
             found = state[name]
-            if not isinstance(value, np.ndarray):
+            if not is_space_array(value):
                 if type(found) is not type(value):
                     wanted = type(value).__name__
                     raise ValueError(f"{name!r} in a state of {self.name} is a number ({wanted}), not {found!r}")
-            elif not isinstance(found, np.ndarray) or (found.shape, found.dtype) != (value.shape, value.dtype):
-                what = f"{found.dtype}{found.shape}" if isinstance(found, np.ndarray) else repr(found)
+            elif not is_space_array(found) or (found.shape, found.dtype) != (value.shape, value.dtype):
+                what = f"{found.dtype}{found.shape}" if is_space_array(found) else repr(found)
                 raise ValueError(f"{name!r} in a state of {self.name} is {value.dtype}{value.shape}, not {what}")
 
     # --- update
@@ -300,7 +298,7 @@ class Optimizer(Declared):
         step = self._step(key, flat, weight.shape, state)
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
-            self._space.update(
+            self._space_of(flat).update(
                 partial(self.formula, step),
                 flat,
                 [term.reshape(-1) for term in terms],

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays import HostArray, is_space_array
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.base import Optimizer, State
 from mpikv.optimizers.identity import identity
+from mpikv.spaces.base import SpaceArray
 
 UserFunction = Callable[[HostArray, HostArray, Any], Any]
 
@@ -68,9 +69,19 @@ class Function(Optimizer):
         count = count_of(state)
         if self.rescale_grad != 1.0:
             factor = grad.dtype.type(self.rescale_grad) if grad.dtype.kind == "f" else self.rescale_grad
-            grad = np.asarray(grad * factor)
+            grad = np.asarray(grad * factor) if isinstance(grad, np.ndarray) else _scaled(grad, self.rescale_grad)
         returned = self.function(weight, grad, unpack(state))
         return {"t": count + 1, **pack(returned)}
+
+
+def _scaled(grad: SpaceArray, factor: float) -> SpaceArray:
+    """The same for an array of another space than the host's: whole numbers become float64, as NumPy's do."""
+    space, flat = grad.space, grad.reshape(-1)
+    if grad.dtype.kind in "iu":
+        flat = space.cast(flat, np.dtype(np.float64))
+    scaled = space.empty(flat.size, flat.dtype)
+    space.scale(flat, factor, scaled)
+    return scaled.reshape(grad.shape)
 
 
 def count_of(state: Any) -> int:
@@ -88,7 +99,7 @@ def pack(value: Any) -> State:
     """What a callable returned, as entries of a state whose names say what it was; under "other" what fits nowhere."""
     if value is None:
         return {}
-    if isinstance(value, (*_NUMBERS, np.ndarray)):
+    if isinstance(value, _NUMBERS) or is_space_array(value):
         return {"value": value}
     if type(value) is dict and all(isinstance(name, str) for name in value):
         items, mark = list(value.items()), "dict"
@@ -96,7 +107,7 @@ def pack(value: Any) -> State:
         items, mark = [(str(i), item) for i, item in enumerate(value)], type(value).__name__
     else:
         return {"other": value}
-    if not all(isinstance(item, (*_NUMBERS, np.ndarray)) for _, item in items):
+    if not all(isinstance(item, _NUMBERS) or is_space_array(item) for _, item in items):
         return {"other": value}
     # The count stands for the container itself, which may be empty.
     return {mark: len(items), **{f"{mark}:{name}": item for name, item in items}}

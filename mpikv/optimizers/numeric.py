@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import SUPPORTED_DTYPES
+from mpikv.arrays import SUPPORTED_DTYPES, is_space_array
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
@@ -22,9 +22,9 @@ def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _FLOAT64 if dtype in _WIDE else _FLOAT32
 
 
-def check_array(owner: str, what: str, array: object) -> None:
-    """Raise TypeError for anything but a NumPy array of a supported dtype."""
-    if not isinstance(array, np.ndarray):
+def check_array(owner: str, what: str, array: Any) -> None:
+    """Raise TypeError for anything but an array of a space (NumPy's in host memory) of a supported dtype."""
+    if not is_space_array(array):
         raise TypeError(f"{owner}: {what} is a NumPy array, not {type(array).__name__}")
     if array.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)

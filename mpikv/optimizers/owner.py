@@ -15,13 +15,14 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import PLAIN, Label, label_of
 from mpikv.optimizers.base import FACTOR, Optimizer, State
-from mpikv.spaces.base import Space
+from mpikv.optimizers.states import in_space
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import Spaces
 
 DEFAULT_SLOT = 0
 KEPT_ATTRIBUTES = (
@@ -129,12 +130,12 @@ def _plain(optimizer: Optimizer) -> list[Any] | None:
 class Owner:
     """Applies pushed sums to owned values. Knows no MPI; not thread-safe.
 
-    space: where the values are. own: whether the optimizers are this owner's copies, which follow the numbers; else
-    they are the user's own objects, which he changes himself.
+    spaces: where the values are, by their keys. own: whether the optimizers are this owner's copies, which follow the
+    numbers; else they are the user's own objects, which he changes himself.
     """
 
-    def __init__(self, space: Space, *, own: bool = True) -> None:
-        self._space, self._own = space, own
+    def __init__(self, spaces: Spaces, *, own: bool = True) -> None:
+        self._spaces, self._own = spaces, own
         self.states: dict[int, State] = {}  # key id -> state of the part owned here
         self._optimizers: dict[int, Optimizer] = {}
         self._slots: dict[int, int] = {}
@@ -152,7 +153,6 @@ class Owner:
 
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
         """Put `optimizer`, which becomes the owner's own, into a slot and give it these keys. States start anew."""
-        optimizer.work_in(self._space)
         self._optimizers[slot] = optimizer
         self._as_set[slot] = Kept(optimizer.attributes())
         self._in_force[slot] = AS_SET, None
@@ -160,6 +160,10 @@ class Owner:
             self._slots[key_id] = slot
         for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
             del self.states[key_id]
+
+    def take_state(self, info: KeyInfo, state: State) -> None:
+        """Go on with a state that comes from a file or another rank, whose arrays are in host memory."""
+        self.states[info.id] = in_space(state, self._spaces.of(info))
 
     def add_attributes(self, slot: int, worker: int, number: int, attributes: Mapping[str, Any]) -> None:
         """Keep what a worker changed a slot's attributes to, for the pushes that name the number."""
@@ -186,8 +190,8 @@ class Owner:
     def apply(
         self,
         info: KeyInfo,
-        weight: HostArray,
-        total: HostArray,
+        weight: SpaceArray,
+        total: SpaceArray,
         attributes: AttributesId,
         *,
         factor: float | None = None,
@@ -204,8 +208,8 @@ class Owner:
     def update(
         self,
         info: KeyInfo,
-        weight: HostArray,
-        terms: Sequence[HostArray],
+        weight: SpaceArray,
+        terms: Sequence[SpaceArray],
         attributes: AttributesId,
         state: State | None,
         *,
@@ -218,7 +222,7 @@ class Owner:
         optimizer = self.optimizer_of(info.id)
         if optimizer is None:
             (total,) = terms
-            self._space.copy(weight, total)
+            self._spaces.of(info).copy(weight, total)
             return state
         slot = self.slot_of(info.id)
         if self._own and self._in_force[slot] != (attributes, factor):

@@ -22,13 +22,14 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of
+from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of, host_view, own_space
 from mpikv.checks import shown
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.optimizers.archive import damaged, read_archive, write_archive
 from mpikv.optimizers.base import State
+from mpikv.spaces.base import Space
 
 KIND = "mpikv optimizer states"
 
@@ -211,6 +212,24 @@ def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> Sta
         array = arrays[index]
         state[name] = array[()] if value.get("scalar") and array.ndim == 0 else array
     return state
+
+
+# --- spaces
+
+
+def on_host(state: State) -> State:
+    """The state with its arrays in host memory, as all else here takes them; the same object where they are."""
+    if all(own_space(value) is None for value in state.values()):
+        return state
+    return {name: value if own_space(value) is None else host_view(value, name) for name, value in state.items()}
+
+
+def in_space(state: State, space: Space) -> State:
+    """The state with its arrays, which are in host memory, in a space."""
+    return {
+        name: space.from_host(value.reshape(-1)).reshape(value.shape) if isinstance(value, np.ndarray) else value
+        for name, value in state.items()
+    }
 
 
 # --- slices

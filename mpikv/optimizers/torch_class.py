@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays import HostArray, own_space
 from mpikv.checks import meant, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer, State, Step
@@ -94,6 +94,15 @@ class TorchOptimizer(Optimizer):
 
     def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
         """See `Optimizer`; torch's optimizers make their arrays themselves."""
+
+    def init(self, weight: HostArray) -> State:
+        """See `Optimizer`; UnsupportedError for a weight in another memory than the host's."""
+        if own_space(weight) is not None:
+            raise UnsupportedError(
+                f"torch.optim.{self.torch_class.__name__} updates keys in host memory alone: initialise the key with a "
+                "NumPy array, or use an optimizer of mpikv.optimizers"
+            )
+        return super().init(weight)
 
     def check_state(self, weight: HostArray, state: State) -> None:
         """See `Optimizer`; arrays of the weight's size are what most of torch's states consist of."""

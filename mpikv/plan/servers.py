@@ -35,8 +35,8 @@ from mpikv.server.core import ServerCore
 from mpikv.server.loop import serve
 from mpikv.server.memory import Pool
 from mpikv.server.policy import Asynchronous, Synchronous
-from mpikv.spaces.base import Space
 from mpikv.spaces.host import HostSpace
+from mpikv.spaces.named import Spaces
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.exchange import Client, Item
@@ -109,10 +109,10 @@ class _IgnoringSink(Sink):
     """Takes a pulled value and drops it."""
 
     def __init__(self, info: KeyInfo, value: HostArray) -> None:
-        super().__init__(info, [])
+        super().__init__(info, [], Spaces())
         self._value = value
 
-    def buffer(self, space: Space) -> HostArray:
+    def buffer(self) -> HostArray:
         return self._value
 
 

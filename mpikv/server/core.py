@@ -29,6 +29,7 @@ from mpikv.server.policy import Policy
 from mpikv.server.shard import Shard
 from mpikv.spaces.base import Space
 from mpikv.spaces.host import HostSpace
+from mpikv.spaces.named import Spaces
 
 Waiting = tuple[int, wire.Header, HostArray]
 _Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is
@@ -51,7 +52,7 @@ class ServerCore:
         space: Space | None = None,
     ) -> None:
         self.space = HostSpace() if space is None else space
-        self.owner = Owner(self.space)
+        self.owner = Owner(Spaces(self.space))
         self.pool = Pool(memory, self.space)
         self._codecs = Codecs() if codecs is None else codecs
         self._labels = labels

@@ -18,8 +18,8 @@ from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.spaces.base import Space
-from mpikv.spaces.host import HostSpace
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import Spaces
 
 Updater = Callable[[Key, Any, Any], None]
 
@@ -30,6 +30,15 @@ class Pending(NamedTuple):
     request: Request
     waiting: Waiting
     others: Sequence[Waiting] = ()
+
+
+class NewKey(NamedTuple):
+    """A key as one worker initialises it. value: flat, in the space of this name."""
+
+    key: Key
+    shape: tuple[int, ...]
+    value: SpaceArray
+    space: str
 
 
 class OwnUpdates(Protocol):
@@ -55,7 +64,7 @@ class OwnUpdates(Protocol):
 class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
-    name: the store's type. space: where this worker's part of its values is. infos: what was agreed on each key.
+    name: the store's type. spaces: where this worker's part of its values is. infos: what was agreed on each key.
     synchronous: whether all workers make the same steps. shares_memory: whether all workers add in memory that they
     share, so that no value travels over a link. pid: the process whose session it is; 0: a child that is forked has a
     copy that is as good. stop_file: where a trainer saves when the workers stop. stopped: whether they have. updater: a
@@ -70,9 +79,9 @@ class Session:
     pid = 0
     activity: Activity | None = None  # what this rank does in the store; None where nobody ever waits for it
 
-    def __init__(self, name: str, stop_file: str = "", space: Space | None = None) -> None:
+    def __init__(self, name: str, stop_file: str = "", spaces: Spaces | None = None) -> None:
         self.name, self.stop_file = name, stop_file
-        self.space = HostSpace() if space is None else space
+        self.spaces = Spaces() if spaces is None else spaces
         self.infos: dict[Key, KeyInfo] = {}
         self.stopped = self.closed = False
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves

@@ -14,15 +14,25 @@ from mpikv.checks import shown
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import ConfigError, MpikvError, ShapeMismatch
 from mpikv.session.agreement import Disagreement, Name, Rule, first, grouped
+from mpikv.spaces.named import HOST
 
 
 def _describe_init(payload: Sequence[Any]) -> str:
-    shape, dtype, codec = payload
-    return f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
+    shape, dtype, codec, space = payload
+    form = f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
+    return form + (f" in {space} memory" if space != HOST else "")
 
 
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     if payloads.count(payloads[0]) < len(payloads):
+        spaces = [space for *_, space in payloads]
+        if all(payload[:-1] == payloads[0][:-1] for payload in payloads):
+            brought = grouped([f"{space} memory" for space in spaces], labels)
+            raise Disagreement(
+                ShapeMismatch,
+                f"init of key {shown(name)} in different kinds of memory on different workers: {brought}. Let all of "
+                "them bring an array of the host, or all one of a device that the store uses",
+            )
         brought = grouped([_describe_init(payload) for payload in payloads], labels)
         raise Disagreement(
             ShapeMismatch, f"init of key {shown(name)} with different values on different workers: {brought}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import HostArray, dtype_of
+from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs.named import Codecs
 from mpikv.engine.engine import Engine
@@ -27,12 +27,12 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AttributeLog
 from mpikv.placement import Members
 from mpikv.session.agreement import Agreement, Disagreement, Item, Name
-from mpikv.session.base import Pending, Session, Updater
+from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.session.own_updates import OwnUpdates
 from mpikv.session.proposals import Reply
 from mpikv.session.rules import RULES
 from mpikv.session.service import Control
-from mpikv.spaces.base import Space
+from mpikv.spaces.named import Spaces
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -72,9 +72,9 @@ class Workers(Session):
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
         codecs: Codecs | None = None,
-        space: Space | None = None,
+        spaces: Spaces | None = None,
     ) -> None:
-        super().__init__(name, members.config.stop_file, space)
+        super().__init__(name, members.config.stop_file, spaces)
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
         self.codecs = Codecs() if codecs is None else codecs
@@ -153,7 +153,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3])
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3], result[4])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -163,7 +163,7 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[4])
+                self._events.begin(info, reply.result[5])
             if reply.final:
                 self._released.discard(name)
                 if self._events.agreed is not None:
@@ -176,19 +176,19 @@ class Workers(Session):
             self._broken[name] = reply.exception()
             self._events.broken(self.infos.pop(name))
 
-    def agree_on_keys(
-        self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]
-    ) -> tuple[list[KeyInfo], MpikvError | None]:
+    def agree_on_keys(self, values: Sequence[NewKey]) -> tuple[list[KeyInfo], MpikvError | None]:
         """Propose new keys and wait; the placement begins each of them when its verdict comes. Collective.
 
         Returns the keys that are there, and the error to raise: ShapeMismatch on every worker when they brought
         different values.
         """
-        names_of = {dtype: str(dtype) for dtype in {value.dtype for _, _, value in values}}
+        names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
         codec = self.codecs.of_new_keys
-        items = [("init", key, [list(shape), names_of[value.dtype], codec]) for key, shape, value in values]
+        items = [
+            ("init", key, [list(shape), names_of[value.dtype], codec, space]) for key, shape, value, space in values
+        ]
         proposal = self.control.propose(items)
-        names = ", ".join(shown(key) for key, _, _ in values[:3]) + (", ..." if len(values) > 3 else "")
+        names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
         replies = [(item[1], proposal.replies[item]) for item in proposal.items]
         agreed = [

@@ -1,10 +1,15 @@
-"""What a space is: the kind of memory that a key's arrays are in, and how they are worked on there.
+"""What a space is: one kind of memory that keys' arrays are in, and how they are worked on there.
 
-A store's values, what is pushed to it and what becomes of that are flat arrays of one space. Whoever needs memory for
-them, copies, casts, adds or updates them asks the space; a part of an array is a slice, as everywhere. What ranks send
-each other is host memory, and so is what those of a host share (hostmemory/).
+A key's value, what is pushed to it and what becomes of that are flat arrays of the key's space. Whoever needs memory
+for them, copies, casts, adds or updates them asks the space; a part of an array is a slice, as everywhere, and NumPy's
+functions with `out=` work on arrays of one space (`np.add(a, b, out=c)`). What ranks send each other is host memory,
+and so is what those of a host share (hostmemory/).
 
-Every call is local. A space is no part of what workers agree on: each worker has its own.
+Arrays in host memory are NumPy's. Those of another space are of a class of its own, which has NumPy's `shape`, `dtype`,
+`size`, `nbytes`, `itemsize`, `ndim`, `flags.c_contiguous`, `flags.writeable`, `reshape`, `view` and slices, and its
+space as `space`. They come to the host only where somebody asks for that.
+
+Every call is local. Which space a key is in all workers agree on (named.py); the spaces are each worker's own.
 """
 
 from __future__ import annotations
@@ -16,64 +21,95 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 
-Formula = Callable[[HostArray, HostArray, Mapping[str, HostArray], "list[HostArray]"], None]
+SpaceArray = Any
+"""An array of a space: NumPy's, or one of the space's own class."""
+
+CallersArray = Any
+"""An array of the caller's as `Space.callers` returns it."""
+
+Formula = Callable[[SpaceArray, SpaceArray, Mapping[str, SpaceArray], "list[SpaceArray]"], None]
 """Changes a weight and the arrays of its state in place: (weight, gradient, arrays, temporaries)."""
 
 
 class Space(Protocol):
     """One kind of memory. Arrays are (n,) and contiguous where nothing else is said."""
 
-    # --- between a caller's arrays, of any library, and this space
-
-    def ready(self, arrays: Sequence[Any]) -> None:
-        """Order what the space does next behind what the caller has begun to write into `arrays`."""
+    @property
+    def device(self) -> int | None:
+        """The number of the GPU whose memory it is, among those that this process sees; None: host memory."""
         ...
 
-    def total(self, arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> HostArray:
-        """The sum of one worker's arrays of a key, flat, in their dtype, in new memory of this space.
+    # --- between a caller's arrays, of any library, and this space
 
-        See `arrays.sum_devices`. what: for errors.
+    def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:
+        """What a call knows of its arrays, for `total` now and `write` later, maybe in another thread.
+
+        An array in host memory is returned itself. For one in device memory: an object of this space's that says where
+        it is and how far the caller's own work on it, in this thread, has come by now.
         """
         ...
 
-    def write(self, out: Any, values: HostArray, what: str) -> None:
-        """Copy values into an array of the caller's, of its own dtype and shape."""
+    def total(
+        self, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
+    ) -> SpaceArray:
+        """The sum of one worker's arrays of a key, flat, in their dtype, in new memory of this space.
+
+        See `arrays.sum_devices`. arrays: of `callers`, wherever they are. what: for errors.
+        """
+        ...
+
+    def write(self, out: CallersArray, values: SpaceArray, what: str) -> None:
+        """Copy values into an array of the caller's (of `callers`), of its own dtype and shape, wherever it is."""
+        ...
+
+    def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """New memory of any content that the caller works on: an array of this shape, which stays his own."""
+        ...
+
+    # --- between the host and this space
+
+    def to_host(self, array: SpaceArray) -> HostArray:
+        """The values in host memory: a copy, or the same array where it is there. Blocks until they are there."""
+        ...
+
+    def from_host(self, values: HostArray) -> SpaceArray:
+        """The values in this space: a copy, or the same array where it is in it. They may be changed afterwards."""
         ...
 
     # --- within it
 
-    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
         """New memory of any content."""
         ...
 
-    def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+    def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
         """New memory of zeros."""
         ...
 
-    def copy(self, out: HostArray, values: HostArray | int) -> None:
+    def copy(self, out: SpaceArray, values: SpaceArray | int) -> None:
         """Write values, of any dtype, into `out`, of the same length; or one number."""
         ...
 
-    def cast(self, values: HostArray, dtype: np.dtype[Any]) -> HostArray:
+    def cast(self, values: SpaceArray, dtype: np.dtype[Any]) -> SpaceArray:
         """The values in another dtype: a copy, or the same array where it has it already."""
         ...
 
-    def combine(self, first: HostArray, second: HostArray, out: HostArray, how: np.ufunc) -> None:
+    def combine(self, first: SpaceArray, second: SpaceArray, out: SpaceArray, how: np.ufunc) -> None:
         """Write `how(first, second)`, two arrays of one dtype, into `out`, which may be one of them."""
         ...
 
-    def scale(self, values: HostArray, factor: float, out: HostArray) -> None:
+    def scale(self, values: SpaceArray, factor: float, out: SpaceArray) -> None:
         """Write the values, floating point numbers, times `factor` in their dtype into `out`."""
         ...
 
     def update(
         self,
         formula: Formula,
-        weight: HostArray,
-        terms: Sequence[HostArray],
-        arrays: Mapping[str, HostArray],
+        weight: SpaceArray,
+        terms: Sequence[SpaceArray],
+        arrays: Mapping[str, SpaceArray],
         *,
-        master: HostArray | None,
+        master: SpaceArray | None,
         dtype: np.dtype[Any],
         temporaries: int,
         elementwise: bool,

@@ -28,8 +28,13 @@ class HostSpace:
     def __reduce__(self) -> Any:
         return HostSpace, ()
 
-    def ready(self, arrays: Sequence[Any]) -> None:
-        """Nothing: what is written into host memory is there, and a device array is read when its work is done."""
+    @property
+    def device(self) -> None:
+        """See `Space`."""
+
+    def callers(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays themselves: what is written into host memory is there, and a device array waits for its work."""
+        return list(arrays)
 
     def total(self, arrays: Sequence[Any], what: str, *, on_device: bool, combine: np.ufunc = np.add) -> HostArray:
         """See `Space`; device arrays come to the host."""
@@ -38,6 +43,18 @@ class HostSpace:
     def write(self, out: Any, values: HostArray, what: str) -> None:
         """See `Space`."""
         write(out, values, what)
+
+    def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
+        """See `Space`."""
+        return np.empty(shape, dtype)
+
+    def to_host(self, array: HostArray) -> HostArray:
+        """The array itself."""
+        return array
+
+    def from_host(self, values: HostArray) -> HostArray:
+        """The array itself."""
+        return values
 
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """See `Space`."""

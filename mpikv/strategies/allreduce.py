@@ -28,7 +28,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending
+from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Travelling, Write
@@ -49,10 +49,10 @@ class AllreduceStrategy(Strategy):
 
     # --- keys
 
-    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+    def init(self, values: Sequence[NewKey]) -> None:
         """Agree, then give every worker the value of worker 0."""
         if self._session.rank == 0:
-            self.keys.first_values.update({key: value for key, _, value in values})
+            self.keys.first_values.update({new.key: new.value for new in values})
         agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
             if self._session.is_released(info):
@@ -60,8 +60,8 @@ class AllreduceStrategy(Strategy):
             queue = self._queues[info.id]
             if not queue.has_value:
                 self._session.wait(Pending(Reached(queue, 0), Waiting("init", info.key, info.id)))
-        for key, _, _ in values:
-            self.keys.first_values.pop(key, None)
+        for new in values:
+            self.keys.first_values.pop(new.key, None)
         if error is not None:
             raise error
 
@@ -69,12 +69,12 @@ class AllreduceStrategy(Strategy):
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
-        pending, codecs, space = [], self._session.codecs, self._session.space
+        pending, codecs, spaces = [], self._session.codecs, self._session.spaces
         for info, total, sink in entries:
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    running = self._push(queue, info, Round(codecs.added(info, total, space), op=op))
+                    running = self._push(queue, info, Round(codecs.added(info, total, spaces.of(info)), op=op))
                     if running is not None:
                         queue.running = self._session.engine.take(running)
             if sink is not None:
@@ -116,7 +116,7 @@ class AllreduceStrategy(Strategy):
         self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
     ) -> Pending:
         queue = self._queues[info.id]
-        round_, sink = in_place_round(queue, info, value, outs)
+        round_, sink = in_place_round(queue, info, value, outs, self._session.spaces)
         with self._session.engine.lock:
             running = self._push(queue, info, round_._replace(op=op))
             if running is not None:
@@ -211,7 +211,7 @@ class AllreduceStrategy(Strategy):
             for key in keys:
                 self.keys.owner.states.pop(self._session.infos[key].id, None)
             for part in parts_from_bytes(scattering.result or b""):
-                self.keys.owner.states[self._session.infos[part.key].id] = part.state
+                self.keys.owner.take_state(self._session.infos[part.key], part.state)
         return keys, configs
 
     # --- the end

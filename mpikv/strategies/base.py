@@ -18,8 +18,9 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part, StatesFile
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending
-from mpikv.spaces.base import Space
+from mpikv.session.base import NewKey, Pending
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import Spaces
 
 Loaded = tuple[list[Key], list[Any]]
 """What all workers must know of a file of states: its keys, and the optimizer's config of each, if it was saved."""
@@ -32,38 +33,42 @@ Read = Callable[[], StatesFile]
 
 
 class Entry(NamedTuple):
-    """One key of a call: what is pushed, flat, and where the value after it goes. None: no push, or no pull."""
+    """One key of a call: what is pushed, flat, in the key's space, and where the value after it goes.
+
+    None: no push, or no pull.
+    """
 
     info: KeyInfo
-    total: HostArray | None
+    total: SpaceArray | None
     sink: Sink | None
 
 
 class Sink:
-    """Where one pulled value goes: one or several arrays of the caller's, or a new array.
+    """Where one pulled value goes: one or several arrays of the caller's. Made in the thread that makes the call.
 
-    `buffer()` is contiguous memory for the value in the key's dtype: the caller's own array where that is possible.
+    `buffer()` is contiguous host memory for the value in the key's dtype: the caller's own array where that can be.
     `deliver(value)` brings the value to every array; it costs nothing for the one that was the buffer.
     """
 
-    def __init__(self, info: KeyInfo, outs: Sequence[Any]) -> None:
-        self._info = info
-        self._outs = outs
+    def __init__(self, info: KeyInfo, outs: Sequence[Any], spaces: Spaces) -> None:
+        self._info, self._spaces = info, spaces
+        self._outs = spaces.callers(outs)
         self._direct: HostArray | None = None  # the array of the caller's that is the buffer
 
-    def buffer(self, space: Space) -> HostArray:
-        """Memory for the flat value, (n,); new memory of this space, if it is no array of the caller's."""
+    def buffer(self) -> HostArray:
+        """Host memory for the flat value, (n,); new memory, if it is no array of the caller's."""
         for out in self._outs:
             if isinstance(out, np.ndarray) and out.dtype == self._info.dtype and out.flags.c_contiguous:
                 self._direct = out
                 return np.asarray(out).reshape(-1)  # of a subclass of ndarray, too, the plain view
-        return space.empty(self._info.n_elems, self._info.dtype)
+        buffer: HostArray = self._spaces.host.empty(self._info.n_elems, self._info.dtype)
+        return buffer
 
-    def deliver(self, value: HostArray, space: Space) -> None:
-        """Write the flat value, which is in this space, into every array."""
+    def deliver(self, value: SpaceArray) -> None:
+        """Write the flat value, which is in the key's space, into every array."""
         for out in self._outs:
             if out is not self._direct:
-                space.write(out, value, "out")
+                self._spaces.write(self._info.space, out, value, "out")
 
 
 class PreparedCall(Protocol):
@@ -98,7 +103,7 @@ class Strategy(ABC):
     """How one mode of a store moves values. Collective calls are collective over the workers."""
 
     @abstractmethod
-    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+    def init(self, values: Sequence[NewKey]) -> None:
         """Agree on new keys and their first values (flat). Collective, blocks."""
 
     @abstractmethod

@@ -18,6 +18,7 @@ from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
+from mpikv.spaces.named import Spaces
 from mpikv.strategies.arguments import Flat
 from mpikv.strategies.base import Sink
 from mpikv.strategies.bucketed import Bucket
@@ -63,18 +64,18 @@ class Rounds:
 
 
 def in_place_round(
-    queue: RoundQueue, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...]
+    queue: RoundQueue, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], spaces: Spaces
 ) -> tuple[Round, Sink]:
     """The round of a key whose caller waits for its end, and where the result is still to be written to then."""
     wire_dtype = sum_dtype(info.dtype)
     if isinstance(queue, Bucket) or value.dtype != wire_dtype:
-        return Round(queue.space.cast(value, wire_dtype)), Sink(info, outs)  # copied on its way, there or here
+        return Round(queue.space.cast(value, wire_dtype)), Sink(info, outs, spaces)  # copied on its way, there or here
     in_place = any(_place(value) == _place(out) for out in outs)
     if queue.way.shared:
-        return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, ())
+        return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
     if not in_place:
         queue.space.copy(outs[0], value)
-    return Round(value if in_place else outs[0], callers=True), Sink(info, outs)
+    return Round(value if in_place else outs[0], callers=True), Sink(info, outs, spaces)
 
 
 def _place(array: HostArray) -> int:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from mpikv import buckets
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives.stages import Span
 from mpikv.errors import MpikvError
@@ -22,23 +22,23 @@ from mpikv.optimizers.owner import Owner
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers
-from mpikv.spaces.base import Space
+from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders
 
 
 class Bucket(RoundQueue):
-    """A queue of several keys of one dtype."""
+    """A queue of several keys of one dtype, in one space."""
 
     def __init__(self, infos: Sequence[KeyInfo], space: Space) -> None:
         begins = buckets.offsets([info.n_elems for info in infos])
         # It goes by the number of its first key, whose tags it uses.
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
-        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype), space)
+        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype, space=infos[0].space), space)
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
         self._open: deque[Round] = deque()  # those that lack keys
-        self._spare: HostArray | None = None
+        self._spare: SpaceArray | None = None
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
@@ -79,10 +79,11 @@ class Bucket(RoundQueue):
     @property
     def held_bytes(self) -> int:
         """With the rounds that are being filled, and the buffer kept for the next one."""
-        spare = 0 if self._spare is None else self._spare.nbytes
-        return super().held_bytes + spare + sum(round_.values.nbytes for round_ in self._open)
+        spare: int = 0 if self._spare is None else self._spare.nbytes
+        filling: int = sum(round_.values.nbytes for round_ in self._open)
+        return super().held_bytes + spare + filling
 
-    def _buffer(self) -> HostArray:
+    def _buffer(self) -> SpaceArray:
         spare, self._spare = self._spare, None
         return self.space.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
 
@@ -90,7 +91,7 @@ class Bucket(RoundQueue):
         """Of a round, key by key."""
         return tuple(None if (one := under[info.id]) is None else one.label for info in self._infos)
 
-    def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
+    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span, factor: float | None) -> None:
         """Update the parts of the keys that lie in [begin, end)."""
         for info in self._infos:
             place, one = self._spans[info.id], under[info.id]
@@ -98,7 +99,7 @@ class Bucket(RoundQueue):
             if first < last and one is not None:
                 owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
 
-    def finish(self, buf: HostArray) -> None:
+    def finish(self, buf: SpaceArray) -> None:
         """A round is done."""
         super().finish(buf)
         self._spare = buf
@@ -109,12 +110,12 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
 
     ConfigError on every worker where workers name different keys.
     """
-    groups = buckets.plan([info.n_bytes for info in infos], [str(info.dtype) for info in infos])
+    groups = buckets.plan([info.n_bytes for info in infos], [f"{info.dtype} {info.space}" for info in infos])
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
         session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
     found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
-    return [Bucket(group, session.space) for group in found if len(group) > 1]
+    return [Bucket(group, session.spaces.of(group[0])) for group in found if len(group) > 1]
 
 
 class Bucketed:

@@ -15,8 +15,6 @@ from mpikv.codecs.base import Codec
 from mpikv.codecs.identity import IDENTITY
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
-from mpikv.spaces.base import Space
-from mpikv.spaces.host import HostSpace
 
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 
@@ -36,13 +34,10 @@ class Route(NamedTuple):
 
 
 class ClientKey:
-    """One key as its client sees it. codec: what its pushes travel as. space: where they are."""
+    """One key as its client sees it. codec: what its pushes travel as, out of host memory."""
 
-    def __init__(
-        self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY, space: Space | None = None
-    ) -> None:
+    def __init__(self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY) -> None:
         self.info, self.codec = info, codec
-        self.space = HostSpace() if space is None else space
         self.pushed = 0
         self.move(placement)
 

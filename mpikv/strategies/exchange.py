@@ -194,7 +194,7 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.sink.buffer(item.key.space) for item in items]
+        values = [None if item.sink is None else item.sink.buffer() for item in items]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -205,7 +205,7 @@ class Client:
         yield from transfer.end()
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
-                item.sink.deliver(value, item.key.space)
+                item.sink.deliver(value)
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import sum_dtype
 from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, Owner
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending, Session
+from mpikv.session.base import NewKey, Pending, Session
+from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.base import Entry, Loaded, Read, Strategy, Write
 from mpikv.strategies.states import collect, distribute, restored
 
@@ -22,14 +23,13 @@ class LocalStrategy(Strategy):
 
     def __init__(self, session: Session) -> None:
         self._session, self._infos = session, session.infos
-        self._stored: dict[int, HostArray] = {}
-        self._space = session.space
-        self._owner = Owner(self._space, own=False)
+        self._stored: dict[int, SpaceArray] = {}
+        self._owner = Owner(session.spaces, own=False)
 
-    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+    def init(self, values: Sequence[NewKey]) -> None:
         """Store the values."""
-        for key, shape, value in values:
-            info = KeyInfo(key, len(self._infos), shape, value.dtype)
+        for key, shape, value, space in values:
+            info = KeyInfo(key, len(self._infos), shape, value.dtype, space=space)
             self._infos[key] = info
             self._stored[info.id] = value
 
@@ -39,16 +39,17 @@ class LocalStrategy(Strategy):
             if total is not None:
                 self.push(info, total)
             if sink is not None:
-                sink.deliver(self._stored[info.id], self._space)
+                sink.deliver(self._stored[info.id])
         return []
 
-    def push(self, info: KeyInfo, total: HostArray) -> None:
+    def push(self, info: KeyInfo, total: SpaceArray) -> None:
         """Update the stored value now."""
         stored = self._stored[info.id]
         if self._session.updater is not None:
             self._session.updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
-            self._owner.apply(info, stored, self._space.cast(total, sum_dtype(info.dtype)), AS_SET)
+            total = self._session.spaces.of(info).cast(total, sum_dtype(info.dtype))
+            self._owner.apply(info, stored, total, AS_SET)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Use the user's own object, so that a changed attribute has effect without being sent."""
@@ -69,7 +70,7 @@ class LocalStrategy(Strategy):
         for key in loaded[0]:
             self._owner.states.pop(self._infos[key].id, None)
         for part in distribute(file, self._all()):
-            self._owner.states[self._infos[part.key].id] = part.state
+            self._owner.take_state(self._infos[part.key], part.state)
         return loaded
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.running import Running
@@ -24,6 +23,8 @@ from mpikv.placement import Members, Placement, place
 from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import HOST
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
@@ -44,9 +45,8 @@ class PlacedKeys:
     def __init__(self, session: Workers, memory: HostMemory | None) -> None:
         self._session = session
         self.queues: dict[int, RoundQueue] = {}
-        self._space = session.space
-        self.owner = Owner(self._space)
-        self.first_values: dict[Key, HostArray] = {}
+        self.owner = Owner(session.spaces)
+        self.first_values: dict[Key, SpaceArray] = {}
         self._listening: Running[Any] | None = None
         self.communicators: Communicators | None = None
         if session.members.path == "native":
@@ -68,8 +68,8 @@ class PlacedKeys:
             self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
-        self._placements: dict[tuple[int, Any, bool], Placement] = {}  # of keys that are alike in this
-        self._means = Means(session.group, self._space, self.hosts, self.communicators)
+        self._placements: dict[tuple[int, Any, str, bool], Placement] = {}  # of keys that are alike in this
+        self._means = Means(session.group, session.spaces, self.hosts, self.communicators)
         self._rounds = RoundSteps(
             session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
         )
@@ -106,7 +106,7 @@ class PlacedKeys:
             for queue, reserved in zip(queues, places, strict=True):
                 value = queue.own
                 self._place(queue, reserved)
-                self._space.copy(queue.own, value)
+                queue.space.copy(queue.own, value)
 
     # --- keys as they are agreed on
 
@@ -118,14 +118,20 @@ class PlacedKeys:
                 f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
                 "and without servers workers add what travels",
             )
+        if info.space != HOST:
+            raise Disagreement(
+                UnsupportedError,
+                f"init of key {shown(info.key)} in device memory: stores of several workers hold keys in host memory "
+                "alone; initialise it with a NumPy array, and push and pull arrays of any kind",
+            )
         return None if self.hosts is None else self.hosts.reserve_key(info.n_bytes)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
-        queue = RoundQueue(info, self._space)
+        queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
-            self._space.copy(queue.own, self.first_values.pop(info.key))
+            queue.space.copy(queue.own, self.first_values.pop(info.key))
         self.queues[info.id] = queue
         queue.has_value = queue.way.share_now()
         if not queue.has_value:
@@ -148,7 +154,7 @@ class PlacedKeys:
         optimizer = self.owner.optimizer_of(info.id)
         if optimizer is not None and not optimizer.elementwise:
             return place(self._session.members, info, whole=True, room=room)
-        alike = info.n_elems, info.dtype, room
+        alike = info.n_elems, info.dtype, info.space, room
         if alike not in self._placements:
             self._placements[alike] = place(self._session.members, info, room=room)
         return self._placements[alike]
@@ -231,7 +237,7 @@ class PlacedKeys:
             for bucket, reserved in zip(buckets, places, strict=True):
                 self._place(bucket, reserved)
                 for info in bucket.keys:
-                    self._space.copy(bucket.own[bucket.span(info)], self.queues[info.id].value())
+                    bucket.space.copy(bucket.own[bucket.span(info)], self.queues[info.id].value())
                     self.queues[info.id] = bucket
                 bucket.has_value = True
 

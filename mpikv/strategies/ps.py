@@ -28,7 +28,7 @@ from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
-from mpikv.session.base import Pending
+from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
@@ -53,13 +53,11 @@ class PreparedExchange:
         strategy: PsStrategy,
         infos: Sequence[KeyInfo],
         flat: Sequence[Flat],
-        outs: Sequence[Sequence[Any]],
+        sinks: Sequence[Sink],
         op: Reduction,
     ) -> None:
         self._strategy, self._op = strategy, op
-        self._entries = [
-            Entry(info, value, Sink(info, out)) for info, (value, _), out in zip(infos, flat, outs, strict=True)
-        ]
+        self._entries = [Entry(info, value, sink) for info, (value, _), sink in zip(infos, flat, sinks, strict=True)]
 
     def run(self, priority: int = 0) -> bool:
         """Push and pull."""
@@ -108,7 +106,7 @@ class PsStrategy(Strategy):
         """Note where the key lives; worker 0 sends its value there."""
         session = self._session
         placement = as_told(self._members, info, reserved)
-        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info), session.space)
+        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info))
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
@@ -152,13 +150,13 @@ class PsStrategy(Strategy):
 
     # --- keys
 
-    def init(self, values: Sequence[tuple[Key, tuple[int, ...], HostArray]]) -> None:
+    def init(self, values: Sequence[NewKey]) -> None:
         """Agree; worker 0 sends the values to their servers."""
         if self._rank == 0:
-            self._first_values.update((key, value) for key, _, value in values)
+            self._first_values.update((new.key, new.value) for new in values)
         _, error = self._session.agree_on_keys(values)
-        for key, _, _ in values:
-            self._first_values.pop(key, None)
+        for new in values:
+            self._first_values.pop(new.key, None)
         if error is not None:
             raise error
 
@@ -209,7 +207,10 @@ class PsStrategy(Strategy):
     ) -> PreparedExchange | None:
         """Straight from the caller's own arrays, where no answer can overwrite what has not been sent."""
         flat = flattened(infos, values, outs)
-        return None if flat is None else PreparedExchange(self, infos, flat, outs, op)
+        if flat is None:
+            return None
+        sinks = [Sink(info, out, self._session.spaces) for info, out in zip(infos, outs, strict=True)]
+        return PreparedExchange(self, infos, flat, sinks, op)
 
     def blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
         """A `pushpull` by whoever waits for it, without the engine's thread."""
@@ -235,14 +236,14 @@ class PsStrategy(Strategy):
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
         item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
-        value = sink.buffer(item.key.space)
+        value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
             done = glance(answer)
         if not done:
             self._wait_or_leave(Exchange(_until(answer)), [self._waiting("pushpull", item.key)])
         self._client.reply_tags.give([tag])
-        sink.deliver(value, item.key.space)
+        sink.deliver(value)
 
     def _wait_or_leave(self, exchange: Exchange, waitings: Sequence[Waiting]) -> None:
         try:
@@ -293,8 +294,9 @@ class PsStrategy(Strategy):
                 continue
             placement = on_server(info, info.id % len(self._servers), key.placement.part_elems)
             if self._rank == 0:
-                value = key.space.empty(info.n_elems, info.dtype)
-                self._session.wait(self.exchange([Entry(info, None, Sink(info, [value]))], 0)[0])
+                spaces = self._session.spaces
+                value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
+                self._session.wait(self.exchange([Entry(info, None, Sink(info, [value], spaces))], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)
@@ -341,7 +343,7 @@ class PsStrategy(Strategy):
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
             for key in tuple(self._keys.values()):
-                for pending in self.exchange([Entry(key.info, None, Sink(key.info, []))], 0):
+                for pending in self.exchange([Entry(key.info, None, Sink(key.info, [], self._session.spaces))], 0):
                     self._session.wait(pending)
         else:
             self._flush(call)

@@ -23,7 +23,7 @@ from mpikv.labels import Label
 from mpikv.optimizers.owner import Owner
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.contests import Labels
-from mpikv.spaces.base import Space
+from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.base import Sink
 from mpikv.strategies.key_calls import KeyCalls
 from mpikv.strategies.ways import Way
@@ -42,7 +42,7 @@ Unders = Any  # of a round: what it was pushed under, or by its number for each 
 class Round(NamedTuple):
     """One push of a queue's values."""
 
-    values: HostArray
+    values: SpaceArray
     under: Unders = None
     callers: bool = False
     changeable: bool = True
@@ -51,12 +51,12 @@ class Round(NamedTuple):
 
 
 class RoundQueue:
-    """One key: its value, and the rounds this worker has pushed, done one after another. space: where they are."""
+    """One key: its value, and the rounds this worker has pushed, done one after another. space: the key's."""
 
     def __init__(self, info: KeyInfo, space: Space) -> None:
         self.info, self.space = info, space
         self.way: Way  # of its rounds, once it is placed
-        self.own: HostArray  # its value's place, where the way has it
+        self.own: SpaceArray  # its value's place, where the way has it
         self.calls = KeyCalls(info.id)
         self.waiting: deque[Round] = deque()
         self.pushed = 0  # complete rounds
@@ -96,7 +96,7 @@ class RoundQueue:
             and (self.running is None or (self.running.done and self.running.error is None))
         )
 
-    def value(self) -> HostArray:
+    def value(self) -> SpaceArray:
         """The newest value, wherever it is; to be read only."""
         array = self.calls.array()
         return self.own if array is None else array
@@ -104,7 +104,8 @@ class RoundQueue:
     @property
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
-        return self.way.held_bytes + sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
+        under_way: int = sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
+        return self.way.held_bytes + under_way
 
     # --- rounds
 
@@ -131,12 +132,12 @@ class RoundQueue:
         """Return the labels of a round, key by key."""
         return (under.label,)
 
-    def apply(self, owner: Owner, buf: HostArray, under: Unders, span: Span, factor: float | None) -> None:
+    def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span, factor: float | None) -> None:
         """Update elements [begin, end) of the value with a round's sum. factor: its units; None: this worker's own."""
         begin, end = span
         owner.apply(self.info, self.own[begin:end], buf[begin:end], (0, under.number), factor=factor)
 
-    def finish(self, buf: HostArray) -> None:
+    def finish(self, buf: SpaceArray) -> None:
         """Note that a round is done, and its buffer free."""
         self.done += 1
 
@@ -179,10 +180,10 @@ class Delivery:
         self._done = False
         self.error: Exception | None = None
 
-    def take(self, value: HostArray) -> None:
+    def take(self, value: SpaceArray) -> None:
         """Write the key's part of the value into the caller's arrays. What goes wrong there is the caller's."""
         try:
-            self._sink.deliver(value[self._span], self._queue.space)
+            self._sink.deliver(value[self._span])
         except Exception as error:  # noqa: BLE001 - raised by `test`, to whoever waits for this pull
             self.error = error
         self._done = True

@@ -23,7 +23,8 @@ from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Path, Placement
-from mpikv.spaces.base import Space
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.transports.base import Group
@@ -32,12 +33,13 @@ from mpikv.transports.base import Group
 class Means(NamedTuple):
     """What the ways of one worker's keys are made with. hosts, communicators: where the store has ways that need them.
 
-    space: where values are, unless they are in memory that the ranks of a host share. hosts: the keys in such memory.
+    spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
+    in such memory.
     communicators: those for MPI's own collectives.
     """
 
     group: Group
-    space: Space
+    spaces: Spaces
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
 
@@ -49,7 +51,7 @@ class Way(Protocol):
     writes it to the caller's arrays as it comes.
     """
 
-    value: HostArray
+    value: SpaceArray
     shared: bool
 
     @property
@@ -134,13 +136,13 @@ class _Alone(_OfKey):
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement, place)
-        self._space = means.space
-        self.value = means.space.empty(info.n_elems, info.dtype)
+        self._space = means.spaces.of(info)
+        self.value = self._space.empty(info.n_elems, info.dtype)
 
     @property
     def held_bytes(self) -> int:
         """The value."""
-        return self.value.nbytes
+        return int(self.value.nbytes)
 
 
 class _InMemory(_OfKey):

@@ -12,7 +12,7 @@ from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.roles import assign
-from mpikv.spaces.base import Space
+from mpikv.spaces.named import Spaces
 from mpikv.testing.ranks import memories_of, spawn
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric
@@ -32,7 +32,7 @@ def spawn_stores(
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
     codecs: Codecs | None = None,
-    spaces: Sequence[Space] | None = None,
+    spaces: Sequence[Spaces] | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
@@ -69,7 +69,7 @@ def spawn_stores(
             on_fatal=fatal.append,
             memory=memory,
             codecs=codecs,
-            space=None if spaces is None else spaces[transport.rank],
+            spaces=None if spaces is None else spaces[transport.rank],
         )
         if store is None:
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from boxed_space import Box, BoxedSpace
 from store_modes import DTYPES, Mode
 
 from mpikv import optimizers, spec
@@ -17,12 +18,16 @@ from mpikv.assembly import local_store
 from mpikv.spaces import host
 from mpikv.spaces.base import Space
 from mpikv.spaces.host import HostSpace
+from mpikv.spaces.named import Spaces
 from mpikv.testing.fake_device import FakeDevice
 from mpikv.testing.stores import spawn_stores
 
 FLOAT32 = np.dtype(np.float32)
 SPACES = [HostSpace]
-METHODS = ("ready", "total", "write", "empty", "zeros", "copy", "cast", "combine", "scale", "update")
+METHODS = (
+    *("callers", "total", "write", "empty_for_caller", "to_host", "from_host"),
+    *("empty", "zeros", "copy", "cast", "combine", "scale", "update"),
+)
 
 
 @pytest.fixture(params=SPACES, ids=lambda kind: kind.__name__)
@@ -34,7 +39,7 @@ def space(request: pytest.FixtureRequest) -> Space:
 
 
 def test_the_methods_are_those_of_the_contract(space: Space) -> None:
-    assert {name for name in vars(Space) if not name.startswith("_")} == set(METHODS)
+    assert {name for name in vars(Space) if not name.startswith("_")} == {"device", *METHODS}
     assert all(callable(getattr(space, name)) for name in METHODS)
 
 
@@ -91,16 +96,16 @@ def test_a_callers_arrays(space: Space, on_device: bool) -> None:
     device = FakeDevice()
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     arrays = [device.asarray(values), np.asfortranarray(values), device.asarray(values)]
-    space.ready(arrays)
-    total = space.total(arrays, "x", on_device=on_device)
+    callers = space.callers(arrays)
+    total = space.total(callers, "x", on_device=on_device)
     assert total.shape == (6,)
     assert np.array_equal(total, 3 * values.reshape(-1))
-    alone = space.total(arrays[1:2], "x", on_device=on_device)
+    alone = space.total(callers[1:2], "x", on_device=on_device)
     assert np.array_equal(alone, values.reshape(-1))
     assert not np.may_share_memory(alone, values)
-    assert space.total(arrays[1:] * 2, "x", on_device=False, combine=np.maximum).tolist() == alone.tolist()
+    assert space.total(callers[1:] * 2, "x", on_device=False, combine=np.maximum).tolist() == alone.tolist()
     for out in (np.empty((2, 3)), device.asarray(np.empty((2, 3), np.float16)), np.empty((3, 2), np.int32).T):
-        space.write(out, total, "out")
+        space.write(*space.callers([out]), total, "out")
         result = out.get() if hasattr(out, "get") else out
         assert np.array_equal(result, 3 * values)
 
@@ -150,9 +155,25 @@ def test_update(space: Space, dtypes: Any, n: int, elementwise: bool, monkeypatc
         assert copy_.tobytes() == w.tobytes()
 
 
-def test_it_travels_with_an_optimizer_as_a_new_one(space: Space) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_to_the_host_and_back(space: Space, dtype: np.dtype[Any]) -> None:
+    values = np.arange(5).astype(dtype)
+    there = space.from_host(values)
+    assert (there.shape, there.dtype) == ((5,), dtype)
+    assert np.array_equal(space.to_host(there), values)
+    mine = space.empty_for_caller((2, 3), dtype)
+    assert (mine.shape, mine.dtype) == ((2, 3), dtype)
+
+
+def test_host_memory_crosses_nothing() -> None:
+    space, values = HostSpace(), np.ones(3)
+    assert space.device is None
+    assert space.to_host(values) is space.from_host(values) is values
+    assert space.callers([values])[0] is values
+
+
+def test_an_optimizer_that_travels_works_in_host_memory() -> None:
     optimizer = optimizers.create("sgd", momentum=0.9)
-    optimizer.work_in(space)
     for made in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         weight = np.ones(20000, np.float32)
         state = made.update("w", weight, weight.copy(), made.init(weight))
@@ -207,31 +228,35 @@ def steps(store: Any, space: Recording, dtype: Any = np.float32) -> list[dict[st
     return found
 
 
-READ = {"ready": 1, "total": 1}
+READ, WRITE = {"callers": 1, "total": 1}, {"callers": 1, "write": 1}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
 def test_one_process(dtype: Any) -> None:
     space = Recording()
-    store = local_store("local", spec.parse("local"), space=space)
+    store = local_store("local", spec.parse("local"), spaces=Spaces(space))
     push = READ | {"cast": 1, "copy": 1}
-    pull = {"write": 1}
-    assert steps(store, space, dtype) == [READ, push, pull, pull, push | pull]
+    assert steps(store, space, dtype) == [READ, push, WRITE, WRITE, push | WRITE | {"callers": 2}]
 
 
-def test_one_process_with_an_optimizer() -> None:
-    space = Recording()
-    store = local_store("local", spec.parse("local"), space=space)
-    store.set_optimizer(optimizers.create("sgd", momentum=0.9, multi_precision=True))
-    store.init("w", np.ones(N, np.float16))
-    space.taken()
-    found = []
+def test_an_update_is_made_in_the_space_of_the_weight() -> None:
+    """An array of another space says which; for NumPy's an optimizer has a space of its own, whoever uses it."""
+    host_space, boxed = Recording(), BoxedSpace()
+    optimizer = optimizers.create("sgd", momentum=0.9, multi_precision=True)
+    store = local_store("local", spec.parse("local"), spaces=Spaces(host_space, boxed))
+    store.set_optimizer(optimizer)
+    store.init("h", np.ones(N, np.float16))
+    store.init("d", boxed.array(np.ones(N, np.float16)))
+    host_space.taken()
     for _ in range(2):
-        store.push("w", [np.ones(N, np.float16)] * 2)
-        found.append(space.taken())
-    update = READ | {"cast": 1, "update": 1}
-    master, momentum = {"empty": 1, "copy": 1}, {"zeros": 1}
-    assert found == [update | master | momentum, update]
+        store.push(["h", "d"], [np.ones(N, np.float16), boxed.array(np.ones(N, np.float16))])
+    assert host_space.taken() == {"total": 2, "cast": 2}
+    assert boxed.crossings() == (0, 0)
+    states = store.strategy._owner.states
+    for key, kind in (("h", np.ndarray), ("d", Box)):
+        state = states[store.session.infos[key].id]
+        assert {type(array) for name, array in state.items() if name != "t"} == {kind}
+    assert store.pull("h").tobytes() == store.pull("d").tobytes()
 
 
 def recorded(mode: Mode, dtype: Any = np.float32, body: Any = steps) -> tuple[list[Any], list[Recording]]:
@@ -243,7 +268,7 @@ def recorded(mode: Mode, dtype: Any = np.float32, body: Any = steps) -> tuple[li
         lambda store: body(store, spaces[store.rank], dtype),
         num_servers=mode.servers,
         config=mode.config(),
-        spaces=spaces,
+        spaces=[Spaces(space) for space in spaces],
     )
     return found, spaces
 
@@ -252,21 +277,21 @@ def recorded(mode: Mode, dtype: Any = np.float32, body: Any = steps) -> tuple[li
 def test_workers_alone_by_messages(algorithm: str) -> None:
     """The value's memory at init; the owned part becomes the sum; a call in place adds in the caller's array."""
     found, _ = recorded(Mode("dist_sync", 2, 0, algorithm, "off"))
-    apply, pull = {"copy": 1}, {"write": 1}
+    apply, pull = {"copy": 1}, WRITE
     rest = [READ | apply, pull, pull, apply | pull]
     assert found == [[READ | {"empty": 1, "copy": 1}, *rest], [READ | {"empty": 1}, *rest]]
     wide, _ = recorded(Mode("dist_sync", 2, 0, algorithm, "off"), np.float16)
-    push = READ | apply | {"empty": 1}  # what is added in float32
+    push = READ | apply | {"cast": 1}  # what is added in float32
     assert wide[0][1:] == [push, pull, pull, {"cast": 1} | apply | pull]
 
 
 def test_workers_alone_in_shared_memory() -> None:
     """The value's own memory is the host's; a call that all make together copies in that memory, by its own means."""
     found, _ = recorded(Mode("dist_sync", 2))
-    apply, pull = {"copy": 1}, {"write": 1}
+    apply, pull = {"copy": 1}, WRITE
     for worker in found:
         assert worker[1:4] == [READ | apply, pull, pull]
-        assert worker[4] in ({}, READ | apply | pull)  # the latter where a round is still coming to its end
+        assert worker[4] in ({}, READ | apply | pull | {"callers": 2})  # the latter where a round has not ended yet
 
 
 def test_keys_that_travel_together() -> None:
@@ -286,7 +311,7 @@ def test_keys_that_travel_together() -> None:
         return found
 
     found, _ = recorded(Mode("dist_sync", 2, 0, "naive", "off"), body=body)
-    step = {"ready": 1, "total": 2, "copy": 2 + 1, "write": 2}  # two are packed, one of them is updated here
+    step = {"callers": 1 + 2, "total": 2, "copy": 2 + 1, "write": 2}  # two are packed, one of them is updated here
     assert found == [[step | {"empty": 1}, step]] * 2
 
 
@@ -299,9 +324,9 @@ def test_servers(name: str) -> None:
         return steps(store, space, dtype) if store.num_workers == 1 else None
 
     found, (_, server) = recorded(Mode(name, 1, 1, memory="off"), body=body)
-    assert found == [[READ, READ, {}, {"empty": 1, "write": 1}, {}]]  # the last straight from the caller's array
-    pushes = 2
-    assert server.taken() == {"empty": 2, "copy": 1, "update": pushes}
+    made = {"callers": 1}
+    assert found == [[READ, READ, made, WRITE | {"empty": 1}, made]]  # the last straight from the caller's array
+    assert server.taken() == {"empty": 2, "copy": 1}
 
 
 def test_a_server_adds_in_its_space() -> None:

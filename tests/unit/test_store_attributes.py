@@ -8,7 +8,7 @@ from store_modes import BOUND, FEW, FEW_DIST_SYNC, mode_id
 
 from mpikv import keys, optimizers
 from mpikv.optimizers.owner import Owner
-from mpikv.spaces.host import HostSpace
+from mpikv.spaces.named import Spaces
 
 SYNC_KINDS = pytest.mark.parametrize("mode", FEW_DIST_SYNC, ids=mode_id)
 N = 3 * BOUND
@@ -148,7 +148,7 @@ def test_a_wrong_value_is_told_where_it_is_set():
 
 def test_owner_remembers_attributes_that_are_still_in_use():
     """Two workers; one optimizer whose rate changed once, beside one whose rate changes at every step."""
-    owner = Owner(HostSpace())
+    owner = Owner(Spaces())
     for slot in (1, 2):
         owner.set_optimizer(slot, optimizers.create("sgd", learning_rate=1.0), [slot])
     infos = {slot: keys.KeyInfo(str(slot), slot, (2,), np.dtype(np.float32)) for slot in (1, 2)}

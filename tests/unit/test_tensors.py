@@ -5,6 +5,7 @@ from __future__ import annotations
 import frameworks
 import numpy as np
 import pytest
+from store_modes import Mode
 
 from mpikv.arrays import (
     BFLOAT16,
@@ -117,11 +118,74 @@ def test_tensors_that_hold_no_values_of_ours(torch):
                 call(tensor, "x")
 
 
-def test_a_tensor_on_a_device(torch):
-    """PyTorch's device without memory stands for a GPU."""
+def test_a_tensor_without_values(torch):
     for call in (host_view, shape_and_dtype, check_writable, flat_copy):
-        with pytest.raises(UnsupportedError, match=r"x: the tensor is on device 'meta'.*hand over tensor\.cpu\(\)"):
+        with pytest.raises(UnsupportedError, match="x: the tensor is on the device 'meta' and has no values"):
             call(torch.zeros(2, device="meta"), "x")
+
+
+@pytest.fixture
+def on_a_gpu(torch):
+    """Makes tensors that stand for those on a GPU: their values come to the host by `cpu` alone, which counts."""
+
+    class Standing(torch.Tensor):
+        copies = 0
+
+        @property
+        def device(self):
+            return torch.device("cuda", 0)
+
+        def cpu(self):
+            Standing.copies += 1
+            return self.as_subclass(torch.Tensor).clone()
+
+        def numpy(self, *args, **kwargs):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def made(values):
+        Standing.copies = 0
+        return tensor_of(torch, values).as_subclass(Standing)
+
+    return made
+
+
+@DTYPES
+@SHAPES
+def test_a_tensor_on_a_gpu(on_a_gpu, dtype, shape):
+    """It is copied to the host to be read, and copied into to be written to; what it is like is known without."""
+    values = numbers(shape, dtype)
+    tensor = on_a_gpu(values)
+    assert shape_and_dtype(tensor, "x") == (shape, dtype)
+    check_writable(tensor, "x")
+    assert type(tensor).copies == 0
+    view = host_view(tensor, "x")
+    assert type(tensor).copies == 1
+    np.testing.assert_array_equal(view, values)
+    assert not view.flags.writeable  # what is written into a copy would be lost
+    np.testing.assert_array_equal(flat_copy(tensor, "x"), values.reshape(-1))
+    write(tensor, np.full(values.size, 7), "x")
+    np.testing.assert_array_equal(host_view(tensor, "x"), np.full(shape, 7, dtype))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("memory", ["auto", "off"])
+@pytest.mark.parametrize("servers", [0, 1])
+def test_stores_take_tensors_on_a_gpu(on_a_gpu, workers, servers, memory):
+    """The result lands in the tensor, also in a blocking call, and in one that was made before."""
+    values = numbers((2, 3), "float32")
+
+    def body(store):
+        store.broadcast("w", on_a_gpu(values), out=(tensor := on_a_gpu(np.zeros((2, 3), np.float32))))
+        np.testing.assert_array_equal(host_view(tensor, "x"), values)
+        for i in range(1, 4):
+            store.pushpull("w", tensor)
+            np.testing.assert_array_equal(host_view(tensor, "x"), values * workers**i)
+        store.push("w", [on_a_gpu(values), on_a_gpu(values)])
+        store.pull("w", tensor)
+        np.testing.assert_array_equal(host_view(tensor, "x"), values * 2 * workers)
+
+    mode = Mode("dist_sync", workers, servers, memory=memory)
+    mode.run(body)
 
 
 @DTYPES

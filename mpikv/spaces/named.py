@@ -1,0 +1,94 @@
+"""The spaces of one worker by their names, under which workers agree at `init` on where a key's arrays are.
+
+There are two names: "host", which every worker has, and "device" for the memory of the GPU that it uses. Keys of both
+live side by side in one store, and each takes a caller's arrays from wherever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.arrays import host_view
+from mpikv.errors import UnsupportedError
+from mpikv.keys import KeyInfo
+from mpikv.spaces.base import CallersArray, Space, SpaceArray
+from mpikv.spaces.host import HostSpace
+
+HOST, DEVICE = "host", "device"
+
+
+class OnDevice(NamedTuple):
+    """An array of the caller's in device memory, as the space of the device knows it."""
+
+    array: CallersArray
+
+
+@dataclass(frozen=True)
+class Spaces:
+    """Those that one worker has. device: None where it uses none.
+
+    of_new_keys: where keys are that are initialised from now on; None: where their first values are. Without a device
+    all are in host memory. missing: why there is no device, for errors.
+    """
+
+    host: Space = field(default_factory=HostSpace)
+    device: Space | None = None
+    of_new_keys: str | None = None
+    missing: str = "none was looked for"
+
+    def of(self, info: KeyInfo) -> Space:
+        """The space that was agreed on for a key."""
+        return self.named(info.space)
+
+    def named(self, space: str) -> Space:
+        """The space of this name. UnsupportedError where this worker has none."""
+        if space == HOST:
+            return self.host
+        if self.device is None:
+            raise UnsupportedError("keys in device memory, where this worker uses no device")
+        return self.device
+
+    def of_new_key(self, first: CallersArray) -> str:
+        """The name of the space of a key with this first value, one of `callers`."""
+        if self.device is None:
+            return HOST
+        return self.of_new_keys or (DEVICE if isinstance(first, OnDevice) else HOST)
+
+    # --- a caller's arrays, for keys of any space
+
+    def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:
+        """What a call knows of its arrays, for `total` now and `write` later. In the thread that makes the call."""
+        if self.device is None:
+            return self.host.callers(arrays)
+        found = zip(arrays, self.device.callers(arrays), strict=True)
+        return [array if one is array else OnDevice(one) for array, one in found]
+
+    def total(
+        self, space: str, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
+    ) -> SpaceArray:
+        """The sum of one worker's arrays of a key in the space of this name (`Space.total`). arrays: of `callers`."""
+        device = self.device
+        if device is None or (space == HOST and not any(isinstance(array, OnDevice) for array in arrays)):
+            return self.named(space).total(arrays, what, on_device=on_device, combine=combine)
+        if space == DEVICE or all(isinstance(array, OnDevice) for array in arrays):
+            bare = [array.array if isinstance(array, OnDevice) else array for array in arrays]
+            total = device.total(bare, what, on_device=on_device, combine=combine)
+            return total if space == DEVICE else device.to_host(total)
+        flat = [
+            device.to_host(device.total([array.array], what, on_device=on_device))
+            if isinstance(array, OnDevice)
+            else host_view(array, what).reshape(-1)
+            for array in arrays
+        ]
+        return self.host.total(flat, what, on_device=on_device, combine=combine)
+
+    def write(self, space: str, out: CallersArray, values: SpaceArray, what: str) -> None:
+        """Copy values of a key in the space of this name into an array of the caller's, one of `callers`."""
+        if self.device is None or not isinstance(out, OnDevice):
+            self.named(space).write(out, values, what)
+        else:
+            self.device.write(out.array, values if space == DEVICE else self.device.from_host(values), what)

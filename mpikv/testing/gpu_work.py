@@ -1,0 +1,268 @@
+"""The work of fake GPUs: streams in which it waits, and the search for races among it.
+
+Work is put into a stream and done later, one piece at a time, in an order drawn from a seeded generator among what
+streams and events allow. Whether two pieces race does not depend on the order that was drawn: it is decided when the
+second is put in, by vector clocks. Every stream counts what is put into it, and has a clock: how much of each stream
+comes before what is put in next. An event is a copy of its stream's clock; `wait` joins it to another stream's, and the
+host joins it to what it has seen when it finds the event done.
+
+Pieces that touch the same bytes, one of them writing, race if neither clock nor host says that the first comes before.
+What is remembered of an allocation: each access that the host has not seen done, except those that a later one stands
+for (a write of the same bytes that comes after it, a read of the same bytes in the same stream): who is ordered behind
+the later one is ordered behind both.
+
+Cost: a pass over an allocation's remembered accesses for each range that a piece names.
+Source of the method: Flanagan and Freund, FastTrack, PLDI 2009.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.errors import MpikvError
+from mpikv.testing.gpu_memory import AccessError, Memory, Span
+
+Action = Callable[[], None]
+
+_FRAMES = 3  # of the callers that errors name
+
+
+class RaceError(AssertionError):
+    """Two accesses to the same bytes, at least one of them a write, are in no order.
+
+    >>> from mpikv.testing.fake_gpu import FakeGpu
+    >>> gpu = FakeGpu()
+    >>> ours, theirs, memory = gpu.stream(), gpu.stream(), gpu.allocate(8)
+    >>> gpu.copy(memory, gpu.pinned(8).ctypes.data, 8, ours)
+    >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
+    Traceback (most recent call last):
+    mpikv.testing.gpu_work.RaceError: copy (...) reads ... which copy (...) writes: ...
+    """
+
+
+@dataclass(eq=False)
+class Stream:
+    """Work in its order. put, ran: how many items have come in and are done. process: who may use it."""
+
+    number: int
+    gpu: int
+    process: object
+    put: int = 0
+    ran: int = 0
+    clock: dict[Stream, int] = field(default_factory=dict)
+    items: deque[Action | FakeEvent] = field(default_factory=deque)  # an event: that is waited for
+
+    def __str__(self) -> str:
+        return f"stream {self.number} of GPU {self.gpu}"
+
+
+class FakeEvent(NamedTuple):
+    """A point in a stream's work."""
+
+    stream: Stream
+    number: int
+    clock: dict[Stream, int]
+
+    @property
+    def ran(self) -> bool:
+        """Whether all work before it is done, seen or not."""
+        return self.stream.ran >= self.number
+
+
+class Piece(NamedTuple):
+    """Work that was put in: what it is called in errors, and its place in its stream."""
+
+    label: str
+    stream: Stream
+    number: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.label} (number {self.number} in {self.stream}; from {self.where})"
+
+
+class Use(NamedTuple):
+    """Bytes of a memory that a piece of work reads or writes. span: from the memory's beginning."""
+
+    memory: Memory
+    span: Span
+    writes: bool
+
+
+class Work:
+    """The streams of some GPUs, and what is remembered of their work. Calls may come from any thread.
+
+    seed: of the order in which work is done. eager: the chance that a piece is done as soon as it is put in.
+    """
+
+    def __init__(self, seed: int, eager: float) -> None:
+        self.lock = threading.RLock()
+        self._random = random.Random(seed)
+        self._eager = eager
+        self._streams: list[Stream] = []
+        self._seen: dict[Stream, int] = {}
+        self._failure: str | None = None
+
+    # --- streams and events
+
+    def stream(self, gpu: int, process: object, number: int | None = None) -> Stream:
+        """A new stream. number: its own, instead of the next one."""
+        with self.lock:
+            self._streams.append(Stream(len(self._streams) * 16 + 4096 if number is None else number, gpu, process))
+            return self._streams[-1]
+
+    def record(self, stream: Stream) -> FakeEvent:
+        """An event behind all that is in the stream."""
+        with self.lock:
+            return FakeEvent(stream, stream.put, {**stream.clock, stream: stream.put})
+
+    def wait(self, stream: Stream, event: FakeEvent) -> None:
+        """Let what comes into the stream from now on come after the event."""
+        with self.lock:
+            self._append(stream, event)
+            _join(stream.clock, event.clock)
+
+    def done(self, event: FakeEvent) -> bool:
+        """Do some work, then say whether all before the event is done; if so, the host has seen it."""
+        with self.lock:
+            pending = sum(len(stream.items) for stream in self._streams)
+            for _ in range(self._random.randint(1, 2 + pending // 2)):
+                if event.ran or not self._step():
+                    break
+            if self._failure is not None:
+                raise MpikvError(self._failure)
+            if event.ran:
+                _join(self._seen, event.clock)
+            return event.ran
+
+    def finish(self, event: FakeEvent) -> None:
+        """Do work until the event is done, which the host has seen then."""
+        with self.lock:
+            while not self.done(event):
+                pass
+
+    def run_all(self) -> None:
+        """Do everything that is put in. The host has not seen it."""
+        with self.lock:
+            while self._step():
+                pass
+
+    def see_all(self) -> None:
+        """Do everything, and let the host have seen it."""
+        with self.lock:
+            for stream in list(self._streams):
+                self.finish(self.record(stream))
+
+    # --- work
+
+    def put(self, stream: Stream, label: str, uses: Sequence[Use], action: Action) -> None:
+        """Put a piece of work into a stream. Raises RaceError, and puts nothing in then."""
+        with self.lock:
+            piece = Piece(label, stream, stream.put + 1, _callers())
+            for use in uses:
+                self._check(use, piece, str(piece))
+            self._append(stream, action)
+            for use in uses:
+                remembered = use.memory.bytes.accesses
+                remembered[:] = [one for one in remembered if not _stands_for(use, piece, *one)]
+                remembered.append((use, piece))
+            if self._random.random() < self._eager:
+                while stream.ran < piece.number:
+                    self._step()
+
+    def host_access(self, use: Use) -> None:
+        """Raise RaceError where the host is about to touch bytes that work is not seen to be done with."""
+        with self.lock:
+            self._check(use, None, f"the host (from {_callers()})")
+
+    def check_unused(self, memory: Memory, what: str, process: object = None) -> None:
+        """Raise AccessError if any work with a memory is not seen to be done. process: look at its work alone."""
+        with self.lock:
+            for use, piece in self._unseen(memory):
+                if process in (None, piece.stream.process) and use.span.overlap(memory.whole) is not None:
+                    raise AccessError(f"{what}: {piece} is not seen to be done, which uses {memory}")
+
+    def _check(self, use: Use, piece: Piece | None, who: str) -> None:
+        for other, earlier in self._unseen(use.memory):
+            if not (use.writes or other.writes):
+                continue
+            if piece is not None and earlier.number <= piece.stream.clock.get(earlier.stream, 0):
+                continue
+            both = use.span.overlap(other.span)
+            if both is not None:
+                does, did = ("writes" if one.writes else "reads" for one in (use, other))
+                raise RaceError(
+                    f"{who} {does} bytes {both[0]} to {both[1]} of {use.memory}, which {earlier} {did}: the first is "
+                    "not ordered behind the second. Record an event behind the one, and let the other's stream wait "
+                    "for it or the host see it done"
+                )
+
+    def _unseen(self, memory: Memory) -> list[tuple[Use, Piece]]:
+        remembered: list[tuple[Use, Piece]] = memory.bytes.accesses
+        remembered[:] = [(use, piece) for use, piece in remembered if piece.number > self._seen.get(piece.stream, 0)]
+        return remembered
+
+    def _append(self, stream: Stream, item: Action | FakeEvent) -> None:
+        stream.items.append(item)
+        stream.put += 1
+        stream.clock[stream] = stream.put
+
+    def _step(self) -> bool:
+        """Do one piece of work that may come next. False where there is none."""
+        ready = [one for one in self._streams if one.items and getattr(one.items[0], "ran", True)]
+        if not ready or self._failure is not None:
+            return False
+        stream = self._random.choice(ready)
+        item = stream.items.popleft()
+        if not isinstance(item, FakeEvent):
+            try:
+                item()
+            except Exception as error:  # noqa: BLE001 - of any work; as CUDA's, it is told by the next question
+                self._failure = f"GPU {stream.gpu} has failed in {stream}: {type(error).__name__}: {error}"
+        stream.ran += 1
+        return True
+
+
+def _join(clock: dict[Stream, int], other: dict[Stream, int]) -> None:
+    for stream, number in other.items():
+        clock[stream] = max(number, clock.get(stream, 0))
+
+
+def _stands_for(use: Use, piece: Piece, old: Use, earlier: Piece) -> bool:
+    """Whether the later of two accesses in order is enough to know."""
+    if not use.span.covers(old.span):
+        return False
+    return use.writes or (piece.stream is earlier.stream and not old.writes)
+
+
+def _callers() -> str:
+    """The innermost callers outside of this package."""
+    frame: Any = sys._getframe(1)
+    found: list[str] = []
+    while frame is not None and len(found) < _FRAMES:
+        path = frame.f_code.co_filename
+        if "/mpikv/testing/" not in path:
+            found.append(f"{path.rpartition('/')[2]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found)
+
+
+def elements(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Span:
+    """The bytes of an array, exactly: a strided one does not touch those between its elements."""
+    if 0 in shape:
+        return Span(address, address)
+    starts, length = np.zeros(1, np.int64), itemsize
+    for n, stride in sorted(zip(shape, strides, strict=True), key=lambda one: abs(one[1])):
+        if n > 1 and stride == length and starts.size == 1:
+            length *= n  # still one run
+        elif n > 1:
+            starts = np.add.outer(starts, np.arange(n, dtype=np.int64) * stride).reshape(-1)
+    return Span.of_runs(address + starts, length)
