@@ -130,7 +130,7 @@ def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[An
         dtype = np.dtype(array.dtype)
         if dtype in SUPPORTED_DTYPES:
             return tuple(array.shape), dtype
-    if tensors.is_elsewhere(array):
+    if tensors.is_elsewhere(array) or (tensors.is_jax(array) and not tensors.is_traced(array)):
         shape, name = tensors.shape_and_dtype(array)
         if any(name == str(dtype) for dtype in SUPPORTED_DTYPES):
             return shape, dtype_of(name)
@@ -140,7 +140,7 @@ def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[An
 
 def is_writable(array: Any, what: str) -> bool:
     """Return whether a result can be written into an array."""
-    if isinstance(array, np.generic):
+    if isinstance(array, np.generic) or (tensors.is_jax(array) and not tensors.is_traced(array)):
         return False
     if own_space(array) is not None:
         return bool(array.flags.writeable)

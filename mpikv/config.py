@@ -16,6 +16,9 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_PROGRESS` | thread | `thread`: transfers move on while Python computes; `calls`: only in calls |
 | `MPIKV_MPI` | auto | `auto`: the environment's MPI wheel, else the system's library; `system`: that one |
 | `MPIKV_INTERFACE` | auto | interfaces or networks for MPI, `eth0`, `10.0.0.0/8`; `auto`: its own choice |
+| `MPIKV_LOCAL_DEVICE` | auto | the GPU of this worker, a number among those that it sees; `auto`: by its local rank |
+| `MPIKV_DEVICE_PATH` | auto | how arrays on a GPU travel: `auto`, `ipc`, `mpi`, `nccl`, `staged`, `host` |
+| `MPIKV_CUDA_AWARE` | auto | whether MPI takes device memory: `0`: no; `1`: yes; `auto`: a child process tries it |
 | `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
 | `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
 
@@ -50,6 +53,8 @@ PLACEMENTS = ("spread", "hosts", "last")  # of the servers among the hosts
 AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
 ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical")
+DEVICE_PATHS = ("auto", "ipc", "mpi", "nccl", "staged", "host")  # of arrays on a GPU between workers
+NUMBER_OR_WORD = ("local_device", "cuda_aware")  # fields that a program may give as a number, too
 
 
 def _text_of(variable: Variable, value: Any) -> str:
@@ -57,7 +62,8 @@ def _text_of(variable: Variable, value: Any) -> str:
     kind = type(getattr(Config, variable.field))
     if variable.field == "stop_file" and isinstance(value, os.PathLike):
         value = path("the file", value)
-    if isinstance(value, str) or (kind is not str and isinstance(value, Real) and not isinstance(value, bool)):
+    takes_numbers = kind is not str or variable.field in NUMBER_OR_WORD
+    if isinstance(value, str) or (takes_numbers and isinstance(value, Real) and not isinstance(value, bool)):
         return str(value)
     raise ValueError("is not a str" if kind is str else "is not a number")
 
@@ -92,6 +98,15 @@ def _one_of(*words: str) -> Callable[[str], str]:
         return text.lower()
 
     return parse
+
+
+def _local_device(text: str) -> int | str:
+    if text.lower() == "auto":
+        return "auto"
+    try:
+        return _integer(0)(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; give the number of a GPU, from 0, or auto") from None
 
 
 def _signals(text: str) -> str:
@@ -165,6 +180,9 @@ VARIABLES = (
     Variable("MPIKV_PROGRESS", "progress", _one_of("thread", "calls")),
     Variable("MPIKV_MPI", "mpi", _one_of("auto", "system")),
     Variable("MPIKV_INTERFACE", "interface", _interface),
+    Variable("MPIKV_LOCAL_DEVICE", "local_device", _local_device),
+    Variable("MPIKV_DEVICE_PATH", "device_path", _one_of(*DEVICE_PATHS)),
+    Variable("MPIKV_CUDA_AWARE", "cuda_aware", _one_of("0", "1", "auto")),
     Variable("MPIKV_STOP_SIGNALS", "stop_signals", _signals),
     Variable("MPIKV_STOP_FILE", "stop_file", _text),
 )
@@ -193,6 +211,9 @@ class Config:
     progress: str = "thread"
     mpi: str = "auto"
     interface: str = AUTO_INTERFACE
+    local_device: int | str = "auto"
+    device_path: str = "auto"
+    cuda_aware: str = "auto"
     stop_signals: str = ""
     stop_file: str = ""
 

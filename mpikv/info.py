@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_v
 from mpikv.errors import ConfigError
 from mpikv.hostmemory import segment
 from mpikv.placement_map import ranges
-from mpikv.runtime import interface, launcher, library
+from mpikv.runtime import cuda_aware, cuda_driver, device_choice, interface, launcher, library
 from mpikv.server.roles import assign
 from mpikv.topology import pretended
 
@@ -53,7 +54,7 @@ def show(environ: Mapping[str, str] | None = None, *, model: str = "", every_ran
     """
     environ = os.environ if environ is None else environ
     rank, rows = _mpi_rows(environ, model, every_rank=every_rank)
-    rows = [*_own_rows(), *rows, *_variable_rows(environ)]
+    rows = [*_own_rows(), *([_gpu_row(environ)] if rank == 0 else []), *rows, *_variable_rows(environ)]
     failed = any(row.problem for row in rows)
     if rank == 0:
         width = max(len(row.label) for row in rows)
@@ -78,13 +79,44 @@ def _own_rows() -> Iterator[Row]:
     yield Row("array libraries", ", ".join(found))
 
 
+def _gpu_row(environ: Mapping[str, str]) -> Row:
+    """Say which GPUs rank 0 sees, and which of them it would use: its local rank is 0. Asks CuPy if there is a GPU."""
+    devices = cuda_driver.ask()
+    if devices.problem:
+        return Row("GPU", f"none: {devices.problem}")
+    try:
+        used = device_choice.describe(_config(environ).local_device, 0, len(devices.names))
+    except ConfigError as error:
+        return Row("GPU", str(error), problem=True)
+    names = ", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(devices.names).items())
+    return Row("GPU", f"{names} ({devices.version}); in use: {used}{_of_cupy()}")
+
+
+def _of_cupy() -> str:
+    """Say what is wrong with CuPy, by which arrays get to a GPU; "" where nothing is."""
+    if not cuda_driver.has_cupy():
+        return f"; {cuda_driver.NO_CUPY}"
+    try:
+        import cupy  # noqa: PLC0415 - only where there is a GPU: it takes a second
+
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # noqa: BLE001 - a CuPy for another CUDA than the driver's fails in many ways
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return f"; CuPy cannot use it: {text}; the packages are {cuda_driver.CUPY_PACKAGES}"
+    return ""
+
+
+def _config(environ: Mapping[str, str]) -> Config:
+    try:
+        return Config.from_environ(environ)
+    except ConfigError:
+        return Config()  # the row of the wrong variable says so
+
+
 def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tuple[int, list[Row]]:
     """Return this process's rank, and what is known of MPI."""
     said_rank = launcher.said_rank(environ)
-    try:
-        config = Config.from_environ(environ)
-    except ConfigError:
-        config = Config()  # the row of the wrong variable says so
+    config = _config(environ)
     started_by = launcher.find(environ)
     try:
         library.prepare(config.mpi, config.interface, config.timeout_s)
@@ -106,7 +138,8 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
     comm = MPI.COMM_WORLD
     choice = interface.choose(found.name, config.interface)
     chosen = ", ".join(map(str, choice.interfaces))
-    told = comm.allgather((socket.gethostname(), placement_map.visible_gpus(environ), chosen))
+    gpus_seen = placement_map.visible_gpus(environ, config.local_device)
+    told = comm.allgather((socket.gethostname(), gpus_seen, chosen))
     hosts = [host for host, _, _ in told]
     rows = [
         Row("MPI library", f"{found.name} {found.version} (MPI {found.standard}), {found.origin}"),
@@ -115,7 +148,7 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         Row("started by", str(started_by) if started_by else "itself, without mpirun"),
         Row("thread level", found.thread_level),
         Row("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
-        Row("CUDA support", {True: "yes", False: "no", None: "unknown, taken as no"}[found.cuda]),
+        *([_cuda_row(config, hosts)] if comm.Get_rank() == 0 else []),
         _progress_row(config, found.thread_level),
         _memory_row(comm, hosts, config),
         *_network_rows({host: text for host, _, text in told}, choice, config),
@@ -123,6 +156,13 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         *_role_rows(hosts, [gpus for _, gpus, _ in told], config, model, every_rank=every_rank),
     ]
     return comm.Get_rank(), rows
+
+
+def _cuda_row(config: Config, hosts: list[str]) -> Row:
+    """Say whether MPI takes device memory; rank 0 finds out, and perhaps tries, while the others wait for its row."""
+    device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
+    where = f"; asked on {hosts[0]}" if len(set(hosts)) > 1 else ""
+    return Row("CUDA-aware MPI", f"{cuda_aware.find_out(config.cuda_aware, device)}{where}")
 
 
 _FAULT_TOLERANCE = {

@@ -4,14 +4,13 @@ It shows what a `dist_sync` store would make of these ranks with the settings in
 functions: roles and placements are the store's own. The keys of a network count as initialised one by one in the order
 of its layers; a `Trainer` puts small ones into buckets and cuts those, which moves some bytes between the owners.
 
-A device is the CUDA device that a rank gets by its number on its host, over the devices that it may see
-(CUDA_VISIBLE_DEVICES is the driver's own matter); servers compute on the processor. Devices are counted by the driver,
-without importing an array library. All but `visible_gpus` is pure. Cost: one pass over keys and owners.
+A device is the CUDA device that a rank uses (runtime/device_choice.py) of those that it may see; servers compute on the
+processor. Devices are counted by the driver, without importing an array library. All but `visible_gpus` is pure. Cost:
+one pass over keys and owners.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -20,8 +19,10 @@ import numpy as np
 
 from mpikv import models
 from mpikv.config import Config
+from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo, ShardPlan
 from mpikv.placement import Members, add_load, place
+from mpikv.runtime import cuda_driver, device_choice
 from mpikv.server.roles import Roles
 from mpikv.topology import Topology, topology
 
@@ -33,10 +34,11 @@ TITLES = ("rank", "host", "role", "local rank", "device", "shards held")
 
 
 class Gpus(NamedTuple):
-    """What a rank sees: the number of its CUDA devices, and its CUDA_VISIBLE_DEVICES."""
+    """What a rank sees: the number of its CUDA devices, its CUDA_VISIBLE_DEVICES, and its MPIKV_LOCAL_DEVICE."""
 
     number: int
     visible: str
+    setting: int | str = device_choice.AUTO
 
 
 class Held(NamedTuple):
@@ -60,24 +62,19 @@ class Line(NamedTuple):
     held_bytes: int = 0  # of a network
 
 
-def visible_gpus(environ: Mapping[str, str]) -> Gpus:
+def visible_gpus(environ: Mapping[str, str], setting: int | str = device_choice.AUTO) -> Gpus:
     """Ask the driver for the CUDA devices of this process; 0 where there is none. Takes no memory on a device."""
-    number = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        # Both return 0 for success; without a device, or with one out of order, cuInit fails (CUDA driver API).
-        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(number)) != 0:
-            number.value = 0
-    except (OSError, AttributeError):
-        number.value = 0
-    return Gpus(number.value, environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return Gpus(len(cuda_driver.ask().names), environ.get("CUDA_VISIBLE_DEVICES", ""), setting)
 
 
 def device(gpus: Gpus, local_rank: int) -> str:
-    """Name a rank's device by its number on its host: `gpu:1`, with its name in CUDA_VISIBLE_DEVICES, or `cpu`."""
-    if gpus.number == 0:
+    """Name the device that a rank uses: `gpu:1`, with its name in CUDA_VISIBLE_DEVICES; `cpu`; or why there is none."""
+    try:
+        index = device_choice.choose(gpus.setting, local_rank, gpus.number)
+    except ConfigError:
+        return f"gpu:{gpus.setting} is missing"
+    if index is None:
         return "cpu"
-    index = local_rank % gpus.number
     names = [name.strip() for name in gpus.visible.split(",") if name.strip()]
     return f"gpu:{index} (visible: {names[index]})" if index < len(names) else f"gpu:{index}"
 

@@ -41,9 +41,9 @@ def is_elsewhere(array: Any) -> bool:
     return bool(array.layout == sys.modules["torch"].strided)
 
 
-def shape_and_dtype(tensor: Any) -> tuple[tuple[int, ...], str]:
-    """Return the shape of a tensor and the name of its dtype, without moving its values."""
-    return tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2]  # "torch.float32"
+def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the name of the dtype of an array of either library, without moving its values."""
+    return tuple(array.shape), str(array.dtype).rpartition(".")[2]  # "torch.float32"
 
 
 def write(tensor: Any, values: HostArray) -> None:

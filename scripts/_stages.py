@@ -248,6 +248,7 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
             report.FILE_VARIABLE: str(folder / "report"),
             report.STAGE_VARIABLE: stage.title,
             jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
+            jobs.CUDA_MPI: os.environ.get(jobs.CUDA_MPI, ""),
             frameworks.VARIABLE: ",".join(stage.frameworks),
             grids.FULL_VARIABLE: "yes" if stage.group == "full" else "",
         },

@@ -34,6 +34,8 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPIKV_TEST_JOB"
 ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, separated by ":"; scripts/test sets it
+# Where a CUDA-aware Open MPI is installed, as scripts/build_ompi_cuda makes it: the tests with it are skipped without.
+CUDA_MPI = "MPIKV_TEST_CUDA_MPI"
 # What a launcher, a shell or a developer's own settings may have left in our environment and ranks must not see.
 # PYTHONUNBUFFERED would tear the lines of different ranks apart; with PYTHONDONTWRITEBYTECODE each rank would compile
 # all of mpikv, which takes as long as all else at its start.

@@ -2,16 +2,16 @@
 
 p ranks on h hosts sum a value of S bytes, with one copy of the value per rank; g ranks share a GPU, the one with most.
 
-    latency   ceil(log2 p) * l + w             l: one way of a ping-pong of 8 bytes, as in limits.py; w: a copy of 8 bytes
-                                               on the GPU, begun and waited for. No result is there without one piece of
-                                               work on the GPU that was begun after all others are known to be there.
-    device    g S / c                          every rank's array is read once and written once: 2 g S bytes cross the
-                                               memory of the GPU, as in a copy of g S bytes. c: bytes copied per second by
-                                               one process that has the GPU for itself.
-    pinned    min(S/d + S/u, 2 S/b)            through host memory each array goes down once and comes up once. d, u: the
-                                               rates of copies to and from page-locked memory, each alone; b: of both at
-                                               once, the bytes of both counted; all with every rank at work.
-    link      2 S (h-1)/h  / B                 as in limits.py
+    latency   ceil(log2 p) * l + w       l: one way of a ping-pong of 8 bytes, as in limits.py; w: a copy of 8 bytes on
+                                         the GPU, begun and waited for. No result is there without one piece of work on
+                                         the GPU that was begun after all others are known to be there.
+    device    g S / c                    every rank's array is read once and written once: 2 g S bytes cross the memory
+                                         of the GPU, as in a copy of g S bytes. c: bytes copied per second by one process
+                                         that has the GPU for itself.
+    pinned    min(S/d + S/u, 2 S/b)      through host memory each array goes down once and comes up once. d, u: the rates
+                                         of copies to and from page-locked memory, each alone; b: of both at once, the
+                                         bytes of both counted; all with every rank at work.
+    link      2 S (h-1)/h  / B           as in limits.py
 
 An exchange that stays on the GPUs of a host is bound by the largest of latency, device and link; one that goes through
 host memory by the largest of latency, pinned and link. The sum itself, on the host or on the device, is not in it.
@@ -45,26 +45,32 @@ class DeviceRates(NamedTuple):
     link_bytes_per_s: float | None = None
 
 
-def device_limit(n_bytes: int, ranks: int, ranks_per_gpu: int, hosts: int, rates: DeviceRates) -> Limit:
+class Ranks(NamedTuple):
+    """How many there are, on the GPU with most of them, and on how many hosts."""
+
+    ranks: int
+    per_gpu: int
+    hosts: int
+
+
+def device_limit(n_bytes: int, among: Ranks, rates: DeviceRates) -> Limit:
     """Return the limit for `n_bytes` in one array or in several, where they stay on the GPUs of each host."""
-    if ranks < 2:
-        return Limit(0.0, "latency")
-    return _largest(Limit(ranks_per_gpu * n_bytes / rates.copy_bytes_per_s, "device"), n_bytes, ranks, hosts, rates)
+    return _largest(Limit(among.per_gpu * n_bytes / rates.copy_bytes_per_s, "device"), n_bytes, among, rates)
 
 
-def staged_limit(n_bytes: int, ranks: int, hosts: int, rates: DeviceRates) -> Limit:
+def staged_limit(n_bytes: int, among: Ranks, rates: DeviceRates) -> Limit:
     """Return the limit where each array goes down to page-locked host memory and comes up from there."""
-    if ranks < 2:
-        return Limit(0.0, "latency")
     one_by_one_s = n_bytes / rates.down_bytes_per_s + n_bytes / rates.up_bytes_per_s
     at_once_s = 2 * n_bytes / rates.both_bytes_per_s
-    return _largest(Limit(min(one_by_one_s, at_once_s), "pinned"), n_bytes, ranks, hosts, rates)
+    return _largest(Limit(min(one_by_one_s, at_once_s), "pinned"), n_bytes, among, rates)
 
 
-def _largest(moved: Limit, n_bytes: int, ranks: int, hosts: int, rates: DeviceRates) -> Limit:
-    found = [Limit(math.ceil(math.log2(ranks)) * rates.latency_s + rates.wait_s, "latency"), moved]
-    if hosts > 1 and rates.link_bytes_per_s:
-        found.append(Limit(ring_bound_s(n_bytes, hosts, rates.link_bytes_per_s), "link"))
+def _largest(moved: Limit, n_bytes: int, among: Ranks, rates: DeviceRates) -> Limit:
+    if among.ranks < 2:
+        return Limit(0.0, "latency")
+    found = [Limit(math.ceil(math.log2(among.ranks)) * rates.latency_s + rates.wait_s, "latency"), moved]
+    if among.hosts > 1 and rates.link_bytes_per_s:
+        found.append(Limit(ring_bound_s(n_bytes, among.hosts, rates.link_bytes_per_s), "link"))
     return max(found)
 
 

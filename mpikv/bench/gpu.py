@@ -15,14 +15,34 @@ from typing import Any
 
 import numpy as np
 
+from mpikv import kv
 from mpikv.arrays import HostArray
+from mpikv.bench.job import Job
 from mpikv.bench.pattern import Pattern
-from mpikv.errors import StallError
+from mpikv.errors import ConfigError, StallError
+from mpikv.kvstore import KVStore
 from mpikv.spaces.callers import LEGACY
 from mpikv.spaces.driver import Driver
 from mpikv.spaces.pool import ALIGN_BYTES
 
 LIMIT_S = 60.0  # of one wait; copies end long before, or the GPU has failed
+
+
+def driver_of(store: KVStore) -> Driver | None:
+    """Return what a store asks its GPU by, None where it uses none."""
+    space: Any = store.session.spaces.device
+    return None if space is None else space.driver
+
+
+def open_gpu(job: Job) -> Gpu:
+    """Return the GPU that this worker's stores use. Raises ConfigError on all where one has none. Collective."""
+    with kv.create("dist_sync_device", comm=job.comm, config=job.config.with_(num_servers=0)) as store:
+        driver = driver_of(store)
+        why = store.session.spaces.missing if driver is None else None
+    without = [f"rank {rank} has none: {one}" for rank, one in enumerate(job.comm.allgather(why)) if one is not None]
+    if driver is None or without:
+        raise ConfigError(f"--device needs a GPU for each worker; {'; '.join(without)}")
+    return Gpu(driver)
 
 
 class Gpu:

@@ -11,6 +11,7 @@ from mpikv.numbers import at_least, seconds, size, words
 from mpikv.progress import MODES
 
 ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
+DEVICE_PATHS = ("ipc", "mpi", "staged", "nccl")  # what is compared by default, where it works
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 FLOATS = DTYPES[:4]  # what an optimizer takes
 MODELS = ("lenet", "resnet18", "resnet50", "transformer12")
@@ -95,6 +96,22 @@ def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
     parser.add_argument("-f", "--factor", type=at_least(2), default=4, help="from size to size (default 4)")
 
 
+def _device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="arrays on the GPU of each worker, by each way that works here, beside what the GPU's memory and "
+        "page-locked copies allow",
+    )
+    parser.add_argument(
+        "--device-paths",
+        type=words((*DEVICE_PATHS, "host")),
+        default=DEVICE_PATHS,
+        metavar="A,B",
+        help=f"of MPIKV_DEVICE_PATH, with --device (default {','.join(DEVICE_PATHS)})",
+    )
+
+
 def _versus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vs", type=words(("gloo",)), default=(), metavar="gloo", help="compare with torch and Gloo")
 
@@ -112,6 +129,7 @@ def _allreduce(kinds: Any) -> None:
         "--algorithms", type=words(ALGORITHMS), default=(), metavar="A,B", help=f"{', '.join(ALGORITHMS)} or all"
     )
     _versus(parser)
+    _device(parser)
 
 
 def _pushpull(kinds: Any) -> None:
@@ -126,6 +144,7 @@ def _pushpull(kinds: Any) -> None:
     parser.add_argument("--keys", type=at_least(1), metavar="N", help="N keys in one call instead of sizes")
     parser.add_argument("--key-bytes", type=size, default="1K", metavar="SIZE", help="of each key (default 1K)")
     _versus(parser)
+    _device(parser)
 
 
 def _model(kinds: Any) -> None:
@@ -138,6 +157,7 @@ def _model(kinds: Any) -> None:
     )
     parser.add_argument("--model", choices=MODELS, default="resnet18", help="default resnet18")
     _versus(parser)
+    _device(parser)
 
 
 def _train(kinds: Any) -> None:
@@ -189,6 +209,7 @@ def _ps(kinds: Any) -> None:
     parser.add_argument(
         "--variants", type=words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
     )
+    _device(parser)
 
 
 def _link(kinds: Any) -> None:

@@ -18,7 +18,7 @@ def loaded_path() -> str:
     from mpi4py import MPI  # noqa: PLC0415
 
     wanted = MPI.Get_library_version()
-    for path in _mapped_files():
+    for path in mapped_files():
         if re.fullmatch(r"libmpi.*\.so.*", os.path.basename(path)):
             try:
                 # Already loaded, so this is the same handle. Other languages' bindings have the name, not the call.
@@ -44,7 +44,7 @@ def function(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _mapped_files() -> list[str]:
+def mapped_files() -> list[str]:
     """Return the files mapped into this process, each once, in order of address."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

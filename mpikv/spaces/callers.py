@@ -27,7 +27,10 @@ JAX_GPUS = ("gpu", "cuda")  # platforms, by JAX's version
 
 
 class Caller(NamedTuple):
-    """An array of the caller's. strides: in bytes; None: contiguous. at: the stream's work when the call was made."""
+    """An array of the caller's. strides: in bytes; None: contiguous. number: of its GPU, whose stream it is.
+
+    at: the stream's work when the call was made.
+    """
 
     array: Any  # kept alive
     address: int
@@ -35,6 +38,7 @@ class Caller(NamedTuple):
     strides: tuple[int, ...] | None
     dtype: np.dtype[Any]
     stream: int
+    number: int
     at: Event
 
     @property
@@ -80,8 +84,7 @@ def seen(array: Any, driver: Driver) -> Caller:
         raise UnsupportedError(f"an array on GPU {number} has dtype {dtype}; a store holds {names}")
     if strides == contiguous(shape, dtype.itemsize) or 0 in shape:
         strides = None
-    at = driver.record(stream) if number == driver.number else driver.record(stream, number)
-    return Caller(array, address, shape, strides, dtype, stream, at)
+    return Caller(array, address, shape, strides, dtype, stream, number, driver.record(stream, number))
 
 
 _Found = tuple[int, tuple[int, ...], "tuple[int, ...] | None", "np.dtype[Any]", int, int]

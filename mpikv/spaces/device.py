@@ -9,12 +9,13 @@ stream, behind the caller's work as it was when the call was made; and the calle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.arrays import write as write_host
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Predicate, Request
@@ -40,6 +41,11 @@ class DeviceSpace:
         self.pool = Pool(driver, self.stream)
         self._host = HostSpace()
 
+    @property
+    def device(self) -> int:
+        """See `Space`."""
+        return self.driver.number
+
     # --- a caller's arrays
 
     def callers(self, arrays: Sequence[Any]) -> list[Any]:
@@ -51,28 +57,34 @@ class DeviceSpace:
         taken = [self._taken(array, what) for array in arrays]
         if len(taken) == 1:
             return taken[0]
-        dtype = taken[0].dtype
-        total = self._cast_to_new(taken[0], sum_dtype(dtype)) if dtype != sum_dtype(dtype) else taken[0]
-        for one in taken[1:]:
-            self.combine(total, self.cast(one, total.dtype), total, combine)
-        return self.cast(total, dtype)
+        first = taken[0]
+        self.launch(program.sum_program(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        return first
 
     def _taken(self, array: Any, what: str) -> DeviceArray:
         """A copy of the caller's array."""
         if not isinstance(array, Caller):
             return self.from_host(HostSpace().total([array], what, on_device=False))
         copied = self.empty(array.size, array.dtype)
-        memory = copied.memory
-        if memory.after is not None:
-            self.driver.wait(array.stream, memory.after)
-        if array.size:
-            if array.strides is None:
-                self.driver.copy(copied.address, array.address, array.nbytes, array.stream)
-            else:
-                to = copied.address, callers.contiguous(array.shape, array.dtype.itemsize)
-                source = array.address, array.strides
-                self.driver.copy_strided(to, source, array.shape, array.dtype.itemsize, array.stream)
-            memory.written = self.driver.record(array.stream)
+        if not array.size:
+            return copied
+        here = array.number == self.driver.number
+        if here and copied.memory.after is not None:
+            self.driver.wait(array.stream, copied.memory.after)
+        stream = array.stream if here else self.stream
+        if not here:  # no stream of another GPU works on this one's memory
+            self.driver.wait(stream, array.at)
+        if array.strides is None:
+            self.driver.copy(copied.address, array.address, array.nbytes, stream)
+        else:
+            to = copied.address, callers.contiguous(array.shape, array.dtype.itemsize)
+            source = array.address, array.strides
+            self.driver.copy_strided(to, source, array.shape, array.dtype.itemsize, stream)
+        event = self.driver.record(stream)
+        if here:
+            copied.memory.written = event
+        else:
+            self.driver.wait(array.stream, event, array.number)
         return copied
 
     def write(self, out: Any, values: DeviceArray, what: str) -> None:
@@ -91,7 +103,13 @@ class DeviceSpace:
             source = values.address, callers.contiguous(out.shape, out.dtype.itemsize)
             to = out.address, out.strides
             self.driver.copy_strided(to, source, out.shape, out.dtype.itemsize, self.stream)
-        self.driver.wait(out.stream, self.driver.record(self.stream))
+        self.driver.wait(out.stream, self.driver.record(self.stream), out.number)
+
+    def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """See `Space`: an array of the library that callers of this driver use. Raises UnsupportedError."""
+        array = self.empty(math.prod(shape), dtype)
+        self.settle()  # what had the memory before is done with it: nobody knows in which stream the caller works
+        return self.driver.as_caller(array.address, shape, dtype, array)
 
     def inside(self, array: Any) -> DeviceArray | None:
         """A caller's array as one of this space, where it lies in memory of this store; None elsewhere.
@@ -175,7 +193,7 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill(out.dtype), [out], [values])
+                self.launch(program.fill_program(out.dtype), [out], [out.dtype.type(values)])
                 return
         if not out.size:
             return
@@ -196,15 +214,15 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine(how, first.dtype), [first, second, out])
+        self.launch(program.combine_program(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale(values.dtype), [values, out], [factor])
+        self.launch(program.scale_program(values.dtype), [values, out], [values.dtype.type(factor)])
 
-    def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
-        """Write the values, floating point numbers, divided by a number in their dtype."""
-        self.launch(program.divide(values.dtype), [values, out], [divisor])
+    def divide(self, values: DeviceArray, divisor: float) -> None:
+        """Divide floating point numbers in place by one, in their dtype."""
+        self.launch(program.divide_program(values.dtype), [values], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""
@@ -225,7 +243,28 @@ class DeviceSpace:
         temporaries: int,
         elementwise: bool,
     ) -> None:
-        """See `Space`. On the host, and the results come back."""
+        """See `Space`. An elementwise formula is one program, which reads and writes each array once.
+
+        Any other formula, and one that no program can say, runs on the host: its arrays go there and come back.
+        """
+        state = dict(arrays)
+        if elementwise:
+            try:
+                found, numbers = program.update_program(
+                    formula,
+                    weight.dtype,
+                    [term.dtype for term in terms],
+                    {name: array.dtype for name, array in state.items()},
+                    master=master is not None,
+                    dtype=dtype,
+                    temporaries=temporaries,
+                )
+            except program.NotAProgram:
+                pass
+            else:
+                masters = [] if master is None else [master]
+                self.launch(found, [weight, *terms, *state.values(), *masters], numbers)
+                return
         everything = [weight, *terms, *arrays.values(), *([] if master is None else [master])]
         on_host = {id(array): self.to_host(array) for array in everything}
         self._host.update(

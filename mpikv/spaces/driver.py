@@ -83,8 +83,8 @@ class Driver(Protocol):
         """An event that is done when all that is in the stream by now is. number: of the stream's GPU; None: this."""
         ...
 
-    def wait(self, stream: int, event: Event) -> None:
-        """What comes into the stream from now on is done after the event."""
+    def wait(self, stream: int, event: Event, number: int | None = None) -> None:
+        """What comes into the stream from now on is done after the event. number: as above."""
         ...
 
     def done(self, event: Event) -> bool:

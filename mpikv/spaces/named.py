@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv.arrays import host_view
+from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
@@ -41,15 +42,11 @@ class Spaces:
     missing: str = "none was looked for"
 
     def of(self, info: KeyInfo) -> Space:
-        """The space that was agreed on for a key."""
-        return self.named(info.space)
-
-    def named(self, space: str) -> Space:
-        """The space of this name. UnsupportedError where this worker has none."""
-        if space == HOST:
+        """The space that was agreed on for a key. UnsupportedError where this worker has none of its name."""
+        if info.space == HOST:
             return self.host
         if self.device is None:
-            raise UnsupportedError("keys in device memory, where this worker uses no device")
+            raise UnsupportedError(f"key {shown(info.key)} is in device memory, and this worker uses no device")
         return self.device
 
     def of_new_key(self, first: CallersArray) -> str:
@@ -73,7 +70,7 @@ class Spaces:
         """The sum of one worker's arrays of a key in the space of this name (`Space.total`). arrays: of `callers`."""
         device = self.device
         if device is None or (space == HOST and not any(isinstance(array, OnDevice) for array in arrays)):
-            return self.named(space).total(arrays, what, on_device=on_device, combine=combine)
+            return self.host.total(arrays, what, on_device=on_device, combine=combine)
         if space == DEVICE or all(isinstance(array, OnDevice) for array in arrays):
             bare = [array.array if isinstance(array, OnDevice) else array for array in arrays]
             total = device.total(bare, what, on_device=on_device, combine=combine)
@@ -88,7 +85,8 @@ class Spaces:
 
     def write(self, space: str, out: CallersArray, values: SpaceArray, what: str) -> None:
         """Copy values of a key in the space of this name into an array of the caller's, one of `callers`."""
-        if self.device is None or not isinstance(out, OnDevice):
-            self.named(space).write(out, values, what)
-        else:
-            self.device.write(out.array, values if space == DEVICE else self.device.from_host(values), what)
+        if self.device is None or (space == HOST and not isinstance(out, OnDevice)):
+            self.host.write(out, values, what)
+            return
+        there = values if space == DEVICE else self.device.from_host(values)
+        self.device.write(out.array if isinstance(out, OnDevice) else out, there, what)

@@ -404,31 +404,31 @@ def copy_program(source: np.dtype[Any], to: np.dtype[Any]) -> Program:
 
 
 @functools.lru_cache(KEPT)
-def fill_program(dtype: np.dtype[Any]) -> Program:
+def fill(dtype: np.dtype[Any]) -> Program:
     """out: one number in all of it."""
     return trace(lambda out: np.copyto(out, dtype.type(0)), [dtype])[0]
 
 
 @functools.lru_cache(KEPT)
-def combine_program(how: np.ufunc, dtype: np.dtype[Any]) -> Program:
+def combine(how: np.ufunc, dtype: np.dtype[Any]) -> Program:
     """first, second, out, which may be one of them: `how(first, second, out=out)`."""
     return trace(lambda first, second, out: how(first, second, out=out), [dtype] * 3)[0]
 
 
 @functools.lru_cache(KEPT)
-def scale_program(dtype: np.dtype[Any]) -> Program:
+def scale(dtype: np.dtype[Any]) -> Program:
     """values, out, which may be the same: the values times one number, of their dtype."""
     return trace(lambda values, out: np.multiply(values, dtype.type(1), out=out), [dtype] * 2)[0]
 
 
 @functools.lru_cache(KEPT)
-def divide_program(dtype: np.dtype[Any]) -> Program:
-    """values: divided by one number, in place, as `Reduction.finish` does it. NotAProgram for whole numbers."""
-    return trace(lambda values: np.divide(values, dtype.type(1), out=values), [dtype])[0]
+def divide(dtype: np.dtype[Any]) -> Program:
+    """values, out, which may be the same: the values divided by one number. NotAProgram for whole numbers."""
+    return trace(lambda values, out: np.divide(values, dtype.type(1), out=out), [dtype] * 2)[0]
 
 
 @functools.lru_cache(KEPT)
-def sum_program(
+def sum_in_order(
     n: int,
     dtype: np.dtype[Any],
     to: np.dtype[Any],

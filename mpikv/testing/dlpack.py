@@ -1,6 +1,6 @@
 """Capsules of DLPack, for arrays whose library is not a compiled one.
 
-Source: dlpack.h, version 0.8 (DLManagedTensor), and the array API's `__dlpack__`.
+Source: dlpack.h, version 1.0 (DLManagedTensor, DLManagedTensorVersioned), and the array API's `__dlpack__`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from mpikv.tensors import BFLOAT16
 
 CUDA = 2  # kDLCUDA
 _CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}  # DLDataTypeCode by NumPy's kind; bfloat16 is 4, kDLBfloat
-_NAME = b"dltensor"
 
 
 class Exported(Protocol):
@@ -45,16 +44,36 @@ class _Tensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """Before version 1."""
+
+    name = b"dltensor"
+    _fields_ = (("tensor", _Tensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _Versioned(ctypes.Structure):
+    name = b"dltensor_versioned"
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
         ("manager_ctx", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
     )
+
+
+_Form = type[_Managed] | type[_Versioned]
 
 
 class _Kept:
     """What lives until the consumer calls the deleter."""
 
-    def __init__(self, array: Exported, tensor: _Tensor, numbers: Any) -> None:
-        self.array, self.tensor, self.numbers = array, tensor, numbers
+    def __init__(self, array: Exported, managed: _Managed | _Versioned, numbers: Any) -> None:
+        self.array, self.managed, self.numbers = array, managed, numbers
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
@@ -68,22 +87,37 @@ _is_valid = _function("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes
 _pointer = _function("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 
 
-def _delete(tensor: int) -> None:
-    _decref(_Tensor.from_address(tensor).manager_ctx)
-
-
-def _end(capsule: int) -> None:
-    """A capsule that nobody has taken (which changes its name) lets go of its array itself."""
-    if _is_valid(capsule, _NAME):
-        _delete(_pointer(capsule, _NAME))
-
+_fetch = _function("PyErr_Fetch", None, *[ctypes.POINTER(ctypes.c_void_p)] * 3)
+_restore = _function("PyErr_Restore", None, *[ctypes.c_void_p] * 3)
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_DELETER, _DESTRUCTOR = _Callback(_delete), _Callback(_end)
 
 
-def capsule(array: Exported, device: tuple[int, int]) -> Any:
-    """A new capsule 'dltensor' of an array on a device. Raises BufferError for a dtype that DLPack has not."""
+def _functions(form: _Form) -> tuple[Any, Any]:
+    """The deleter of such a structure, and the destructor of its capsule."""
+
+    def delete(managed: int) -> None:
+        _decref(form.from_address(managed).manager_ctx)
+
+    def end(capsule: int) -> None:
+        """A capsule that nobody has taken (which changes its name) lets go of its array itself."""
+        error = [ctypes.c_void_p() for _ in range(3)]  # one that is on its way is none of these calls'
+        _fetch(*error)
+        if _is_valid(capsule, form.name):
+            delete(_pointer(capsule, form.name))
+        _restore(*error)
+
+    return _Callback(delete), _Callback(end)
+
+
+_FUNCTIONS = {form: _functions(form) for form in (_Managed, _Versioned)}
+
+
+def capsule(array: Exported, device: tuple[int, int], max_version: tuple[int, int] | None) -> Any:
+    """A new capsule of an array on a device. Raises BufferError for a dtype that DLPack has not.
+
+    max_version: the consumer's; None: it knows 'dltensor' only, not 'dltensor_versioned'.
+    """
     dtype, n = array.dtype, len(array.shape)
     code = 4 if dtype == BFLOAT16 else _CODES.get(dtype.kind)
     if code is None:
@@ -92,9 +126,10 @@ def capsule(array: Exported, device: tuple[int, int]) -> Any:
     tensor = _Tensor(array.address, *device, n, code, dtype.itemsize * 8, 1)
     tensor.shape = ctypes.cast(numbers, ctypes.POINTER(ctypes.c_int64))
     tensor.strides = ctypes.cast(ctypes.byref(numbers, n * 8), ctypes.POINTER(ctypes.c_int64))
-    kept = _Kept(array, tensor, numbers)
-    tensor.manager_ctx = id(kept)
-    tensor.deleter = ctypes.cast(_DELETER, ctypes.c_void_p).value
-    made = _new(ctypes.addressof(tensor), _NAME, ctypes.cast(_DESTRUCTOR, ctypes.c_void_p))
+    managed = _Versioned(major=1) if max_version is not None and max_version[0] >= 1 else _Managed()
+    deleter, destructor = (ctypes.cast(one, ctypes.c_void_p) for one in _FUNCTIONS[type(managed)])
+    kept = _Kept(array, managed, numbers)
+    managed.tensor, managed.manager_ctx, managed.deleter = tensor, id(kept), deleter.value
+    made = _new(ctypes.addressof(managed), managed.name, destructor)
     _incref(id(kept))
     return made

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from mpikv.arrays import HostArray
 from mpikv.testing.dlpack import CUDA, capsule
-from mpikv.testing.gpu_memory import Memory
+from mpikv.testing.gpu_memory import AccessError, Memory, Span
 from mpikv.testing.gpu_work import Use, elements
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class FakeArray:
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     """
 
-    def __init__(self, gpu: FakeGpu, memory: Memory, keep: HostArray, values: HostArray) -> None:
+    def __init__(self, gpu: FakeGpu, memory: Memory | None, keep: object, values: HostArray) -> None:
+        # memory: None without elements. keep: what the memory lives as long as.
         self._gpu, self._memory, self._keep, self._values = gpu, memory, keep, values
 
     @classmethod
@@ -63,6 +65,17 @@ class FakeArray:
         n_bytes = math.prod(shape) * dtype.itemsize
         memory, keep = gpu._array_memory(n_bytes, gpu.current_stream if stream is None else stream)  # noqa: SLF001
         return cls(gpu, memory, keep, np.ndarray(shape, dtype, memory.data.data if n_bytes else None))
+
+    @classmethod
+    def existing(
+        cls, gpu: FakeGpu, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any
+    ) -> FakeArray:
+        """Return an array in device memory that is there, which `owner` keeps. Example: `FakeGpu.as_caller`."""
+        memory = gpu.process.space.find(Span(address, address + max(1, math.prod(shape) * dtype.itemsize)))
+        if memory is None:
+            raise AccessError(f"as_caller: {address:#x} is no device memory of this process")
+        buffer: Any = memory.data.data
+        return cls(gpu, memory, owner, np.ndarray(shape, dtype, buffer, address - memory.address))
 
     # --- what it is
 
@@ -160,7 +173,7 @@ class FakeArray:
         current, consumer = self._gpu.current_stream, 1 if stream is None else stream
         if consumer not in (-1, current):
             self._gpu._order(current, consumer)  # noqa: SLF001
-        return capsule(self, self.__dlpack_device__())
+        return capsule(self, self.__dlpack_device__(), max_version)
 
     def __array__(self, *args: object, **kwargs: object) -> HostArray:
         """Raise TypeError, as CuPy does."""
@@ -173,9 +186,10 @@ class FakeArray:
         self._gpu.counts["gets"] += 1
         self._gpu.counts["gets_bytes"] += self.nbytes
         host = np.empty(self.shape, self.dtype, order=order) if out is None else out
+        values = self._values  # and not this array, whose memory may be let go before the work is done
 
         def action() -> None:
-            host[...] = self._values
+            host[...] = values
 
         self._do("get", (), (self,), action, stream, wait=True)
         return host
@@ -203,9 +217,10 @@ class FakeArray:
         >>> array.get()
         array([1., 1.])
         """
+        values = self._values
 
         def action() -> None:
-            self._values[...] = host
+            values[...] = host
 
         self._do("values from the host", (self,), (), action, stream)
 
@@ -223,11 +238,11 @@ class FakeArray:
 
     def astype(self, dtype: npt.DTypeLike) -> FakeArray:
         """Return a copy in another dtype, on the GPU."""
-        return self._new(np.dtype(dtype), lambda out: np.copyto(out, self._values, casting="unsafe"), (self,), "astype")
+        return self._new(np.dtype(dtype), partial(_copy, self._values), (self,), "astype")
 
     def copy(self) -> FakeArray:
         """Return a copy in C order on the GPU."""
-        return self._new(self.dtype, lambda out: np.copyto(out, self._values), (self,), "copy of an array")
+        return self._new(self.dtype, partial(_copy, self._values), (self,), "copy of an array")
 
     def __getitem__(self, index: Any) -> FakeArray:
         view = np.asarray(self._values[index])
@@ -237,26 +252,26 @@ class FakeArray:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         target = self[index]
-        values, read = self._operand(value)
+        out, (values, read) = target._values, self._operand(value)  # noqa: SLF001
 
         def action() -> None:
-            target._values[...] = values  # noqa: SLF001
+            out[...] = values
 
         self._do("array[...] =", (target,), read, action)
 
     def __iadd__(self, other: Any) -> FakeArray:
-        values, read = self._operand(other)
+        out, (values, read) = self._values, self._operand(other)
 
         def action() -> None:
-            self._values += values
+            np.add(out, values, out=out, casting="same_kind")
 
         self._do("array +=", (self,), (self, *read), action)
         return self
 
     def __add__(self, other: Any) -> FakeArray:
         values, read = self._operand(other)
-        dtype = np.result_type(self.dtype, values)
-        return self._new(dtype, lambda out: np.add(self._values, values, out=out), (self, *read), "array +")
+        mine, dtype = self._values, np.result_type(self._values, values)
+        return self._new(dtype, lambda out: np.add(mine, values, out=out), (self, *read), "array +")
 
     def _view(self, values: HostArray) -> FakeArray:
         return FakeArray(self._gpu, self._memory, self._keep, values)
@@ -288,12 +303,18 @@ class FakeArray:
         *,
         wait: bool = False,
     ) -> None:
-        uses = [one._use(writes=one in written) for one in (*written, *read) if one.size]  # noqa: SLF001
+        uses = [use for one in (*written, *read) for use in one._uses(writes=one in written)]  # noqa: SLF001
         self._gpu._array_work(label, uses, action, stream, wait=wait)  # noqa: SLF001
 
-    def _use(self, *, writes: bool) -> Use:
+    def _uses(self, *, writes: bool) -> list[Use]:
+        if self._memory is None or not self.size:
+            return []
         span = elements(self.address, self.shape, self.strides, self.itemsize)
-        return Use(self._memory, span.moved(-self._memory.address), writes)
+        return [Use(self._memory, span.moved(self._memory.offset - self._memory.address), writes)]
+
+
+def _copy(values: HostArray, out: HostArray) -> None:
+    np.copyto(out, values, casting="unsafe")
 
 
 class _Namespace:

@@ -24,32 +24,24 @@ view races with that of another is found as well, since the host alone can order
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpikv import checks
 from mpikv.arrays import HostArray
-from mpikv.errors import MpikvError
-from mpikv.spaces.driver import Driver, OutOfDeviceMemory
-from mpikv.spaces.program import Program
 from mpikv.testing.fake_array import FakeArray
+from mpikv.testing.gpu_driver import HostDriver
 from mpikv.testing.gpu_memory import AccessError, Device, Memory
-from mpikv.testing.gpu_process import Machine, Process
-from mpikv.testing.gpu_work import Action, FakeEvent, RaceError, Stream, Use
+from mpikv.testing.gpu_process import LEGACY, Machine, Process
+from mpikv.testing.gpu_work import Action, RaceError, Use
 
 __all__ = ["AccessError", "FakeGpu", "FakeGpus", "RaceError"]
 
-LEGACY, PER_THREAD = 1, 2  # default streams, as `__cuda_array_interface__` numbers them
-METHODS = tuple(name for name, value in vars(Driver).items() if callable(value) and not name.startswith("_"))
 
-
-class FakeGpu:
+class FakeGpu(HostDriver):
     """One GPU. The methods of `Driver` are described there; they raise RaceError and AccessError for mistakes.
 
     number: which of the process's. memory_bytes: how much its allocations and arrays may have together. seed: of the
@@ -79,18 +71,12 @@ class FakeGpu:
         process: Process | None = None,
         device: Device | None = None,
     ) -> None:
-        self.number = number
-        self.name = "fake GPU"
-        self.process = Process(Machine(seed, eager)) if process is None else process
-        self.device = Device(f"GPU-fake-{number}", memory_bytes) if device is None else device
-        self.uuid = self.device.uuid
-        self.counts: Counter[str] = Counter()
-        self._work = self.process.work
-        self._legacy = self._work.stream(number, self.process, LEGACY)
-        self._of_threads: dict[int, Stream] = {}
+        super().__init__(
+            number,
+            Process(Machine(seed, eager)) if process is None else process,
+            Device(f"GPU-fake-{number}", memory_bytes) if device is None else device,
+        )
         self._current = threading.local()
-        self._calls: Counter[str] = Counter()
-        self._faults: list[tuple[str, int, bool, Exception]] = []
 
     def view(self, number: int | None = None) -> FakeGpu:
         """Return this GPU as another process of the host sees it, with a number of its own.
@@ -130,195 +116,18 @@ class FakeGpu:
     def __repr__(self) -> str:
         return f"<{self.name} {self.number}>"
 
-    # --- memory
-
-    def allocate(self, n_bytes: int) -> int:
-        """See `Driver`; full of NaN. Other views and other processes can open it. Example: see `export`."""
-        with self._call("allocate"):
-            address = self.process.allocate(self.device, checks.whole("n_bytes", n_bytes, 1))
-            self.counts["allocations"] += 1
-            return address
-
-    def free(self, address: int) -> None:
-        """See `Driver`; raises AccessError also while another view has it open. Used in the class's example."""
-        with self._call("free"):
-            self.process.free(address)
-            self.counts["frees"] += 1
-
-    def pinned(self, n_bytes: int) -> HostArray:
-        """See `Driver`; full of NaN, page-locked until it and its views are let go. Used in the class's example."""
-        with self._call("pinned"):
-            memory = self.process.pinned(checks.whole("n_bytes", n_bytes))
-            self.counts["pinned"] += 1
-            return memory
-
-    def register(self, memory: HostArray) -> None:
-        """See `Driver`. memory: contiguous, of any dtype.
-
-        >>> from mpikv.testing.fake_gpu import FakeGpu
-        >>> gpu, host = FakeGpu(), np.zeros(4)
-        >>> gpu.register(host)
-        >>> gpu.copy(gpu.allocate(32), host.ctypes.data, 32, gpu.stream())
-        >>> gpu.synchronize()
-        >>> gpu.unregister(host)
-        """
-        with self._call("register"):
-            self.process.register(memory)
-            self.counts["registered"] += 1
-
-    def unregister(self, memory: HostArray) -> None:
-        """See `Driver`. Example: see `register`."""
-        with self._call("unregister"):
-            self.process.unregister(memory)
-
-    def export(self, address: int) -> bytes:
-        """See `Driver`. For the other views of this GPU, and for other processes of this host.
-
-        >>> from mpikv.testing.fake_gpu import FakeGpu
-        >>> gpu = FakeGpu()
-        >>> other, memory = gpu.view(), gpu.allocate(16)
-        >>> opened = other.open(gpu.export(memory))
-        >>> other.copy(other.allocate(16), opened, 16, other.stream())
-        >>> other.synchronize()
-        >>> other.close(opened)
-        """
-        with self._call("export"):
-            exported = self.process.export(address, self.uuid)
-            self.counts["exports"] += 1
-            return exported
-
-    def open(self, exported: bytes) -> int:
-        """See `Driver`. Raises MpikvError where its owner has gone. Example: see `export`."""
-        with self._call("open"):
-            address = self.process.open(exported, self.device)
-            self.counts["opens"] += 1
-            return address
-
-    def close(self, address: int) -> None:
-        """See `Driver`. Example: see `export`."""
-        with self._call("close"):
-            self.process.close(address)
-
-    # --- order
-
-    def stream(self) -> int:
-        """See `Driver`. Example: see `wait`."""
-        with self._call("stream"):
-            return self.process.new_stream(self.number)
-
-    def record(self, stream: int) -> FakeEvent:
-        """See `Driver`. Example: see `wait`."""
-        with self._call("record"):
-            event = self._work.record(self._stream(stream))
-            self.counts["records"] += 1
-            return event
-
-    def wait(self, stream: int, event: FakeEvent) -> None:
+    def as_caller(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> FakeArray:
         """See `Driver`.
 
         >>> from mpikv.testing.fake_gpu import FakeGpu
         >>> gpu = FakeGpu()
-        >>> ours, theirs, memory, host = gpu.stream(), gpu.stream(), gpu.allocate(8), gpu.pinned(8)
-        >>> gpu.copy(memory, host.ctypes.data, 8, ours)
-        >>> gpu.wait(theirs, gpu.record(ours))
-        >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
+        >>> gpu.as_caller(gpu.allocate(8), (2,), np.dtype('f4'), None).get()
+        array([nan, nan], dtype=float32)
         """
-        with self._call("wait"):
-            self._work.wait(self._stream(stream), self.process.event(event))
-            self.counts["waits"] += 1
-
-    def done(self, event: FakeEvent) -> bool:
-        """See `Driver`. Some work, of this stream or of others, is done first. Used in the class's example."""
-        with self._call("done"):
-            return self._work.done(self.process.event(event))
-
-    # --- work
-
-    def copy(self, to: int, source: int, n_bytes: int, stream: int) -> None:
-        """See `Driver`. Example: see `wait`."""
-        with self._call("copy"):
-            self._copy((to, (1,)), (source, (1,)), (checks.whole("n_bytes", n_bytes),), 1, stream)
-
-    def copy_strided(
-        self,
-        to: tuple[int, Sequence[int]],
-        source: tuple[int, Sequence[int]],
-        shape: Sequence[int],
-        itemsize: int,
-        stream: int,
-    ) -> None:
-        """See `Driver`; counted as a copy, and as one of `strided`.
-
-        >>> from mpikv.testing.fake_gpu import FakeGpu
-        >>> gpu = FakeGpu()
-        >>> columns, flat = gpu.array(np.arange(6.0).reshape(2, 3)), gpu.allocate(16)
-        >>> second = columns[:, 1]
-        >>> gpu.copy_strided((flat, [8]), (second.address, second.strides), [2], 8, gpu.current_stream)
-        >>> gpu.counts['strided'], gpu.counts['device_to_device_bytes']
-        (1, 16)
-        """
-        with self._call("copy_strided"):
-            self._copy(to, source, shape, itemsize, stream)
-            self.counts["strided"] += 1
-
-    def launch(
-        self, program: Program, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
-    ) -> None:
-        """See `Driver`. Arguments that overlap, one of them written, must be the same bytes and written once.
-
-        >>> from mpikv.spaces.program import Argument, Operation, Program
-        >>> from mpikv.testing.fake_gpu import FakeGpu
-        >>> real = np.dtype('f4')  # x *= number: value 0 is loaded from x, 1 is the number, 2 their product
-        >>> double = Program((Argument(real, 0, 2),), (real,), (Operation('multiply', real, (0, 1)),))
-        >>> gpu = FakeGpu()
-        >>> x = gpu.array(np.ones(3, real))
-        >>> gpu.launch(double, 3, [x.address], [2.0], gpu.current_stream)
-        >>> x.get()
-        array([2., 2., 2.], dtype=float32)
-        """
-        with self._call("launch"):
-            arguments = program.arguments
-            if len(addresses) != len(arguments) or len(numbers) != len(program.numbers):
-                raise AccessError(
-                    f"launch: the program has {len(arguments)} arrays and {len(program.numbers)} numbers, "
-                    f"not {len(addresses)} and {len(numbers)}"
-                )
-            arrays: list[HostArray] = []
-            uses: list[Use] = []
-            for argument, address in zip(arguments, addresses, strict=True):
-                at, writes = (address, (argument.dtype.itemsize,)), argument.last is not None
-                array, use = self.process.array(at, (n_elems,), argument.dtype, writes=writes)
-                arrays.append(array)
-                if use is not None:
-                    _check_apart(use, uses)
-                    uses.append(use)
-            given = list(numbers)
-            label = f"launch of {n_elems} elements"
-            self._work.put(self._stream(stream), label, uses, lambda: program.run(arrays, given))
-            self.counts["launches"] += 1
-
-    def _copy(
-        self,
-        to: tuple[int, Sequence[int]],
-        source: tuple[int, Sequence[int]],
-        shape: Sequence[int],
-        itemsize: int,
-        stream: int,
-    ) -> None:
-        dtype, n_bytes, put_into = np.dtype((np.void, itemsize)), math.prod(shape) * itemsize, self._stream(stream)
-        out, written = self.process.array(to, shape, dtype, writes=True)
-        values, read = self.process.array(source, shape, dtype, writes=False)
-        if written is None or read is None:
-            return
-        _check_apart(written, [read], same=False)
-        kind = _direction(read.memory, written.memory)
-
-        def action() -> None:
-            out[...] = values
-
-        self._work.put(put_into, f"copy of {n_bytes} bytes, {kind.replace('_', ' ')}", [read, written], action)
-        self.counts[kind] += 1
-        self.counts[f"{kind}_bytes"] += n_bytes
+        with self._call("as_caller"):
+            strides = np.empty(shape, np.dtype((np.void, dtype.itemsize))).strides
+            values, use = self.process.array((address, strides), shape, dtype, writes=True)
+            return FakeArray(self, None if use is None else use.memory, owner, values)
 
     # --- for tests
 
@@ -373,24 +182,6 @@ class FakeGpu:
         with self._work.lock:
             self.process.collect()
             self._work.see_all()
-
-    def fail(self, method: str, nth: int = 1, error: Exception | None = None, *, always: bool = False) -> None:
-        """Let the nth call of a method from now on raise an error, by default as a GPU's. always: those after it, too.
-
-        >>> from mpikv.testing.fake_gpu import FakeGpu
-        >>> gpu = FakeGpu()
-        >>> gpu.fail('allocate', 2)
-        >>> address = gpu.allocate(8)
-        >>> gpu.allocate(8)
-        Traceback (most recent call last):
-        mpikv.spaces.driver.OutOfDeviceMemory: ...
-        """
-        if method not in METHODS:
-            raise ValueError(f"a GPU has no method {method!r}; it has {', '.join(METHODS)}")
-        if error is None:
-            kind = OutOfDeviceMemory if method in ("allocate", "pinned") else MpikvError
-            error = kind(f"GPU {self.number} ({self.name}): `{method}` fails, as the test wants it")
-        self._faults.append((method, self._calls[method] + checks.whole("nth", nth, 1), always, error))
 
     # --- a user's arrays
 
@@ -454,54 +245,12 @@ class FakeGpu:
         with self._work.lock:
             self._work.wait(self._stream(then), self._work.record(self._stream(first)))
 
-    # --- within
-
-    @contextlib.contextmanager
-    def _call(self, method: str) -> Iterator[None]:
-        with self._work.lock:
-            self.process.collect()
-            self._calls[method] += 1
-            for name, nth, always, error in self._faults:
-                if name == method and (self._calls[method] == nth or (always and self._calls[method] > nth)):
-                    raise error
-            yield
-
-    def _stream(self, number: int) -> Stream:
-        if number == LEGACY:
-            return self._legacy
-        if number == PER_THREAD:
-            me = threading.get_ident()
-            if me not in self._of_threads:
-                self._of_threads[me] = self._work.stream(self.number, self.process, PER_THREAD)
-            return self._of_threads[me]
-        stream = self.process.streams.get(number)
-        if stream is None:
-            raise AccessError(f"{number!r} is no stream of this process on GPU {self.number}")
-        return stream
-
     def _host(self, address: int, n_bytes: int, *, writes: bool) -> None:
         with self._work.lock:
             self.process.collect()
             use = self.process.bytes_at(address, n_bytes, writes=writes)
             if use is not None:
                 self._work.host_access(use)
-
-
-def _check_apart(use: Use, others: Sequence[Use], *, same: bool = True) -> None:
-    """Within one piece of work: bytes that are written are no other argument's. same: unless all are, to be read."""
-    for other in others:
-        if not (use.writes or other.writes) or use.memory.bytes is not other.memory.bytes:
-            continue
-        alike = same and use.span == other.span and not (use.writes and other.writes)
-        if not alike and use.span.overlap(other.span) is not None:
-            raise AccessError(f"arguments of one call overlap in {use.memory}, and one of them is written")
-
-
-def _direction(source: Memory, to: Memory) -> str:
-    """What a copy is counted as."""
-    if source.device is not None and to.device is not None and source.device is not to.device:
-        return "peer"
-    return "_to_".join("host" if memory.device is None else "device" for memory in (source, to))
 
 
 class FakeGpus(Sequence[FakeGpu]):

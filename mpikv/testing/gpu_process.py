@@ -6,6 +6,7 @@ Calls are made with the work's lock held (gpu_work.py).
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +33,8 @@ from mpikv.testing.gpu_memory import (
 )
 from mpikv.testing.gpu_work import FakeEvent, Stream, Use, Work, elements
 
+LEGACY, PER_THREAD = 1, 2  # default streams, as `__cuda_array_interface__` numbers them
+
 
 class Machine:
     """What all GPUs of a test share."""
@@ -50,7 +53,8 @@ class Process:
         self.machine = machine
         self.work = machine.work
         self.space = AddressSpace()
-        self.streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}
+        self._defaults: dict[tuple[int, int], Stream] = {}  # by GPU and thread, 0 for the one of all threads
         self.gone: deque[Gone] = deque()
 
     # --- memory
@@ -168,8 +172,19 @@ class Process:
     def new_stream(self, gpu: int) -> int:
         """A stream of this process on one of its GPUs."""
         stream = self.work.stream(gpu, self)
-        self.streams[stream.number] = stream
+        self._streams[stream.number] = stream
         return stream.number
+
+    def stream(self, number: int, gpu: int) -> Stream:
+        """A stream of this process. gpu: whose default stream 1 or 2 is."""
+        if number in (LEGACY, PER_THREAD):
+            key = gpu, 0 if number == LEGACY else threading.get_ident()
+            if key not in self._defaults:
+                self._defaults[key] = self.work.stream(gpu, self, number)
+            return self._defaults[key]
+        if number not in self._streams:
+            raise AccessError(f"{number!r} is no stream of this process")
+        return self._streams[number]
 
     def event(self, event: object) -> FakeEvent:
         """Check that it is an event of this process."""

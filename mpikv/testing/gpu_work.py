@@ -40,11 +40,11 @@ class RaceError(AssertionError):
 
     >>> from mpikv.testing.fake_gpu import FakeGpu
     >>> gpu = FakeGpu()
-    >>> ours, theirs, memory = gpu.stream(), gpu.stream(), gpu.allocate(8)
-    >>> gpu.copy(memory, gpu.pinned(8).ctypes.data, 8, ours)
+    >>> ours, theirs, memory, host = gpu.stream(), gpu.stream(), gpu.allocate(8), gpu.pinned(8)
+    >>> gpu.copy(memory, host.ctypes.data, 8, ours)
     >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
     Traceback (most recent call last):
-    mpikv.testing.gpu_work.RaceError: copy (...) reads ... which copy (...) writes: ...
+    mpikv.testing.gpu_work.RaceError: copy of 8 bytes, ... reads bytes 0 to 8 of ... which copy ... writes: ...
     """
 
 

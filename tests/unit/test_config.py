@@ -23,6 +23,9 @@ def test_defaults():
         "progress": "thread",
         "mpi": "auto",
         "interface": "auto",
+        "local_device": "auto",
+        "device_path": "auto",
+        "cuda_aware": "auto",
         "stop_signals": "",
         "stop_file": "",
     }
@@ -41,6 +44,9 @@ def test_every_variable():
         "MPIKV_PROGRESS": "calls",
         "MPIKV_MPI": "system",
         "MPIKV_INTERFACE": "eth0, 10.1.2.3/8 ,eth0,fd00::2/64",
+        "MPIKV_LOCAL_DEVICE": "3",
+        "MPIKV_DEVICE_PATH": "Staged",
+        "MPIKV_CUDA_AWARE": "0",
         "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
         "MPIKV_STOP_FILE": " /scratch/Job 1 ",
     }
@@ -57,6 +63,9 @@ def test_every_variable():
         "progress": "calls",
         "mpi": "system",
         "interface": "eth0,10.0.0.0/8,fd00::/64",
+        "local_device": 3,
+        "device_path": "staged",
+        "cuda_aware": "0",
         "stop_signals": "TERM,USR1",
         "stop_file": "/scratch/Job 1",
     }
@@ -100,6 +109,12 @@ WRONG = [
     ("MPIKV_INTERFACE", "auto,eth0", "neither auto nor interfaces"),
     ("MPIKV_PROGRESS", "yes", "thread, calls"),
     ("MPIKV_MPI", "openmpi", "auto, system"),
+    ("MPIKV_LOCAL_DEVICE", "-1", "at least 0; give the number of a GPU, from 0, or auto"),
+    ("MPIKV_LOCAL_DEVICE", "gpu:0", "not a whole number; give the number of a GPU"),
+    ("MPIKV_LOCAL_DEVICE", "1.0", "not a whole number"),
+    ("MPIKV_DEVICE_PATH", "pcie", "auto, ipc, mpi, nccl, staged, host"),
+    ("MPIKV_CUDA_AWARE", "yes", "0, 1, auto"),
+    ("MPIKV_CUDA_AWARE", "2", "0, 1, auto"),
     ("MPIKV_STOP_SIGNALS", "TERM,NOSUCH", "no signal by 'NOSUCH'; give names such as TERM"),
     ("MPIKV_STOP_SIGNALS", "15", "no signal by '15'"),
     ("MPIKV_STOP_SIGNALS", "KILL", "KILL, which cannot be handled"),
@@ -125,6 +140,17 @@ def test_wrong_values(name, text, says):
 def test_values_of_other_types(value):
     with pytest.raises(ConfigError, match="num_servers"):
         Config(num_servers=value)
+
+
+def test_settings_of_devices_as_values():
+    """A program has the number of its GPU as an int; what was read may be given again."""
+    config = Config(local_device=2, cuda_aware=1)
+    assert (config.local_device, config.cuda_aware) == (2, "1")
+    assert Config(local_device=config.local_device, cuda_aware=config.cuda_aware) == config
+    assert Config(local_device="AUTO").local_device == "auto"
+    for wrong in ({"local_device": True}, {"local_device": 1.0}, {"local_device": None}, {"cuda_aware": False}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Config(**wrong)
 
 
 def test_with():

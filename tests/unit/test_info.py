@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import socket
@@ -77,7 +78,7 @@ def test_one_process() -> None:
     assert str(MPI.prefix) in found["MPI library"]
     assert found["thread level"] == "MULTIPLE"
     assert found["progress"].startswith("thread: ")
-    assert found["CUDA support"] == "no"
+    assert re.match("(yes|no): ", found["CUDA-aware MPI"])
     assert found["fault tolerance"].startswith({"openmpi": "built in, off", "mpich": "no"}[MPI.kind])
     assert found["started by"] == "itself, without mpirun"
     assert found["ranks"].startswith("1 on 1 host ")
@@ -139,7 +140,66 @@ def test_without_mpi(before: str) -> None:
 
 def test_array_libraries_are_not_imported() -> None:
     before = "import atexit; atexit.register(lambda: print({'torch', 'jax', 'cupy'} & set(sys.modules)))"
-    assert mpikv_command("info", before=before).stdout.splitlines()[-1] == "set()"
+    allowed = {"cupy"} if visible_gpus(os.environ).number else set()  # it is asked where there is a GPU
+    assert ast.literal_eval(mpikv_command("info", before=before).stdout.splitlines()[-1].replace("set()", "[]")) in (
+        [],
+        allowed,
+    )
+
+
+def fake_driver(*names: str) -> str:
+    """Code that puts a driver with these GPUs in the place of this machine's."""
+    return f"from mpikv.runtime import cuda_driver as d; d.ask = lambda: d.Devices({names!r}, 'CUDA 12.4')"
+
+
+# OSError, as ctypes raises it.
+NO_DRIVER = "from mpikv.runtime import cuda_driver as d; ask = d.ask; d.ask = lambda: ask(lambda _: open('/nowhere'))"
+
+
+@needs_mpi
+def test_without_a_driver() -> None:
+    done = mpikv_command("info", before=NO_DRIVER, MPIKV_LOCAL_DEVICE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(done.stdout)
+    assert found["GPU"] == "none: no driver (libcuda.so.1 cannot be loaded)"
+    assert found["CUDA-aware MPI"] == "no: no driver (libcuda.so.1 cannot be loaded)"
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("setting", "says"), [("0", "no: MPIKV_CUDA_AWARE=0"), ("1", "yes: MPIKV_CUDA_AWARE=1, without a trial")]
+)
+def test_what_is_set_is_believed(setting: str, says: str) -> None:
+    assert rows(mpikv_command("info", MPIKV_CUDA_AWARE=setting).stdout)["CUDA-aware MPI"] == says
+
+
+@needs_mpi
+def test_gpus_without_cupy() -> None:
+    before = f"import sys; sys.modules['cupy'] = None; {fake_driver('H100', 'H100', 'A2')}"
+    found = rows(mpikv_command("info", before=before).stdout)
+    seen = "2 x H100, A2 (CUDA 12.4); in use: gpu:0, by local rank 0; "
+    assert found["GPU"] == f"{seen}CuPy is not installed: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
+    assert found["CUDA-aware MPI"] == "no: the library says no"  # the two wheels
+    assert " gpu:0 " in found["map"]
+    found = rows(mpikv_command("info", before=before, MPIKV_LOCAL_DEVICE="2").stdout)
+    assert "in use: gpu:2, by MPIKV_LOCAL_DEVICE" in found["GPU"]
+    assert " gpu:2 " in found["map"]
+
+
+@needs_mpi
+def test_a_gpu_that_is_not_there() -> None:
+    done = mpikv_command("info", before=fake_driver("H100"), MPIKV_LOCAL_DEVICE="1")
+    assert done.returncode == 1
+    found = rows(done.stdout)
+    assert found["GPU"].startswith("ERROR: MPIKV_LOCAL_DEVICE=1, but this process sees one GPU, number 0: ")
+    assert "gpu:1 is missing" in found["map"]
+
+
+@needs_mpi
+def test_a_cupy_for_another_cuda() -> None:
+    cupy = "import sys, types; c = sys.modules['cupy'] = types.ModuleType('cupy')"  # without anything in it
+    found = rows(mpikv_command("info", before=f"{cupy}; {fake_driver('H100')}").stdout)
+    assert "in use: gpu:0, the only one that is visible; CuPy cannot use it: AttributeError: " in found["GPU"]
 
 
 @needs_mpi

@@ -29,6 +29,8 @@ def of(hosts: Sequence[str], servers: int = 0, model: str = "", gpus: Gpus = NO_
         (Gpus(4, ""), 3, "gpu:3"),
         (Gpus(4, ""), 5, "gpu:1"),  # more ranks than devices share them
         (Gpus(2, "6, 3"), 1, "gpu:1 (visible: 3)"),
+        (Gpus(4, "", 2), 1, "gpu:2"),  # MPIKV_LOCAL_DEVICE
+        (Gpus(2, "", 2), 1, "gpu:2 is missing"),
         (Gpus(1, "GPU-5a1b"), 7, "gpu:0 (visible: GPU-5a1b)"),  # the scheduler gave each rank its own
     ],
 )

@@ -299,7 +299,7 @@ def test_copies(source: np.dtype[Any], to: np.dtype[Any]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fills(dtype: np.dtype[Any]) -> None:
     found, expected = np.zeros(N, dtype), np.full(N, 7, dtype)
-    program.fill_program(dtype).run([found], [7])
+    program.fill(dtype).run([found], [7])
     assert same_bits(found, expected)
 
 
@@ -310,7 +310,7 @@ def test_combines(dtype: np.dtype[Any], how: np.ufunc) -> None:
     expected = found.copy()
     with np.errstate(all="ignore"):
         HostSpace().combine(first, second, expected, how)
-    made = program.combine_program(how, dtype)
+    made = program.combine(how, dtype)
     made.run([first, second, found], [])
     assert same_bits(found, expected)
     made.run([first, second, first], [])
@@ -323,16 +323,16 @@ def test_scales_and_divides(dtype: np.dtype[Any]) -> None:
     expected = found.copy()
     with np.errstate(all="ignore"):
         HostSpace().scale(values, 1 / 3, expected)
-        program.scale_program(dtype).run([values, found], [1 / 3])
+        program.scale(dtype).run([values, found], [1 / 3])
         assert same_bits(found, expected)
         REDUCTIONS["mean"].finish(expected, 3)
-    program.divide_program(dtype).run([found], [3])
+    program.divide(dtype).run([found, found], [3])
     assert same_bits(found, expected)
 
 
 def test_whole_numbers_are_not_divided() -> None:
     with pytest.raises(NotAProgram):
-        program.divide_program(INT32)
+        program.divide(INT32)
 
 
 @pytest.mark.parametrize("op", REDUCTIONS.values(), ids=lambda op: op.name)
@@ -358,6 +358,6 @@ def test_sums(dtype: np.dtype[Any], to: np.dtype[Any], n: int, op: Any) -> None:
             total = scaled[0].copy()
             way(total, scaled)
             expected[...] = total
-    made = program.sum_program(n, dtype, to, scaled=tuple(ratios), how=op.combine, mean=op.is_mean)
+    made = program.sum_in_order(n, dtype, to, scaled=tuple(ratios), how=op.combine, mean=op.is_mean)
     made.run([*sources, found], [*ratios.values(), *([n] if op.is_mean else [])])
     assert same_bits(found, expected)

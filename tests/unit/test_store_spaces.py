@@ -64,7 +64,7 @@ def test_without_a_device_all_keys_are_in_host_memory(name: str) -> None:
 
 
 def test_the_key_of_a_space_that_a_worker_does_not_have() -> None:
-    with pytest.raises(UnsupportedError, match="this worker uses no device"):
+    with pytest.raises(UnsupportedError, match="key 'w' is in device memory, and this worker uses no device"):
         Spaces().of(KeyInfo("w", 0, (1,), FLOAT32, space=DEVICE))
 
 

@@ -1,0 +1,62 @@
+"""Whether MPI takes device memory, tried in a child of a rank: real children, whose memory needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs import Mpi, mpirun
+
+HERE = Path(__file__).parent
+# The source, and for how long: a source that hangs for a short time, the others for longer than any machine takes.
+SOURCES = (
+    "Works=120",
+    "WrongByte=120",
+    "DevicePointer=120",
+    "Crashes=120",
+    "Hangs=4",
+    "Raises=120",
+    "Segments=120",
+    "Exits=120",
+)
+SEGFAULT = [False, "the trial was ended by SIGSEGV", True]
+EXPECTED = {
+    "Works": [True, "tried with 8 MiB", True],
+    "WrongByte": [False, "of 8388608 bytes that were sent, others arrived", True],
+    "Crashes": SEGFAULT,
+    "Hangs": [False, "the trial did not end within 4 s", False],
+    "Raises": [False, "the trial failed: MemoryError: out of memory on the device", False],
+    "Segments": [False, "the trial failed: RuntimeError: 0 segments", False],
+    "Exits": [False, "the trial ended with status 7: the driver is too old", False],
+}
+
+
+@pytest.mark.timeout(220)
+def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
+    """Rank 0 of two makes the trials, and goes on whatever becomes of the children."""
+    env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "TMPDIR": str(tmp_path)}
+    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "trial", *SOURCES], env=env, mpi=mpi, timeout_s=200)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    found = {said[0]: said[1:] for line in job.stdout.splitlines() if (said := json.loads(line))}
+    pointer = found.pop("DevicePointer")
+    if mpi.kind == "openmpi":
+        assert pointer == SEGFAULT
+    else:  # MPICH itself ends a process that reads where no memory is
+        assert pointer[0] is False
+        assert "ended" in str(pointer[1])
+    assert found == EXPECTED
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mpikv-trial")] == []
+
+
+def test_the_whole_question(mpi: Mpi, tmp_path: Path) -> None:
+    """The first time a child tries, then the file is there; the other ranks are told."""
+    env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "XDG_CACHE_HOME": str(tmp_path)}
+    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "find_out", "Works"], env=env, mpi=mpi, timeout_s=200)
+    assert job.status == 0, job.output
+    said = ["yes: tried with 8 MiB on A2", "yes: tried with 8 MiB on A2 (cached)"]
+    assert [json.loads(line) for line in job.stdout.splitlines()] == [said, said]
+    (file,) = (tmp_path / "mpikv").iterdir()
+    kept = json.loads(file.read_text())
+    assert (kept["aware"], kept["why"], kept["question"]["gpu"]) == (True, "tried with 8 MiB on A2", "A2")
+    assert Path(kept["question"]["library"]).is_file()

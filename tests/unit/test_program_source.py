@@ -1,0 +1,345 @@
+"""The kernels' text does what the programs do: compiled for this processor and run, and compiled by NVRTC for a GPU.
+
+The first needs a C++ compiler, the second the library of NVRTC (the package nvidia-cuda-nvrtc-cu12 has it); neither
+needs a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from program_cases import DTYPES, Run, hard_values, same_bits, update_runs
+
+from mpikv.reductions import REDUCTIONS
+from mpikv.spaces import program, source
+from mpikv.spaces.program import OPERATIONS, Program, trace
+
+FLOAT16, FLOAT32, FLOAT64, INT64 = (np.dtype(one) for one in (np.float16, np.float32, np.float64, np.int64))
+BFLOAT16 = DTYPES[1]
+N = 251  # no multiple of any number of elements that a thread takes
+THREADS = 3
+
+# What CUDA has and C++ has not: one block at a time, whose threads run one after another.
+SHIM = """
+#include <cmath>
+#include <cstring>
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(n)
+struct Index { unsigned int x, y, z; };
+static Index threadIdx, blockIdx, blockDim = {THREADS, 1, 1}, gridDim = {1, 1, 1};
+static inline unsigned int __float_as_uint(float f) { unsigned int u; memcpy(&u, &f, 4); return u; }
+static inline float __uint_as_float(unsigned int u) { float f; memcpy(&f, &u, 4); return f; }
+""".replace("THREADS", str(THREADS))
+
+RUN = """
+extern "C" void run_NAME(const NAME_table* table, unsigned int entries) {
+    for (blockIdx.y = 0; blockIdx.y < entries; ++blockIdx.y)
+        for (threadIdx.x = 0; threadIdx.x < blockDim.x; ++threadIdx.x)
+            NAME(*table);
+}
+"""
+ROOM = 3
+
+
+def run_of(made: Program, dtypes: Sequence[np.dtype[Any]], numbers: Sequence[Any] = (), *, seed: int = 0) -> Run:
+    """A run by NumPy, from hard values."""
+    arrays = [hard_values(N, dtype, seed + i) for i, dtype in enumerate(dtypes)]
+    before = [array.copy() for array in arrays]
+    made.run(arrays, numbers)
+    return Run(made, tuple(numbers), before, arrays)
+
+
+def operations() -> Iterator[Run]:
+    """Each operation in each dtype."""
+    for dtype in DTYPES:
+        for name, ufunc in OPERATIONS.items():
+
+            def function(first: Any, second: Any, out: Any, ufunc: Any = ufunc) -> None:
+                inputs = (first, second)[: ufunc.nin]
+                out[...] = ufunc(*inputs)
+
+            result = ufunc(*[np.ones(1, dtype)] * ufunc.nin).dtype
+            made, _ = trace(function, [dtype, dtype, result])
+            assert made.operations[-1].name == name
+            yield run_of(made, [dtype, dtype, result])
+
+
+def casts() -> Iterator[Run]:
+    """Each dtype from each, of numbers that the other can hold."""
+    for dtype in DTYPES:
+        for to in DTYPES:
+            made = program.copy_program(dtype, to)
+            run = run_of(made, [dtype, to])
+            if to.kind in "iu" and dtype.kind not in "iu":
+                inside = np.isfinite(run.before[0]) & (run.before[0] >= 0) & (run.before[0] < 127)
+                run.before[0][~inside] = 0
+                run.after[0][~inside] = run.after[1][~inside] = 0
+            yield run
+
+
+def rounds() -> Iterator[Run]:
+    """What an update writes into a weight of whole numbers: of values within, at the ends of and beyond the range."""
+    for dtype in DTYPES:
+        if dtype.kind not in "iu":
+            continue
+        work = FLOAT32 if dtype.itemsize == 1 else FLOAT64
+        made, _ = program.update_program(
+            lambda w, g, arrays, tmp: np.copyto(w, g), dtype, [work], {}, master=False, dtype=work, temporaries=0
+        )
+        run = run_of(made, [dtype, work])
+        limits = np.iinfo(dtype)
+        ends = np.array([limits.min, limits.max, 0.5, 1.5, 2.5, -0.5, 2.0**63, -(2.0**63), 2.0**62 + 512], work)
+        near = np.concatenate([ends, ends + work.type(0.5), ends - work.type(0.5), np.nextafter(ends, work.type(0))])
+        run.before[1][: near.size] = near
+        arrays = [array.copy() for array in run.before]
+        made.run(arrays, ())
+        yield run._replace(after=arrays)
+
+
+def own_arithmetic() -> Iterator[Run]:
+    """The store's."""
+    for dtype in DTYPES:
+        yield run_of(program.fill(dtype), [dtype], [7])
+        for op in REDUCTIONS.values():
+            yield run_of(program.combine(op.combine, dtype), [dtype] * 3)
+            if dtype.kind in "iu":
+                continue
+            for to in {dtype, FLOAT32}:
+                made = program.sum_in_order(3, dtype, to, scaled=(1,), how=op.combine, mean=op.is_mean)
+                yield run_of(made, [dtype] * 3 + [to], [0.3, 3] if op.is_mean else [0.3])
+        if dtype.kind not in "iu":
+            yield run_of(program.scale(dtype), [dtype] * 2, [1 / 3])
+            yield run_of(program.divide(dtype), [dtype] * 2, [3])
+
+
+KINDS: dict[str, Callable[[], Iterator[Run]]] = {
+    "operations": operations,
+    "casts": casts,
+    "rounds": rounds,
+    "own arithmetic": own_arithmetic,
+}
+
+
+def all_runs() -> dict[str, list[Run]]:
+    """Runs by what they are of; programs come several times."""
+    found = {f"updates of {dtype}": update_runs(dtype) for dtype in DTYPES}
+    return found | {name: list(make()) for name, make in KINDS.items()}
+
+
+ALL = [*(f"updates of {dtype}" for dtype in DTYPES), *KINDS]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[Run]]:
+    with np.errstate(all="ignore"):
+        return all_runs()
+
+
+Call = Callable[[Program, Sequence[source.Entry]], None]
+
+
+@pytest.fixture(scope="module")
+def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -> Call:
+    """Runs a program of `runs` with a table, on this processor."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
+        pytest.skip("there is no C++ compiler (g++, clang++ or $CXX), so that no kernel can be run here")
+    folder = tmp_path_factory.mktemp("kernels")
+    names: dict[Program, str] = {}
+    for several in runs.values():
+        for run in several:
+            names.setdefault(run.program, f"kernel_{len(names)}")
+    parts = [SHIM, source.PREAMBLE]
+    for one, name in names.items():
+        parts += [source.kernel(one, ROOM, name), RUN.replace("NAME", name)]
+    (folder / "kernels.cpp").write_text("\n".join(parts))
+    library = folder / f"kernels{sysconfig.get_config_var('SHLIB_SUFFIX')}"
+    flags = ["-std=c++11", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", library, folder / "kernels.cpp", "-lm"], check=True, timeout=200)
+    loaded = ctypes.CDLL(str(library))
+
+    def run(made: Program, entries: Sequence[source.Entry]) -> None:
+        table = source.table(made, entries, ROOM)
+        loaded[f"run_{names[made]}"](ctypes.c_void_p(table.ctypes.data), ctypes.c_uint(len(entries)))
+
+    return run
+
+
+def placed(array: np.ndarray, offset: int) -> np.ndarray:
+    """A copy that begins so many elements behind an address that every group of elements may begin at."""
+    memory = np.zeros(array.nbytes + offset * array.itemsize + 64, np.uint8)
+    begin = -memory.ctypes.data % 64 + offset * array.itemsize
+    made = memory[begin : begin + array.nbytes].view(array.dtype)
+    made[...] = array
+    return made
+
+
+def addresses(arrays: Sequence[np.ndarray]) -> list[int]:
+    return [array.ctypes.data for array in arrays]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_kernel_has_the_bits_of_the_program(kind: str, runs: dict[str, list[Run]], call: Call) -> None:
+    assert runs[kind]
+    for run in runs[kind]:
+        for offset in (0, 1):
+            arrays = [placed(array, offset) for array in run.before]
+            call(run.program, [(N, addresses(arrays), run.numbers)])
+            assert all(map(same_bits, arrays, run.after)), source.kernel(run.program)
+
+
+def test_a_table_of_keys(runs: dict[str, list[Run]], call: Call) -> None:
+    """Different lengths, also none, addresses and numbers; nothing is written elsewhere."""
+    run = runs["updates of float16"][0]
+    lengths = (N, 0, 5)
+    entries, all_arrays = [], []
+    for i, n in enumerate(lengths):
+        arrays = [placed(array, i) for array in run.before]
+        expected = [array.copy() for array in arrays]
+        numbers = [number * (i + 1) for number in run.numbers]
+        run.program.run([array[:n] for array in expected], numbers)
+        entries.append((n, addresses(arrays), numbers))
+        all_arrays.append((arrays, expected))
+    call(run.program, entries)
+    for arrays, expected in all_arrays:
+        assert all(map(same_bits, arrays, expected))
+    assert not same_bits(all_arrays[0][0][0], run.before[0])
+
+
+def test_an_array_that_is_there_twice(runs: dict[str, list[Run]], call: Call) -> None:
+    made = program.combine(np.add, FLOAT32)
+    first, second = (hard_values(N, FLOAT32, i) for i in range(2))
+    with np.errstate(all="ignore"):
+        expected = first + second
+    call(made, [(N, addresses([first, second, first]), [])])
+    assert same_bits(first, expected)
+
+
+@pytest.mark.parametrize("to", [FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32, FLOAT64, INT64], ids=str)
+def test_narrow_floats_are_rounded_as_numpy_does_it(
+    dtype: np.dtype[Any], to: np.dtype[Any], runs: dict[str, list[Run]], call: Call
+) -> None:
+    """All numbers of the narrow dtype, those halfway between two, and their neighbours."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(to)
+    every = every[np.isfinite(every)].astype(np.float64)
+    ordered = np.unique(every)
+    halves = (ordered[1:] + ordered[:-1]) / 2
+    values = np.concatenate([every, halves, np.nextafter(halves, 0), np.nextafter(halves, np.inf), [np.inf, np.nan]])
+    with np.errstate(all="ignore"):
+        narrow = values.astype(dtype) if dtype != INT64 else values[np.abs(values) < 1e18].astype(dtype)
+        near = [narrow, np.nextafter(narrow, dtype.type(0))] if dtype in (FLOAT32, FLOAT64) else [narrow]
+        narrow = np.concatenate([*near, *(-one for one in near)])
+        expected = narrow.astype(to)
+    found = np.zeros_like(expected)
+    call(program.copy_program(dtype, to), [(narrow.size, addresses([narrow, found]), [])])
+    assert same_bits(found, expected)
+
+
+# --- what a kernel is given
+
+
+def test_a_table_is_one_value_within_the_limit_of_all_gpus(runs: dict[str, list[Run]]) -> None:
+    for one in {run.program for several in runs.values() for run in several}:
+        room = source.most_entries(one)
+        assert room > 15
+        made = source.table(one, [], room)
+        assert made.size == 1
+        assert made.nbytes <= 4096
+
+
+def test_an_entry_is_laid_out_as_in_c() -> None:
+    made, _ = trace(lambda a, b: np.copyto(b, (a + np.float16(1)).astype(np.float64) * 2.0), [FLOAT16, FLOAT64])
+    table = source.table(made, [(5, [1, 2], [1.0, 2.0])], 2)
+    assert table.tobytes() == np.array([1, 2, 5], np.int64).tobytes() + np.float16(1).tobytes() + bytes(6) + np.float64(
+        2
+    ).tobytes() + bytes(40)
+
+
+def test_bfloat16_numbers_go_as_their_bits() -> None:
+    table = source.table(program.fill(BFLOAT16), [(5, [1], [1.5])], 1)
+    assert table.tobytes()[16:18] == BFLOAT16.type(1.5).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "elements"),
+    [((np.int8, np.int8), 16), ((np.float16, np.float16), 8), ((np.float16, np.float32), 4), ((np.int8, np.int64), 2)],
+)
+def test_a_thread_takes_sixteen_bytes_of_the_widest_array(dtypes: Any, elements: int) -> None:
+    made = program.copy_program(*(np.dtype(one) for one in dtypes))
+    assert source.elements_per_thread(made) == elements
+    assert f", {elements}> p0;" in source.source(made)
+
+
+def test_arguments_that_are_only_read_are_not_written() -> None:
+    text = source.kernel(program.copy_program(FLOAT32, FLOAT16))
+    assert "const float* a0; unsigned short* a1;" in text
+    assert "(a1)[i] = p1;" in text
+    assert "(a0)[i] = p0;" not in text
+    assert "p1 = " not in text.replace("(a1)[i] = p1", "")
+
+
+# --- NVRTC
+
+
+def nvrtc() -> Any:
+    """The library, from its package or the system; skips the test where there is none."""
+    found = sorted(glob.glob(f"{sysconfig.get_path('purelib')}/nvidia/**/libnvrtc.so*", recursive=True))
+    for name in [*found, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return pytest.skip(
+        "NVRTC is not installed (pip install nvidia-cuda-nvrtc-cu12), so that nothing is compiled for GPUs"
+    )
+
+
+def compiled(text: str, options: Sequence[str]) -> str:
+    """The PTX of a text. AssertionError with NVRTC's own words where it refuses it."""
+    library, handle, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    assert library.nvrtcCreateProgram(ctypes.byref(handle), text.encode(), b"x.cu", 0, None, None) == 0
+    array = (ctypes.c_char_p * len(options))(*(one.encode() for one in options))
+    status = library.nvrtcCompileProgram(handle, len(options), array)
+    library.nvrtcGetProgramLogSize(handle, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(handle, log)
+    assert status == 0, log.value.decode()
+    library.nvrtcGetPTXSize(handle, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetPTX(handle, ptx)
+    library.nvrtcDestroyProgram(ctypes.byref(handle))
+    return ptx.value.decode()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_nvrtc_compiles_a_kernel(kind: str, runs: dict[str, list[Run]]) -> None:
+    """Without contracting, flushing denormals, approximations, or a copy of the table in slow memory."""
+    programs = list(dict.fromkeys(run.program for run in runs[kind]))
+    kernels = [source.kernel(one, source.most_entries(one), f"kernel_{i}") for i, one in enumerate(programs)]
+    ptx = compiled("\n".join([source.PREAMBLE, *kernels]), [*source.OPTIONS, "--gpu-architecture=compute_75"])
+    assert all(f".entry kernel_{i}(" in ptx for i in range(len(programs)))
+    for word in ("fma.", ".ftz", ".approx", "div.full", ".local"):
+        assert word not in ptx
+    assert "ld.global.v" in ptx
+    assert "st.global.v" in ptx
+
+
+def test_there_is_a_text_for_every_operation() -> None:
+    assert set(OPERATIONS) == {*source._OPERATORS, *source._FUNCTIONS, "negative"}
+
+
+def test_no_file_is_needed() -> None:
+    """NVRTC has no folder of CUDA's headers where only its package is installed."""
+    assert "#include" not in source.PREAMBLE
