@@ -7,8 +7,8 @@ stage can hang: each has a time limit, after which all its processes are ended, 
 A test that starts a real job (the mark `whole_job`) and fails is run once more when all stages have ended, with nothing
 beside it. Where it passes then, it has passed and is called unsteady, with both outputs. No other test is repeated.
 
-Tests that need a GPU (the mark `gpu`) are skipped where none can be used, and counted by themselves. With --gpu they are
-run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken.
+Tests that need a GPU (the mark `gpu`) are skipped where none can be used, and counted by themselves. With --gpu they
+are run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 that dies in the middle (a crash, MPI_Abort, a time limit) still tells which test it died in: it has started and never
 ended, which counts as failed. Before all these, one line tells how many tests were collected.
 
-A line of a test that has the mark `whole_job` or `gpu` says so, and one of a test that has failed has the text of its failure.
+A line of a test that has the mark `whole_job` or `gpu` says so, and one of a test that has failed has the text of its
+failure.
 
 Active where the variable MPIKV_TEST_REPORT names a file. MPIKV_TEST_STAGE is copied into every line.
 """

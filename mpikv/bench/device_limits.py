@@ -6,11 +6,11 @@ p ranks on h hosts sum a value of S bytes, with one copy of the value per rank; 
                                          the GPU, begun and waited for. No result is there without one piece of work on
                                          the GPU that was begun after all others are known to be there.
     device    g S / c                    every rank's array is read once and written once: 2 g S bytes cross the memory
-                                         of the GPU, as in a copy of g S bytes. c: bytes copied per second by one process
-                                         that has the GPU for itself.
-    pinned    min(S/d + S/u, 2 S/b)      through host memory each array goes down once and comes up once. d, u: the rates
-                                         of copies to and from page-locked memory, each alone; b: of both at once, the
-                                         bytes of both counted; all with every rank at work.
+                                         of the GPU, as in a copy of g S bytes. c: bytes copied per second by one
+                                         process that has the GPU for itself.
+    pinned    min(S/d + S/u, 2 S/b)      through host memory each array goes down once and comes up once. d, u: the
+                                         rates of copies to and from page-locked memory, each alone; b: of both at
+                                         once, the bytes of both counted; all with every rank at work.
     link      2 S (h-1)/h  / B           as in limits.py
 
 An exchange that stays on the GPUs of a host is bound by the largest of latency, device and link; one that goes through
