@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,18 +85,33 @@ def goal_lines(kind: str, rows: Sequence[Row]) -> list[str]:
     return [said for goal in GOALS if goal.kind == kind for said in [goal.said(rows)] if said]
 
 
-class Device:
-    """What the contenders of one run share: this worker's GPU, and the ways that work. Collective."""
+Bound = Callable[[Rates], Limit]
 
-    def __init__(self, session: Session) -> None:
+
+class Servers(NamedTuple):
+    """What a comparison of stores with servers needs.
+
+    everybody: workers and servers. bound: the limit of the servers, besides that of copies through host memory.
+    """
+
+    everybody: Job
+    bound: Bound
+    show_raw: bool
+
+
+class Device:
+    """What the contenders of one run share: this worker's GPU, and the ways that work. Collective.
+
+    paths: those to compare, tried before; by default what the options name.
+    """
+
+    def __init__(self, session: Session, paths: Sequence[str] = ()) -> None:
         job = session.job
         self.gpu = open_gpu(job)
-        sharing = len(set(job.comm.allgather((job.hosts[job.rank], self.gpu.driver.uuid))))
-        session.note(
-            f"GPU {self.gpu.driver.number} of rank 0 is {self.gpu.driver.name}; {sharing} for {job.size} ranks"
-        )
+        gpus = len(set(job.comm.allgather((job.hosts[job.rank], self.gpu.driver.uuid))))
+        session.note(f"GPU {self.gpu.driver.number} of rank 0: {self.gpu.driver.name}; {gpus} for {job.size} workers")
         session.note("raw MPI: page-locked copies down and up around MPI_Allreduce")
-        self.paths = usable(session, self.gpu)
+        self.paths = paths or usable(session, self.gpu)
         session.titles(TABLE)
 
     def ways(self, way: Way) -> list[Way]:
@@ -109,20 +124,48 @@ class Device:
                 found.append(replace(way, what=what, config=config, type_=type_, shared=shared, device=True))
         return found
 
+    def compare(self, session: Session, ways: Sequence[Way], more: Servers | None = None) -> None:
+        """Measure these ways of using the store, which have the same shapes, beside raw MPI. Collective."""
+        job, dtype, shapes = session.job, session.dtype, ways[0].shapes
+        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        n_bytes, gpu = sum(sizes), Gpu(self.gpu.driver)
+        pattern = DevicePattern(gpu, Pattern(dtype, job.rank, job.size), max(sizes))
+        arrays = gpu.arrays(shapes, dtype)
+        probes = DeviceProbes(job, n_bytes, dtype, gpu, session.link_bytes_per_s)
+        comm = None if more is None else more.everybody.comm
+        made = [store_contender(job, pattern, way, None if way.shared else arrays, comm) for way in ways]
+        if mpi_can_add(dtype):
+            made.append(copied_contender(job, gpu, pattern, arrays))
+        among = Ranks(job.size, probes.ranks_per_gpu, len(job.host_names))
+
+        def bounds(rates: Rates) -> Mapping[str, Limit]:
+            found = {one.what: limit_of(one.what, n_bytes, among, probes.device_rates) for one in made}
+            if more is not None:
+                through_host = staged_limit(n_bytes, among, probes.device_rates)
+                found |= {way.what: max(through_host, more.bound(rates)) for way in ways}
+            return found
+
+        show_raw = more is None or more.show_raw
+        session.compare(n_bytes, len(shapes), made, probes, bounds, show_raw=show_raw)
+        rates = {name: value if value != math.inf else None for name, value in probes.device_rates._asdict().items()}
+        session.more.setdefault("device_rates", []).append({"n_bytes": n_bytes, **rates})
+        probes.close()
+        gpu.close()
+
 
 def compare_sizes(session: Session, sizes: Sequence[int], ways: Callable[[tuple[int, ...]], Sequence[Way]]) -> None:
     """Measure one array of each size. ways: of using the store for an array of a shape. Collective, blocks."""
     device = Device(session)
     for n_bytes in sizes:
         shape = (n_bytes // session.dtype.itemsize,)
-        compare(session, device, (shape,), [one for way in ways(shape) for one in device.ways(way)])
+        device.compare(session, [one for way in ways(shape) for one in device.ways(way)])
     summary(session)
 
 
-def compare_lists(session: Session, shapes: Sequence[tuple[int, ...]], way: Way) -> None:
-    """Measure one call with all these arrays. Collective, blocks."""
+def compare_lists(session: Session, way: Way) -> None:
+    """Measure one call with all arrays of this way. Collective, blocks."""
     device = Device(session)
-    compare(session, device, shapes, device.ways(way))
+    device.compare(session, device.ways(way))
     summary(session)
 
 
@@ -154,38 +197,9 @@ def reason_against(job: Job, gpu: Gpu, config: Config) -> str:
     return next((one for one in job.comm.allgather(why) if one), "")
 
 
-def compare(session: Session, device: Device, shapes: Sequence[tuple[int, ...]], ways: Sequence[Way]) -> None:
-    """Measure these ways of using the store for arrays of these shapes, beside raw MPI. Collective."""
-    job, dtype = session.job, session.dtype
-    n_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
-    largest = max(math.prod(shape) for shape in shapes) * dtype.itemsize
-    gpu = Gpu(device.gpu.driver)
-    pattern = DevicePattern(gpu, Pattern(dtype, job.rank, job.size), largest)
-    arrays = gpu.arrays(shapes, dtype)
-    probes = DeviceProbes(job, n_bytes, dtype, gpu, session.link_bytes_per_s)
-    made = [store_contender(job, pattern, way, None if way.shared else arrays) for way in ways]
-    if mpi_can_add(dtype):
-        made.append(copied_contender(job, gpu, pattern, arrays))
-
-    among = Ranks(job.size, probes.ranks_per_gpu, len(job.host_names))
-
-    def bounds(_rates: Rates) -> Mapping[str, Limit]:
-        return {one.what: limit_of(one.what, n_bytes, among, probes.device_rates) for one in made}
-
-    session.compare(n_bytes, len(shapes), made, probes, bounds)
-    session.more.setdefault("device_rates", []).append({"n_bytes": n_bytes, **asdict_of(probes.device_rates)})
-    probes.close()
-    gpu.close()
-
-
 def limit_of(what: str, n_bytes: int, among: Ranks, rates: DeviceRates) -> Limit:
     """Return the limit of a contender of this name."""
     return (staged_limit if way_of(what) in THROUGH_HOST else device_limit)(n_bytes, among, rates)
-
-
-def asdict_of(rates: DeviceRates) -> dict[str, float | None]:
-    """Return the rates for JSON, which has no infinity."""
-    return {name: value if value != math.inf else None for name, value in rates._asdict().items()}
 
 
 def copied_contender(job: Job, gpu: Gpu, pattern: DevicePattern, arrays: Sequence[Any]) -> Contender:

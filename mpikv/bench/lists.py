@@ -27,7 +27,7 @@ def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:
     session.progress.say(f"# {len(shapes)} arrays, {n_bytes} bytes")
     config = job.config.with_(num_servers=0)
     if session.options.device:
-        device.compare_lists(session, shapes, Way("", shapes, dtype, config))
+        device.compare_lists(session, Way("", shapes, dtype, config))
         return
     titles(session)
     probes = session.probes(n_bytes)
