@@ -20,7 +20,7 @@ from mpikv import kv
 from mpikv.arrays import HostArray
 from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit
 from mpikv.bench.device_probes import DeviceProbes
-from mpikv.bench.gpu import DevicePattern, Gpu, address_of, open_gpu
+from mpikv.bench.gpu import DevicePattern, Gpu, address_of, device_store, open_gpu
 from mpikv.bench.job import Job, mpi_can_add
 from mpikv.bench.limits import Limit, Rates
 from mpikv.bench.measure import Contender
@@ -107,7 +107,8 @@ class Device:
 
     def __init__(self, session: Session, paths: Sequence[str] = ()) -> None:
         job = session.job
-        self.gpu = open_gpu(job)
+        with device_store(job) as store:
+            self.gpu = open_gpu(job, store)
         gpus = len(set(job.comm.allgather((job.hosts[job.rank], self.gpu.driver.uuid))))
         session.note(f"GPU {self.gpu.driver.number} of rank 0: {self.gpu.driver.name}; {gpus} for {job.size} workers")
         session.note("raw MPI: page-locked copies down and up around MPI_Allreduce")

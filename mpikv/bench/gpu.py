@@ -34,11 +34,15 @@ def driver_of(store: KVStore) -> Driver | None:
     return None if space is None else space.driver
 
 
-def open_gpu(job: Job) -> Gpu:
+def device_store(job: Job) -> KVStore:
+    """Return a store of this worker's on its GPU, without servers. Collective; blocks."""
+    return kv.create("dist_sync_device", comm=job.comm, config=job.config.with_(num_servers=0))
+
+
+def open_gpu(job: Job, store: KVStore) -> Gpu:
     """Return the GPU that this worker's stores use. Raises ConfigError on all where one has none. Collective."""
-    with kv.create("dist_sync_device", comm=job.comm, config=job.config.with_(num_servers=0)) as store:
-        driver = driver_of(store)
-        why = store.session.spaces.missing if driver is None else None
+    driver = driver_of(store)
+    why = store.session.spaces.missing if driver is None else None
     without = [f"rank {rank} has none: {one}" for rank, one in enumerate(job.comm.allgather(why)) if one is not None]
     if driver is None or without:
         raise ConfigError(f"--device needs a GPU for each worker; {'; '.join(without)}")

@@ -28,6 +28,8 @@ EXAMPLES = """examples:
   mpikv bench model -n 2 --model resnet50
   mpikv bench train -n 2 --model resnet18 --batch 4,32
   mpikv bench ps -n 3 --servers 1 -e 64M
+  mpikv bench allreduce -n 2 --device                arrays on the GPU, by each way that works here
+  mpikv bench optimizers                             updates on the GPU
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
 
 Without mpirun, -n starts one. Times are of the slowest rank; every result is checked."""
@@ -49,6 +51,7 @@ def add_parser(commands: Any) -> None:
     _model(kinds)
     _train(kinds)
     _ps(kinds)
+    _optimizers(kinds)
     _link(kinds)
     bench.set_defaults(run=_run)
 
@@ -210,6 +213,21 @@ def _ps(kinds: Any) -> None:
         "--variants", type=words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
     )
     _device(parser)
+
+
+def _optimizers(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "optimizers",
+        "each optimizer's update on a GPU, against a copy there",
+        "Update one weight on the GPU with each optimizer, beside how long the GPU needs to copy as much as the update "
+        "must read and write. The bits are compared with those of the host.",
+    )
+    parser.add_argument("--bytes", type=size, default="256M", metavar="SIZE", help="of the weight (default 256M)")
+    parser.add_argument(
+        "--optimizers", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
+    )
+    parser.add_argument("--device", action="store_true", help="as it is in any case: on the GPU of each worker")
 
 
 def _link(kinds: Any) -> None:
