@@ -44,7 +44,7 @@ def reduce_scatter(
         yield group.isend(buf, me - core, tag)
         return
     if me + core < group.size:
-        folded = np.empty(buf.size + room, buf.dtype)
+        folded = group.empty(buf.size + room, buf.dtype)
         yield group.irecv(folded, me + core, tag)
         combine(buf, folded[: buf.size], out=buf)
         del folded
@@ -56,7 +56,7 @@ def reduce_scatter(
         kept, given = buf[chunks[keep[0]] : chunks[keep[1]]], buf[chunks[give[0]] : chunks[give[1]]]
         send = group.isend(given, partner, tag) if given.size else None
         if kept.size:
-            scratch = np.empty(kept.size + room, buf.dtype)
+            scratch = group.empty(kept.size + room, buf.dtype)
             yield group.irecv(scratch, partner, tag)
             scratch = scratch[: kept.size]
             # The lower rank's part stands first on both sides of every exchange, for bits that depend on ranks alone.

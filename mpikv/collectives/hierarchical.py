@@ -129,7 +129,13 @@ class HostRings:
         """A copy of this ring's part of the buffer, host after host, and the bounds of the hosts' parts in it."""
         parts = [self.view(span) for spans in self.chunks[self.place] for span in spans]
         lengths = [sum(end - begin for begin, end in spans) for spans in self.chunks[self.place]]
-        return np.concatenate(parts), (0, *itertools.accumulate(lengths))
+        ends = (0, *itertools.accumulate(lengths))
+        packed = self.local.empty(ends[-1], self.buf.dtype)
+        at = 0
+        for part in parts:
+            packed[at : at + part.size] = part
+            at += part.size
+        return packed, ends
 
     def unpack(self, packed: HostArray, hosts: Iterable[int]) -> None:
         """Write the parts of these hosts back."""

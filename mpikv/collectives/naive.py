@@ -33,7 +33,7 @@ def reduce_scatter(
     if own.size:
         for source in range(group.size):
             if source != me:
-                incoming[source] = np.empty(own.size + group.room(buf.dtype), buf.dtype)
+                incoming[source] = group.empty(own.size + group.room(buf.dtype), buf.dtype)
                 receives[source] = group.irecv(incoming[source], source, tag)
     sends = []
     for owner in _others_from(me, group.size):

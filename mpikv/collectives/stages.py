@@ -96,8 +96,8 @@ def scratch(group: Group, views: Sequence[HostArray], window: int) -> list[HostA
     longest = max((view.size for view in views), default=0)
     dtype = views[0].dtype if views else np.dtype(np.uint8)
     room = group.room(dtype)
-    rows = np.empty((min(window, len(views)), longest + room), dtype)
-    return [rows[i % window, : view.size + room] for i, view in enumerate(views)]
+    rows = [group.empty(longest + room, dtype) for _ in range(min(window, len(views)))]
+    return [rows[i % window][: view.size + room] for i, view in enumerate(views)]
 
 
 class Sender:

@@ -55,6 +55,15 @@ class Spaces:
             return HOST
         return self.of_new_keys or (DEVICE if isinstance(first, OnDevice) else HOST)
 
+    def stats(self) -> dict[str, int]:
+        """Copies between host and device, and the memory held there; nothing where there is no device."""
+        return {} if self.device is None else self.device.stats()
+
+    def close(self) -> None:
+        """Give the device's memory back. Blocks until what was begun there is done."""
+        if self.device is not None:
+            self.device.close()
+
     # --- a caller's arrays, for keys of any space
 
     def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:

@@ -8,9 +8,10 @@ Each thread takes elements that are together 16 bytes of the widest array at a t
 group may; else, and at the end, one by one. Reads come before writes, so an array may be there twice.
 
 What it calculates has the bits of `Program.run`, which are NumPy's, if it is compiled with `OPTIONS`. Exceptions: a NaN
-stays a NaN, but its sign and payload are the processor's. Which of two zeros is the smaller one follows NumPy on x86-64,
-the first for float16, the second for all others; and the sign of -0.0 is 0.0, but for bfloat16. What is undefined in
-NumPy, too, is a cast (CAST, not ROUND) of a float that is beyond the range of whole numbers: GPUs take its end.
+stays a NaN, but its sign and payload are the processor's. Which of two zeros is the smaller one follows NumPy on
+x86-64: the first for float16, the second for all others; and the sign of -0.0 is 0.0, but for bfloat16. What is
+undefined in NumPy, too, is a cast (CAST, not ROUND) of a float that is beyond the range of whole numbers: GPUs take its
+end.
 
 float16 and bfloat16 are calculated in float32 and rounded after each operation, as NumPy and ml_dtypes do it; whole
 numbers wrap around. float64 becomes bfloat16 by way of float32, as in ml_dtypes, and float16 directly, as in NumPy.

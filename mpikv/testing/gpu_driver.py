@@ -117,10 +117,7 @@ class HostDriver:
     def record(self, stream: int, number: int | None = None) -> FakeEvent:
         """See `Driver`. Example: see `wait`."""
         with self._call("record"):
-            found = self._stream(stream, number)
-            if found.gpu != (self.number if number is None else number):
-                raise AccessError(f"record: {found} is no stream of GPU {self.number if number is None else number}")
-            event = self._work.record(found)
+            event = self._work.record(self._stream_of(stream, number))
             self.counts["records"] += 1
             return event
 
@@ -135,7 +132,7 @@ class HostDriver:
         >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
         """
         with self._call("wait"):
-            self._work.wait(self._stream(stream, number), self.process.event(event))
+            self._work.wait(self._stream_of(stream, number), self.process.event(event))
             self.counts["waits"] += 1
 
     def done(self, event: FakeEvent) -> bool:
@@ -170,7 +167,7 @@ class HostDriver:
         (1, 16)
         """
         with self._call("copy_strided"):
-            self._copy(to, source, shape, itemsize, self._own_stream(stream))
+            self._copy(to, source, shape, itemsize, self._stream_of(stream))
             self.counts["strided"] += 1
 
     def launch(
@@ -206,7 +203,7 @@ class HostDriver:
                     uses.append(use)
             given = list(numbers)
             label = f"launch of {n_elems} elements"
-            self._work.put(self._own_stream(stream), label, uses, lambda: program.run(arrays, given))
+            self._work.put(self._stream_of(stream), label, uses, lambda: program.run(arrays, given))
             self.counts["launches"] += 1
 
     def _copy(
@@ -264,15 +261,16 @@ class HostDriver:
                     raise error
             yield
 
-    def _stream(self, number: int, gpu: int | None = None) -> Stream:
-        """By its number; gpu: of the default streams' GPU, None: this one."""
-        return self.process.stream(number, self.number if gpu is None else gpu)
+    def _stream(self, number: int) -> Stream:
+        """A stream by its number; a default stream is this GPU's."""
+        return self.process.stream(number, self.number)
 
-    def _own_stream(self, number: int) -> Stream:
-        """For kernels, which run in streams of their own GPU only."""
-        stream = self._stream(number)
-        if stream.gpu != self.number:
-            raise AccessError(f"a kernel for GPU {self.number} cannot run in {stream}")
+    def _stream_of(self, number: int, gpu: int | None = None) -> Stream:
+        """A stream of a GPU, None: of this one, on which alone its kernels run and its events are recorded."""
+        gpu = self.number if gpu is None else gpu
+        stream = self.process.stream(number, gpu)
+        if stream.gpu != gpu:
+            raise AccessError(f"{stream} is no stream of GPU {gpu}")
         return stream
 
 

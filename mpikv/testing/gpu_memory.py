@@ -16,6 +16,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,11 +121,15 @@ class Device:
 
 
 class Owned(NamedTuple):
-    """An allocation that others may open. owner: the process that has it. opened: those that have opened it."""
+    """An allocation that others may open. owner: the process that has it. opened: those that have opened it.
+
+    close: closes the file, at the latest when the memory is let go.
+    """
 
     owner: AddressSpace
     memory: Memory
     fd: int
+    close: Callable[[], object]
     opened: set[AddressSpace]
 
 
@@ -218,7 +223,7 @@ class AddressSpace:
 
 
 def new_file(n_bytes: int) -> tuple[HostArray, int]:
-    """Memory of a file without a name, and the file, which is closed when the memory is gone."""
+    """Memory of a file without a name, and the file."""
     fd = os.memfd_create("mpikv-fake-gpu")
     os.ftruncate(fd, n_bytes)
     return _map(fd, n_bytes), fd

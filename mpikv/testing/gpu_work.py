@@ -86,6 +86,8 @@ class Piece(NamedTuple):
     where: str
 
     def __str__(self) -> str:
+        if self.stream.process is None:
+            return f"{self.label} (from {self.where})"
         return f"{self.label} (number {self.number} in {self.stream}; from {self.where})"
 
 
@@ -95,6 +97,10 @@ class Use(NamedTuple):
     memory: Memory
     span: Span
     writes: bool
+
+
+HostUse = tuple[Use, Piece]
+"""What the host does for some time."""
 
 
 class Work:
@@ -178,10 +184,26 @@ class Work:
                 while stream.ran < piece.number:
                     self._step()
 
-    def host_access(self, use: Use) -> None:
-        """Raise RaceError where the host is about to touch bytes that work is not seen to be done with."""
+    def host_access(self, use: Use, *, lasts: bool = False) -> HostUse | None:
+        """Raise RaceError where the host is about to touch bytes that work is not seen to be done with.
+
+        lasts: work races with it from now on, until `host_ends` with what is returned.
+        """
         with self.lock:
-            self._check(use, None, f"the host (from {_callers()})")
+            who = f"the host (from {_callers()})"
+            self._check(use, None, who)
+            if not lasts:
+                return None
+            # A stream of its own, which no clock knows and nobody sees done.
+            began = use, Piece("the host", Stream(0, 0, None), 1, _callers())
+            use.memory.bytes.accesses.append(began)
+            return began
+
+    def host_ends(self, began: HostUse) -> None:
+        """End what `host_access` began."""
+        with self.lock:
+            remembered = began[0].memory.bytes.accesses
+            remembered[:] = [one for one in remembered if one is not began]
 
     def check_unused(self, memory: Memory, what: str, process: object = None) -> None:
         """Raise AccessError if any work with a memory is not seen to be done. process: look at its work alone."""
@@ -207,7 +229,7 @@ class Work:
 
     def _unseen(self, memory: Memory) -> list[tuple[Use, Piece]]:
         remembered: list[tuple[Use, Piece]] = memory.bytes.accesses
-        remembered[:] = [(use, piece) for use, piece in remembered if piece.number > self._seen.get(piece.stream, 0)]
+        remembered[:] = [one for one in remembered if one[1].number > self._seen.get(one[1].stream, 0)]
         return remembered
 
     def _append(self, stream: Stream, item: Action | FakeEvent) -> None:

@@ -88,6 +88,10 @@ class Group:
         """Return by how many elements an array that a reduce-scatter receives into must be longer than the values."""
         return 0
 
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """Return new memory of any content, (n_elems,), of the kind that this group sends and receives."""
+        return np.empty(n_elems, dtype)
+
     def part(self, ranks: Sequence[int]) -> Group:
         """Make a group of the same kind from some of the ranks of this one."""
         return Group(self.transport, [self.ranks[rank] for rank in ranks])

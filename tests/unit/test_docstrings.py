@@ -37,6 +37,7 @@ MODULES = (
     "mpikv.errors",
     "mpikv.config",
     "mpikv.clock",
+    "mpikv.testing.device_transport",
     "mpikv.testing.fake_array",
     "mpikv.testing.fake_device",
     "mpikv.testing.fake_gpu",

@@ -1,0 +1,92 @@
+"""The way "mpi": a key's value is on a GPU, and MPI sends it from there and receives it there (CUDA-aware MPI).
+
+The same algorithms as by messages from host memory (ways.py, `Messages`), which add on the GPU in the same order: the
+same bits. No value passes through the host's memory as far as the store is concerned; what MPI does with an address
+that it is given is MPI's business. Only send and receive are asked of it, none of its reductions.
+
+Labels. A note behind the values of a message would have to be written and read on the GPU, and waited for. So where
+labels are compared at all, workers tell each other theirs in short messages of host memory before each round
+(collectives/notes.py), and whoever receives values multiplies them as `AddingGroup` does.
+
+Cost for p workers: that of the algorithm, an event of the stream for each message, and ceil(log2(p)) short messages one
+after another in each round whose labels are compared. Memory: the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.collectives import notes
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.device_group import DeviceGroup
+from mpikv.collectives.labelled import Comparison
+from mpikv.collectives.select import ALGORITHMS
+from mpikv.engine.request import Steps
+from mpikv.keys import KeyInfo
+from mpikv.placement import Placement
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
+
+if TYPE_CHECKING:
+    from mpikv.strategies.ways import Means
+
+
+class DeviceMessages:
+    """See `Way`. Its arrays are those of a `DeviceSpace`."""
+
+    shared = False
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        space: Any = means.spaces.of(info)
+        assert isinstance(space, DeviceSpace)
+        self.placement = placement
+        self._space, self._key_id, self._host = space, info.id, means.group
+        self._group = DeviceGroup(means.group.transport, means.group.ranks, space)
+        self.value: SpaceArray = self._group.empty(info.n_elems, info.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """The value, on the GPU."""
+        return int(self.value.nbytes)
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts."""
+        self.placement = placement
+
+    def share_now(self) -> bool:
+        """By messages it takes time."""
+        return False
+
+    def _tag(self, use: int) -> int:
+        return wire.key_tag(self._key_id, use)
+
+    def share(self) -> Steps[None]:
+        """By a tree."""
+        return broadcast(self._group, self.value, 0, self._tag(0))
+
+    def reduce_scatter(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
+        """In place, once what the caller was writing when he pushed is there: the stream does not wait for that."""
+        yield self._space.arrived(values)
+        group = self._group
+        if comparison is not None:
+            # Under the tag of the messages that follow: those between two ranks stay in their order.
+            said = yield from notes.exchange(self._host, comparison.own, self._tag(1))
+            ratios = {self._host.ranks[rank]: comparison.ratio(one) for rank, one in enumerate(said)}
+            if comparison.mixed:
+                group = DeviceGroup(self._host.transport, self._host.ranks, self._space, ratios)
+        algorithm: Any = ALGORITHMS[self.placement.algorithm]
+        yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
+        return None
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """In place. All know already what is to be known of labels."""
+        algorithm: Any = ALGORITHMS[self.placement.algorithm]
+        steps: Steps[None] = algorithm.allgather(self._group, self.value, self.placement.bounds, self._tag(2))
+        return steps

@@ -1,0 +1,71 @@
+"""The way by CUDA-aware MPI, with a fake GPU's memory: its addresses go through MPI as those of a GPU do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device_rounds import FIRST, Case, Side, run_rounds
+from mpi4py import MPI
+
+from mpikv.collectives.select import ALGORITHMS
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.device_array import DeviceArray
+from mpikv.testing.device_transport import DeviceTransport
+from mpikv.testing.fake_gpu import FakeGpu
+from mpikv.transports import mpi
+
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
+
+
+def nobody() -> BaseException:
+    return AssertionError("a message did not arrive within 20 s")
+
+
+@pytest.fixture
+def transport(comm):
+    transport = mpi.open_transport(comm, 20, nobody)
+    yield transport
+    transport.close()
+
+
+def check(transport, cases: Sequence[Case], seed: int) -> None:
+    """The bits of host memory, and no copy of the store's between host and device."""
+    gpu = FakeGpu(seed=seed)
+    side = Side(gpu)
+    checked = DeviceTransport(transport, gpu, view=lambda array: array)
+    found = run_rounds("mpi", checked, side, cases)
+    assert side.crossings == {"host_to_device": 0, "device_to_host": 0}
+    assert found == run_rounds("messages", transport, Side(), cases)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_bits_of_host_memory(transport, algorithm: str) -> None:
+    cases = [Case(algorithm, n) for n in (0, 1, 5, 1001, 100_003)] + [Case(algorithm, 37, dtype) for dtype in DTYPES]
+    check(transport, cases, transport.rank)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_hosts(transport, algorithm: str) -> None:
+    """As if every other rank were on another host."""
+    transport.hosts = tuple("ab"[rank % 2] for rank in range(transport.size))
+    check(transport, [Case(algorithm, n) for n in (0, 1, 41, 100_003)], transport.rank)
+
+
+def test_factors(transport) -> None:
+    p = transport.size
+    different = tuple(FIRST._replace(factor=1 / (rank + 3)) for rank in range(p))
+    wrong = tuple(FIRST._replace(text=f"{rank}") for rank in range(p))
+    labels = [(FIRST,) * p, different, wrong, (FIRST,) * p]
+    check(transport, [Case(algorithm, 1001, labels=labels) for algorithm in ALGORITHMS], transport.rank)
+
+
+@pytest.mark.parametrize("n_bytes", [(1 << 31) - 1, 1 << 31, (5 << 30) + 7])
+def test_more_bytes_than_an_int_counts(transport, n_bytes: int) -> None:
+    """MPI takes the address and the length; nothing is sent, so nothing has to be there."""
+    array = DeviceSpace(FakeGpu()).empty(1, np.dtype(np.uint8))
+    long = DeviceArray(array.space, array.memory, 0, (n_bytes,), array.dtype)
+    for call in (transport.comm.Isend, transport.comm.Irecv):
+        mpi.start(call, long, MPI.PROC_NULL, 1).request.Wait()
