@@ -225,6 +225,10 @@ class FakeArray:
         view = self._values.reshape(*shape)
         return self._view(view) if np.shares_memory(view, self._values) else self.copy().reshape(*shape)
 
+    def view(self, dtype: npt.DTypeLike) -> FakeArray:
+        """As NumPy's: the same memory in another dtype."""
+        return self._view(self._values.view(dtype))
+
     def astype(self, dtype: npt.DTypeLike) -> FakeArray:
         """Return a copy in another dtype, on the GPU."""
         return self._new(np.dtype(dtype), partial(_copy, self._values), (self,), "astype")
