@@ -140,11 +140,14 @@ def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[An
 
 def is_writable(array: Any, what: str) -> bool:
     """Return whether a result can be written into an array."""
-    if isinstance(array, np.generic) or (tensors.is_jax(array) and not tensors.is_traced(array)):
-        return False
-    if own_space(array) is not None:
-        return bool(array.flags.writeable)
-    return is_device(array) or tensors.is_elsewhere(array) or host_view(array, what).flags.writeable
+    if not isinstance(array, np.ndarray):
+        if isinstance(array, np.generic) or (tensors.is_jax(array) and not tensors.is_traced(array)):
+            return False
+        if own_space(array) is not None:
+            return bool(array.flags.writeable)
+        if is_device(array) or tensors.is_elsewhere(array):
+            return True
+    return host_view(array, what).flags.writeable
 
 
 def check_writable(array: Any, what: str) -> None:
@@ -160,6 +163,14 @@ def check_writable(array: Any, what: str) -> None:
 
 def write(out: Any, value: HostArray, what: str) -> None:
     """Copy `value` (same number of elements) into `out`, in out's shape and dtype. Local."""
+    if not isinstance(out, np.ndarray) and is_elsewhere(out):
+        _write_elsewhere(out, value, what)
+        return
+    view = host_view(out, what)
+    np.copyto(view, value.reshape(view.shape), casting="unsafe")
+
+
+def _write_elsewhere(out: Any, value: HostArray, what: str) -> None:
     if is_device(out):
         # `asarray`, not `ascontiguousarray`, which would make a 0-dimensional array 1-dimensional.
         host = np.asarray(value.reshape(out.shape), dtype=out.dtype, order="C")
@@ -169,17 +180,11 @@ def write(out: Any, value: HostArray, what: str) -> None:
             whole = out.copy()  # CuPy sets contiguous arrays only
             whole.set(host)
             out[...] = whole
-        return
-    space = own_space(out)
-    if space is not None:
+    elif (space := own_space(out)) is not None:
         (caller,) = space.callers([out])
         space.write(caller, space.from_host(value), what)
-        return
-    if tensors.is_elsewhere(out):
+    else:
         tensors.write(out, value.reshape(tuple(out.shape)))
-        return
-    view = host_view(out, what)
-    np.copyto(view, value.reshape(view.shape), casting="unsafe")
 
 
 def flat_copy(array: Any, what: str) -> HostArray:

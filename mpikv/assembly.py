@@ -30,10 +30,10 @@ from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 
 
-def _spaces(spaces: Spaces | None, spec: StoreSpec, *, served: bool = False) -> Spaces:
-    """With what follows from the store's type. served: whether servers own the keys, whose clients hold host memory."""
+def _spaces(spaces: Spaces | None, spec: StoreSpec, *, on_host: bool = False) -> Spaces:
+    """With what follows from the store's type. on_host: whether all keys are in host memory, wherever arrays are."""
     found = Spaces() if spaces is None else spaces
-    return replace(found, of_new_keys=HOST if served else DEVICE if spec.on_device else None)
+    return replace(found, of_new_keys=HOST if on_host else DEVICE if spec.on_device else None)
 
 
 def local_store(name: str, spec: StoreSpec, stop_file: str = "", spaces: Spaces | None = None) -> KVStore:
@@ -65,7 +65,7 @@ def assemble(
     server.
     """
     links = None
-    spaces = _spaces(spaces, spec, served=members.path == "servers")
+    spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
     if members.path == "servers" and members.shares_memory:
         if memory is not None:
             links = local_transport(transport, memory, members.workers, members.owners, members.config.partition_bytes)

@@ -19,7 +19,6 @@ from mpikv.errors import KeyExists, UnsupportedError
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending, Session, Updater
-from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file
@@ -290,12 +289,14 @@ class KVStore:
             memory = self.strategy.allocate(f"{found} {wanted}", n_bytes)
             if memory is None:
                 memory = np.zeros(n_bytes, np.uint8)  # as shared memory is, which is never given out twice
+            memory = memory[:n_bytes].view(found)
         else:
-            memory = self._device_memory(device, f"{found} {wanted} on a GPU", n_bytes, zero=zero)
-        arrays = shapes.arrays_in(memory, wanted, found)
+            memory = self._on_gpu(device, f"{found} {wanted} on a GPU", n_bytes // found.itemsize, found, zero=zero)
+        arrays = shapes.arrays_in(memory, wanted)
         return arrays if shapes.is_list_of_shapes(shape) else arrays[0]
 
-    def _device_memory(self, device: Device, text: str, n_bytes: int, *, zero: bool) -> SpaceArray:
+    def _on_gpu(self, device: Device, text: str, n_elems: int, dtype: np.dtype[Any], *, zero: bool) -> Any:
+        """Return a flat array of the caller's on the store's GPU. text: what it is for, alike on all workers."""
         spaces, why = self.session.spaces, ""
         space = spaces.device
         if space is None:
@@ -305,22 +306,25 @@ class KVStore:
         self.strategy.allocate(f"{text}, but {why}" if why else text, 0)  # all workers learn of one that cannot
         if space is None or why:
             raise UnsupportedError(f"empty or zeros with device={shown(device)}: {why}")
-        memory = space.empty_for_caller((n_bytes,), np.dtype(np.uint8))
+        made = space.empty_for_caller((n_elems,), dtype)
         if zero:
-            (caller,) = spaces.callers([memory])
-            spaces.write(DEVICE, caller, space.zeros(n_bytes, memory.dtype), "zeros")
-        return memory
+            (caller,) = spaces.callers([made])
+            spaces.write(DEVICE, caller, space.zeros(n_elems, dtype), "zeros")
+        return made
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return counters since the store was made: what this worker sent, and what went through shared memory. Local.
 
         direct_calls: blocking calls that all workers of the host made together, through shared memory; declined_calls:
         those for which that was possible, but workers were in different calls. Both only where workers share memory.
+        Where a GPU is used: copies_down (to the host), copies_up, copies_device and their bytes; device_bytes, the
+        memory that the store holds there; with several workers device_path, how keys in device memory travel, and
+        device_path_reasons, why not by each of the better paths.
 
         >>> kv.create('local').stats()
         {'messages_sent': 0, 'bytes_sent': 0, 'control_messages_sent': 0}
         """
-        return {**self.session.stats(), **self.strategy.stats()}
+        return {**self.session.stats(), **self.strategy.stats(), **self.session.spaces.stats()}
 
     # --- push and pull
 
@@ -612,6 +616,7 @@ class KVStore:
             prepared.clear()
         try:
             self.strategy.close()
+            session.spaces.close()  # nothing is under way any more
         except BaseException:
             session.abandon()
             raise

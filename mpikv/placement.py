@@ -13,9 +13,15 @@ The paths:
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.
 - `native`: the workers own the keys, and MPI's own collectives move them.
-- `mpi`: as `messages`, with values on GPUs, whose memory MPI takes.
-- `nccl`: the workers own the keys, which are on GPUs, one for each worker, and NCCL adds them.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
+
+Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), with the
+owners and the algorithm that they would have on the host, so that the bits are the same:
+
+- `ipc`: workers of one host add in each other's device memory.
+- `mpi`: as `messages`, of device memory.
+- `nccl`: by NCCL's collectives, with NCCL's bits.
+- `staged`: as one of the paths above, `Placement.host`, which values are copied to and from.
 
 Cost: one pass over the ranks. Input and output: none.
 """
@@ -33,7 +39,8 @@ from mpikv.config import Config
 from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
 from mpikv.topology import topology
 
-Path = Literal["direct", "hosted", "messages", "native", "servers", "mpi", "nccl"]
+Path = Literal["direct", "hosted", "messages", "native", "servers", "ipc", "mpi", "nccl", "staged"]
+DevicePath = Literal["ipc", "mpi", "nccl", "staged", "host"]  # "host": no key is in device memory
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
 
@@ -110,7 +117,8 @@ class Members:
     """The ranks of a store and its settings, alike on every rank.
 
     hosts: of each rank of the transport. workers, servers: ranks of it, not always all. memory: whether the ranks of
-    each host can share memory, as far as known.
+    each host can share memory, as far as known. device_path: of keys in device memory. device_reasons: why it is none
+    of the better ones: pairs of a path and a sentence.
     """
 
     hosts: tuple[str, ...]
@@ -119,6 +127,8 @@ class Members:
     synchronous: bool = True
     config: Config = Config()  # noqa: RUF009 - immutable
     memory: bool = True
+    device_path: DevicePath = "host"
+    device_reasons: tuple[tuple[str, str], ...] = ()
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -170,7 +180,8 @@ class Placement(NamedTuple):
     """One key's. Part i of its flat value, `[bounds[i], bounds[i+1])`, belongs to `owners[i]`; it may be empty.
 
     owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add, "" for
-    servers. part_elems: the most elements that travel to or from a server in one piece; 0 for workers.
+    servers. part_elems: the most elements that travel to or from a server in one piece; 0 for workers. host: of a
+    `staged` one the path on the host.
     """
 
     path: Path
@@ -178,6 +189,7 @@ class Placement(NamedTuple):
     owners: tuple[int, ...]
     bounds: tuple[int, ...]
     part_elems: int = 0
+    host: Path | None = None
 
     @property
     def shards(self) -> ShardPlan:
@@ -200,18 +212,27 @@ def place(
     if members.path == "servers":
         return _on_servers(members, info, whole=whole, load_bytes=load_bytes)
     size = len(members.workers)
-    if members.path == "direct":
+    way: DevicePath = members.device_path if info.space == "device" else "host"
+    if members.path == "direct" or way == "ipc":
         # A call that does not go the direct way must add in the same order: it is a matter of time which way it goes.
         algorithm = "naive"
+    elif way == "nccl":
+        algorithm = "nccl"
     else:
+        forced = members.config.algorithm
+        if way == "mpi" and forced == "native":  # whose collectives take no device memory
+            forced = "auto"
         n_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
-        algorithm = choose(n_bytes, size, members.config.algorithm, members.worker_hosts)
+        algorithm = choose(n_bytes, size, forced, members.worker_hosts)
     if whole:
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
-    path = members.path if room or not members.shares_memory else "messages"
-    return Placement(path, algorithm, tuple(range(size)), bounds)
+    on_host: Path = members.path if room or not members.shares_memory else "messages"
+    path: Path = on_host if way == "host" else way
+    if way == "ipc" and size == 1:
+        path = "messages"  # of which there are none
+    return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
 
 
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:

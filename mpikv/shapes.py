@@ -44,11 +44,11 @@ def total_bytes(shapes: list[Shape], dtype: np.dtype[Any]) -> int:
     return n_bytes
 
 
-def arrays_in(memory: Any, shapes: list[Shape], dtype: np.dtype[Any]) -> list[Any]:
-    """Make arrays in `memory`, (n_bytes,) of uint8 in any space, one behind the other without gaps."""
+def arrays_in(memory: Any, shapes: list[Shape]) -> list[Any]:
+    """Make arrays in `memory`, a flat array of any library, one behind the other without gaps."""
     arrays, begin = [], 0
     for shape in shapes:
-        end = begin + math.prod(shape) * dtype.itemsize
-        arrays.append(memory[begin:end].view(dtype).reshape(shape))
+        end = begin + math.prod(shape)
+        arrays.append(memory[begin:end].reshape(shape))
         begin = end
     return arrays

@@ -4,7 +4,8 @@ A place in the memory of the host (hostmemory/segment): some counters for each r
 that the others cannot read where they are go into the rank's own part of that memory, from which it takes room when it
 first needs it. A rank writes its own counters and values, and of the result what it owns or receives. Counters hold the
 number of the round and how much of it is done, so they only grow, and one that is behind or ahead is told from one that
-counts this round.
+counts this round. Of a key in device memory only the counters are in the memory of the host; each rank has a copy of
+the result, and names it and its values to the others (spaces/peers).
 
 Nothing has to be given back between rounds. Ranks read each other's values before the result is complete, nobody ends
 a round before it is complete, and none of its elements changes until all ranks have begun the next round. The same
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -53,13 +54,37 @@ class Place(NamedTuple):
     counters_bytes: int
 
 
+class Arrays(Protocol):
+    """How the ranks of a host name arrays to each other."""
+
+    def word_of(self, array: Any) -> int | None:
+        """The name, a word, of an array of this rank; None where the others cannot read it."""
+        ...
+
+    def array_of(self, place: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> Any:
+        """The array that the rank at this place has named."""
+        ...
+
+
+class InHostMemory:
+    """Arrays in the memory that the ranks share: named by where they begin."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.word_of, self._array = memory.offset_of, memory.array
+
+    def array_of(self, place: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """The array at this offset, whoever has named it."""
+        return self._array(word, n_elems, dtype)
+
+
 class HostKey:
     """One rank's side.
 
     dtypes: of the result, and the one that values are added in. room(n_bytes): memory of this rank's that the others
-    can read. on_count: called whenever this rank has counted something, with the key's name: where its counters begin.
-    on_wait: called with this name and who waits until another rank has counted something, and then wakes that; None:
-    nobody does.
+    can read. value: this rank's copy of the result, and arrays: how ranks name what others read; None: the result is at
+    its place, once for all, and they read in the memory of the host. on_count: called whenever this rank has counted
+    something, with the key's name: where its counters begin. on_wait: called with this name and who waits until another
+    rank has counted something, and then wakes that; None: nobody does.
     """
 
     def __init__(
@@ -71,15 +96,18 @@ class HostKey:
         n_rings: int,
         *,
         room: Callable[[int], HostArray],
+        value: Any = None,
+        arrays: Arrays | None = None,
         on_count: Callable[[int], None] = lambda _name: None,
         on_wait: Callable[[int, Waiter], None] | None = None,
     ) -> None:
         dtype, wire_dtype = dtypes
         assert place.value_bytes % ALIGN_BYTES == place.counters_bytes % ALIGN_BYTES == 0
-        self._memory, self._n_elems, self._wire_dtype = memory, n_elems, wire_dtype
+        self._arrays: Arrays = InHostMemory(memory) if arrays is None else arrays
+        self._n_elems, self._wire_dtype = n_elems, wire_dtype
         self._counters = Counters(memory, place.counters_bytes, FILLED + n_rings)
         self.place = place
-        self.value = memory.array(place.value_bytes, n_elems, dtype)
+        self.value: Any = memory.array(place.value_bytes, n_elems, dtype) if value is None else value
         self._room = room
         self._own: HostArray | None = None
         self._round = 0
@@ -102,7 +130,7 @@ class HostKey:
 
     # --- rounds
 
-    def begin(self, values: HostArray, totals: HostArray, comparison: Comparison | None = None) -> None:
+    def begin(self, values: Any, totals: Any, comparison: Comparison | None = None) -> None:
         """The next round begins: where this rank's values are, and where it adds up, as far as others read there."""
         self._round += 1
         self._comparison = comparison
@@ -111,8 +139,12 @@ class HostKey:
             say(DIGEST, comparison.own.digest)
             say(FACTOR, *_AS_WORD.unpack(_AS_FLOAT.pack(comparison.own.factor)))
         self._tell_flags(0)
-        say(VALUES, self._memory.offset_of(values) or 0)
-        say(TOTALS, self._memory.offset_of(totals) or 0)
+        self.name(VALUES, values)
+        self.name(TOTALS, totals)
+
+    def name(self, word: int, array: Any) -> None:
+        """Say where an array of this rank's is, as far as others read there."""
+        self._counters.say(word, self._arrays.word_of(array) or 0)
 
     def _tell_flags(self, flags: int) -> None:
         self._flags = flags
@@ -120,11 +152,12 @@ class HostKey:
 
     def is_shared(self, array: HostArray) -> bool:
         """Whether the other ranks of the host can read this array."""
-        return self._memory.offset_of(array) is not None
+        return self._arrays.word_of(array) is not None
 
-    def array_of(self, place: int, word: int) -> HostArray:
-        """The array that a rank named; after it has counted something in this round."""
-        return self._memory.array(self._counters.said(place, word), self._n_elems, self._wire_dtype)
+    def array_of(self, place: int, word: int, dtype: np.dtype[Any] | None = None) -> Any:
+        """The array that a rank named; after it has counted something in this round. dtype: default that of sums."""
+        dtype = self._wire_dtype if dtype is None else dtype
+        return self._arrays.array_of(place, self._counters.said(place, word), self._n_elems, dtype)
 
     def said_by(self, place: int) -> Said:
         """What a rank says of its values, where labels are compared; after it has counted something in this round."""

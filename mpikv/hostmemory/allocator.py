@@ -26,15 +26,15 @@ class Segment:
         self._free: dict[int, list[HostArray]] = {}
         self.taken_bytes = 0
 
-    def take(self, n_bytes: int) -> HostArray | None:
-        """(n_bytes,) of uint8, zeros; None when there is not so much left."""
+    def take(self, n_bytes: int, *, pages: bool = False) -> HostArray | None:
+        """(n_bytes,) of uint8, zeros; None when there is not so much left. pages: see `Region.reserve`."""
         free = self._free.get(n_bytes)
-        if free:
+        if free and not pages:  # whole pages are never given back
             self.taken_bytes += n_bytes
             array = free.pop()
             array.fill(0)  # the ends share pages with others, and were not given back
             return array
-        begin = self._region.reserve(n_bytes)
+        begin = self._region.reserve(n_bytes, pages=pages)
         if begin is None:
             return None
         array = self._memory.array(begin, n_bytes, np.dtype(np.uint8))

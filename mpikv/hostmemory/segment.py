@@ -50,12 +50,13 @@ class Region:
     def __init__(self, begin_bytes: int, end_bytes: int) -> None:
         self._next, self._end = begin_bytes, end_bytes
 
-    def reserve(self, n_bytes: int) -> int | None:
-        """Where the next `n_bytes` are. None when there are not so many left."""
-        begin = self._next
+    def reserve(self, n_bytes: int, *, pages: bool = False) -> int | None:
+        """Where the next `n_bytes` are. None when there are not so many left. pages: whole pages, for it alone."""
+        step = mmap.PAGESIZE if pages else ALIGN_BYTES
+        begin = aligned(self._next, step)
         if begin + n_bytes > self._end:
             return None
-        self._next = begin + aligned(n_bytes)
+        self._next = begin + aligned(n_bytes, step)
         return begin
 
 
@@ -96,9 +97,9 @@ class HostMemory:
                 mapping.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
 
-def aligned(n_bytes: int) -> int:
-    """The next multiple of a cache line."""
-    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+def aligned(n_bytes: int, step_bytes: int = ALIGN_BYTES) -> int:
+    """The next multiple of a cache line, or of another step."""
+    return -(-n_bytes // step_bytes) * step_bytes
 
 
 def _map(fd: int, n_bytes: int) -> HostArray:

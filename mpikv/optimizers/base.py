@@ -234,8 +234,8 @@ class Optimizer(Declared):
     def complete_arrays(self, flat: HostArray, state: State, names: Sequence[str]) -> None:
         """Add the arrays of `names` that are missing, drop others. ValueError for one of wrong size or dtype."""
         work = work_dtype(flat.dtype)
-        for name in [name for name, value in state.items() if is_space_array(value)]:
-            if name not in names and name != "master":
+        for name in [name for name in state if name not in names and name not in ("t", "master")]:
+            if is_space_array(state[name]):
                 del state[name]
         for name in names:
             if name not in state:

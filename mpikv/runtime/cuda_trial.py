@@ -7,7 +7,8 @@ and lives on (cuda_aware.py).
 
 Device memory comes from CuPy, or from another source of the same two methods, which is named on the command line: so
 the trial itself can be tested without a GPU. Blocks until the messages have arrived, at most `--limit-s`, for then the
-kernel ends this process. Cost: the start of an interpreter, of MPI and of CUDA, about two seconds; 16 MiB on the GPU.
+kernel ends this process. Cost: the start of an interpreter, of MPI and of CUDA, about two seconds; 16 MiB and
+a context of CUDA's on the GPU.
 """
 
 from __future__ import annotations

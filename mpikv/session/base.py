@@ -125,7 +125,7 @@ class Session:
         """All keys, by their numbers. Local."""
         return sorted(self.infos.values(), key=lambda info: info.id)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Messages that this worker has sent so far, and their bytes. Local."""
         return {"messages_sent": 0, "bytes_sent": 0, "control_messages_sent": 0}
 

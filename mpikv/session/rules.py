@@ -31,7 +31,7 @@ def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> An
             raise Disagreement(
                 ShapeMismatch,
                 f"init of key {shown(name)} in different kinds of memory on different workers: {brought}. Let all of "
-                "them bring an array of the host, or all one of a device that the store uses",
+                "them bring arrays of one kind; in a store of a device type each worker needs a GPU, or none has one",
             )
         brought = grouped([_describe_init(payload) for payload in payloads], labels)
         raise Disagreement(

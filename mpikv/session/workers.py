@@ -213,12 +213,16 @@ class Workers(Session):
         self._check_key(key)
         return self.infos.get(key)
 
-    def stats(self) -> dict[str, int]:
-        """What the transport and the control messages have counted."""
+    def stats(self) -> dict[str, Any]:
+        """What the transport and the control messages have counted, and the path of keys in device memory."""
+        members, path = self.members, {}
+        if self.spaces.device is not None or members.device_reasons:
+            path = {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
         return {
             "messages_sent": self.transport.sent_messages,
             "bytes_sent": self.transport.sent_bytes,
             "control_messages_sent": self.control.sent_messages,
+            **path,
         }
 
     # --- waiting

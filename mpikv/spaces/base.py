@@ -39,6 +39,14 @@ class Space(Protocol):
         """The number of the GPU whose memory it is, among those that this process sees; None: host memory."""
         ...
 
+    def stats(self) -> dict[str, int]:
+        """What `store.stats()` says of it: copies between host and device."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back; no array is of use then. Blocks until what was begun is done. Twice does nothing."""
+        ...
+
     # --- between a caller's arrays, of any library, and this space
 
     def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:

@@ -10,7 +10,7 @@ stream, behind the caller's work as it was when the call was made; and the calle
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from mpikv.spaces import callers, program
 from mpikv.spaces.base import Formula
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device_array import DeviceArray
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.driver import Driver, Event
 from mpikv.spaces.host import HostSpace
+from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Pool
 from mpikv.spaces.program import Program
 
@@ -39,12 +40,30 @@ class DeviceSpace:
         self.driver = driver
         self.stream = driver.stream()
         self.pool = Pool(driver, self.stream)
+        self.pinned = Pinned(driver)
+        self.copies = Copies()
         self._host = HostSpace()
+        self._written_by: dict[int, Event] = {}  # the last of each caller's stream
+        self._closed = False
 
     @property
     def device(self) -> int:
         """See `Space`."""
         return self.driver.number
+
+    def stats(self) -> dict[str, int]:
+        """See `Space`."""
+        return {**self.copies.stats(), "device_bytes": self.pool.held_bytes}
+
+    def close(self) -> None:
+        """See `Space`. No other process may have the memory open."""
+        if not self._closed:
+            self._closed = True
+            for event in self._written_by.values():
+                self.driver.wait(self.stream, event)
+            self.settle()
+            self.pinned.close()
+            self.pool.close()
 
     # --- a caller's arrays
 
@@ -58,7 +77,7 @@ class DeviceSpace:
         if len(taken) == 1:
             return taken[0]
         first = taken[0]
-        self.launch(program.sum_program(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        self.launch(program.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
         return first
 
     def _taken(self, array: Any, what: str) -> DeviceArray:
@@ -80,9 +99,10 @@ class DeviceSpace:
             to = copied.address, callers.contiguous(array.shape, array.dtype.itemsize)
             source = array.address, array.strides
             self.driver.copy_strided(to, source, array.shape, array.dtype.itemsize, stream)
+        self.copies.count("device", array.nbytes)
         event = self.driver.record(stream)
         if here:
-            copied.memory.written = event
+            copied.memory.written = self._written_by[stream] = event
         else:
             self.driver.wait(array.stream, event, array.number)
         return copied
@@ -103,6 +123,7 @@ class DeviceSpace:
             source = values.address, callers.contiguous(out.shape, out.dtype.itemsize)
             to = out.address, out.strides
             self.driver.copy_strided(to, source, out.shape, out.dtype.itemsize, self.stream)
+        self.copies.count("device", out.nbytes)
         self.driver.wait(out.stream, self.driver.record(self.stream), out.number)
 
     def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -114,7 +135,7 @@ class DeviceSpace:
     def inside(self, array: Any) -> DeviceArray | None:
         """A caller's array as one of this space, where it lies in memory of this store; None elsewhere.
 
-        Work on it has to be ordered behind the caller's (`Caller.at`) by whoever uses it.
+        Work on it comes behind the caller's, as it was when the array was seen. The caller has to keep the memory.
         """
         if not isinstance(array, Caller) or array.strides is not None:
             return None
@@ -122,31 +143,54 @@ class DeviceSpace:
         if chunk is None:
             return None
         memory = self.pool.part(chunk, array.address, array.nbytes)
-        return DeviceArray(self, memory, 0, (array.size,), array.dtype)
+        memory.written = array.at
+        return DeviceArray(self, memory, 0, array.shape, array.dtype)
 
     # --- to the host and back
 
     def to_host(self, array: DeviceArray) -> HostArray:
         """See `Space`. Blocks until all that the store has begun with the array is done."""
-        if not array.size:
-            return np.empty(array.shape, array.dtype)
-        self._follow(array)
-        pinned = self.driver.pinned(array.nbytes)
-        self.driver.copy(pinned.ctypes.data, array.address, array.nbytes, self.stream)
-        self.settle()
-        values: HostArray = pinned.view(array.dtype).reshape(array.shape).copy()
+        values: HostArray = np.empty(array.shape, array.dtype)
+        flat = values.reshape(-1)
+        for piece, memory in self._pieces(array):
+            self.fetch(memory, array.reshape(-1)[piece])
+            self.settle()
+            flat[piece] = memory
         return values
 
     def from_host(self, values: HostArray) -> DeviceArray:
         """See `Space`. Blocks until the values are there."""
         flat = np.ascontiguousarray(values).reshape(-1)
         array = self.empty(flat.size, flat.dtype)
-        if flat.size:
-            pinned = self.driver.pinned(flat.nbytes)
-            pinned[:] = flat.view(np.uint8)
-            self.driver.copy(array.address, pinned.ctypes.data, flat.nbytes, self.stream)
+        for piece, memory in self._pieces(array):
+            memory[...] = flat[piece]
+            self.bring(array[piece], memory)
             self.settle()
         return array.reshape(values.shape)
+
+    def _pieces(self, array: DeviceArray) -> Iterator[tuple[slice, HostArray]]:
+        """Parts of the flat array, one after another, and page-locked memory for each."""
+        step = KEPT_BYTES // array.itemsize
+        for begin in range(0, array.size, step):
+            piece = slice(begin, min(begin + step, array.size))
+            n_bytes = (piece.stop - begin) * array.itemsize
+            memory = self.pinned.take(n_bytes)
+            yield piece, memory[:n_bytes].view(array.dtype)
+            self.pinned.give(memory)  # not after an error, which may leave a copy under way
+
+    def fetch(self, out: HostArray, array: DeviceArray) -> None:
+        """Begin to copy an array to page-locked host memory of its length and dtype."""
+        if array.size:
+            self._follow(array)
+            self.driver.copy(out.ctypes.data, array.address, array.nbytes, self.stream)
+            self.copies.count("down", array.nbytes)
+
+    def bring(self, array: DeviceArray, values: HostArray) -> None:
+        """Begin to copy page-locked host memory, which must stay as it is until that is done, to an array."""
+        if array.size:
+            self._follow(array)
+            self.driver.copy(array.address, values.ctypes.data, array.nbytes, self.stream)
+            self.copies.count("up", array.nbytes)
 
     # --- order
 
@@ -193,13 +237,14 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill_program(out.dtype), [out], [out.dtype.type(values)])
+                self.launch(program.fill(out.dtype), [out], [out.dtype.type(values)])
                 return
         if not out.size:
             return
         if out.dtype == values.dtype:
             self._follow(out, values)
             self.driver.copy(out.address, values.address, out.nbytes, self.stream)
+            self.copies.count("device", out.nbytes)
         else:
             self.launch(program.copy_program(values.dtype, out.dtype), [values, out])
 
@@ -214,15 +259,15 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine_program(how, first.dtype), [first, second, out])
+        self.launch(program.combine(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale_program(values.dtype), [values, out], [values.dtype.type(factor)])
+        self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
-    def divide(self, values: DeviceArray, divisor: float) -> None:
-        """Divide floating point numbers in place by one, in their dtype."""
-        self.launch(program.divide_program(values.dtype), [values], [values.dtype.type(divisor)])
+    def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
+        """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
+        self.launch(program.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""

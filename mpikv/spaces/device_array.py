@@ -107,8 +107,8 @@ class DeviceArray:
         if all(isinstance(one, DeviceArray) for one in inputs):
             self.space.combine(*inputs, out, ufunc)
             return out
-        if ufunc is np.divide and out is inputs[0] and not isinstance(inputs[1], np.ndarray):
-            self.space.divide(out, inputs[1])
+        if ufunc is np.divide and isinstance(inputs[0], DeviceArray) and not isinstance(inputs[1], np.ndarray):
+            self.space.divide(inputs[0], inputs[1], out)
             return out
         return NotImplemented
 

@@ -32,6 +32,13 @@ class HostSpace:
     def device(self) -> None:
         """See `Space`."""
 
+    def stats(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing: arrays live as long as somebody has them."""
+
     def callers(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays themselves: what is written into host memory is there, and a device array waits for its work."""
         return list(arrays)

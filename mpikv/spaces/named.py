@@ -17,6 +17,7 @@ from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
 
 HOST, DEVICE = "host", "device"
@@ -55,6 +56,15 @@ class Spaces:
             return HOST
         return self.of_new_keys or (DEVICE if isinstance(first, OnDevice) else HOST)
 
+    def stats(self) -> dict[str, int]:
+        """Copies between host and device, and the memory held there; nothing where there is no device."""
+        return {} if self.device is None else self.device.stats()
+
+    def close(self) -> None:
+        """Give the device's memory back. Blocks until what was begun there is done."""
+        if self.device is not None:
+            self.device.close()
+
     # --- a caller's arrays, for keys of any space
 
     def callers(self, arrays: Sequence[Any]) -> list[CallersArray]:
@@ -63,6 +73,21 @@ class Spaces:
             return self.host.callers(arrays)
         found = zip(arrays, self.device.callers(arrays), strict=True)
         return [array if one is array else OnDevice(one) for array, one in found]
+
+    def inside(self, arrays: Sequence[Any]) -> list[SpaceArray] | None:
+        """A caller's arrays as the device's space works on them, where all lie in its memory; None elsewhere.
+
+        One that comes twice is one array. In the thread that makes the call.
+        """
+        if not isinstance(self.device, DeviceSpace):
+            return None
+        seen: dict[int, SpaceArray] = {}
+        for array in arrays:
+            if id(array) not in seen:
+                seen[id(array)] = self.device.inside(*self.device.callers([array]))
+                if seen[id(array)] is None:
+                    return None
+        return [seen[id(array)] for array in arrays]
 
     def total(
         self, space: str, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add

@@ -45,6 +45,9 @@ OPERATIONS: dict[str, np.ufunc] = {
 Numbers = tuple[Any, ...]
 """The numbers of one run of a program, each a scalar of NumPy of the dtype that the program says."""
 
+Entry = tuple[int, Sequence[int], Sequence[Any]]
+"""One run of a program: how many elements, the addresses of its arrays, its numbers."""
+
 KEPT = 1024
 """Programs of the store's arithmetic that are kept: more than a store has pairs of dtypes and numbers of workers."""
 

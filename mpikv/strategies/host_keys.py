@@ -1,8 +1,9 @@
 """Keys and arrays in the memory of each host.
 
-It has three parts of the same length. The first begins with the counters and slots of the direct way; then come the
-values of the keys, and blocks for arrays of `store.empty`, in which every worker has a part of the same length. The
-second holds the keys' counters (collectives/host_key), behind a word that says that the key's first value is there.
+It has three parts of the same length. The first begins with the counters and slots of the direct way, and the table of
+the device memory that ranks read of each other (spaces/peers); then come the values of the keys, and blocks for arrays
+of `store.empty`, in which every worker has a part of the same length. The second holds the keys' counters
+(collectives/host_key), behind a word that says that the key's first value is there.
 Worker 0 gives places in these two out, the same on every host, one behind the other; the others learn them when they
 agree on a key or an array. Nothing is ever given back. The third is cut into parts, one for each worker, for values
 that the others are to read.
@@ -15,19 +16,23 @@ entries of the others in each of its steps, and wakes who waits for these keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
-from mpikv.collectives.host_key import HostKey, Place, counters_bytes
+from mpikv.collectives.host_key import Arrays, HostKey, Place, counters_bytes
 from mpikv.collectives.shared import WORDS
 from mpikv.collectives.shared_plans import Slots
-from mpikv.engine.request import Request, Steps, Waiter, Waking
+from mpikv.engine.request import Done, Request, Steps, Waiter, Waking
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Region, aligned, fence
+from mpikv.spaces import peers
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.peers import Peers
 from mpikv.topology import topology
 
 LOG_ENTRIES = 1024
@@ -82,6 +87,9 @@ class HostKeys:
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
             begin = self.slots.end
+        self._peers_begin = begin
+        self._peers: Peers | None = None
+        begin += peers.table_bytes(self._most)
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
         self._values = Region(begin, third)  # kept by worker 0 alone
         self._counters = Region(third, 2 * third)  # likewise
@@ -92,9 +100,12 @@ class HostKeys:
 
     # --- places
 
-    def reserve_key(self, n_bytes: int) -> Place | None:
-        """At worker 0: where a key is on every host. None when the smallest memory is full."""
-        value = self._values.reserve(n_bytes)
+    def reserve_key(self, n_bytes: int, *, pages: bool = False) -> Place | None:
+        """At worker 0: where a key is on every host. None when the smallest memory is full.
+
+        pages: whole pages for the key alone, which can be locked.
+        """
+        value = self._values.reserve(n_bytes, pages=pages)
         # In front of the counters a word, in a cache line of its own, that says whether the first value is there.
         counters = None if value is None else self._counters.reserve(ALIGN_BYTES + counters_bytes(self._most))
         return None if value is None or counters is None else Place(value, counters + ALIGN_BYTES)
@@ -107,21 +118,49 @@ class HostKeys:
         """The value of a key at its place: (n_elems,)."""
         return self.memory.array(place[0], n_elems, dtype)
 
-    def key(self, place: Sequence[int], n_elems: int, dtype: np.dtype[Any]) -> HostKey:
-        """What rounds of a key at its place need."""
+    def key(
+        self,
+        place: Sequence[int],
+        n_elems: int,
+        dtype: np.dtype[Any],
+        *,
+        pages: bool = False,
+        value: Any = None,
+        arrays: Arrays | None = None,
+    ) -> HostKey:
+        """What rounds of a key at its place need. pages: what they take of this worker's part is of whole pages.
+
+        value, arrays: of a key in device memory, see `HostKey`.
+        """
         return HostKey(
             self.memory,
             Place(*place),
             n_elems,
             (dtype, sum_dtype(dtype)),
             self._n_rings,
-            room=self._room,
+            room=partial(self.room, pages=pages),
+            value=value,
+            arrays=arrays,
             on_count=self._count,
             on_wait=self.wait,
         )
 
-    def _room(self, n_bytes: int) -> HostArray:
-        room = self._own_part.take(n_bytes)
+    def peers(self, space: DeviceSpace) -> Peers:
+        """What the ranks of the host read of each other's device memory. space: this rank's only one."""
+        if self._peers is None:
+            self._peers = Peers(space, self.memory, self._peers_begin)
+        return self._peers
+
+    def close(self) -> Request:
+        """Let go of the others' device memory. A request that is done when they have let go of this rank's.
+
+        Nothing may be under way. Collective; whoever frees device memory has to wait for it.
+        """
+        return Done() if self._peers is None else self._peers.close()
+
+    def room(self, n_bytes: int, *, pages: bool = False) -> HostArray:
+        """(n_bytes,) of uint8 in this worker's part, which the others can read. MpikvError where it is full."""
+        room = self._own_part.take(n_bytes, pages=pages)
         if room is None:
             raise MpikvError(
                 f"no room for {n_bytes} bytes more in this worker's part of the host's memory: "

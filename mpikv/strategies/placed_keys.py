@@ -19,19 +19,22 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.placement import Members, Placement, place
+from mpikv.placement import Members, Path, Placement, place
 from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import HOST
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
-from mpikv.strategies.ways import WAYS, Means
+from mpikv.strategies.staged import Staged
+from mpikv.strategies.ways import WAYS, Make, Means
+
+ALL_WAYS: Mapping[Path, Make] = {**WAYS, "staged": Staged}
 
 
 class PlacedKeys:
@@ -48,6 +51,7 @@ class PlacedKeys:
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
         self._listening: Running[Any] | None = None
+        self.hosts: HostKeys | None = None
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
@@ -62,6 +66,8 @@ class PlacedKeys:
         session, members = self._session, self._session.members
         if self._listening is not None:
             self._listening.cancel()
+        if self.hosts is not None:
+            self.hosts.close()
         self.hosts = self._listening = self.direct = None
         if memory is not None:
             self.hosts = HostKeys(memory, members.worker_hosts)
@@ -93,6 +99,8 @@ class PlacedKeys:
         if self.communicators is not None:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
         members = replace(members, memory=memory is not None)
+        if members.device_path == "ipc" and memory is None:
+            members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
         with session.engine.lock:
@@ -118,13 +126,10 @@ class PlacedKeys:
                 f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
                 "and without servers workers add what travels",
             )
-        if info.space != HOST:
-            raise Disagreement(
-                UnsupportedError,
-                f"init of key {shown(info.key)} in device memory: stores of several workers hold keys in host memory "
-                "alone; initialise it with a NumPy array, and push and pull arrays of any kind",
-            )
-        return None if self.hosts is None else self.hosts.reserve_key(info.n_bytes)
+        on_device, path = info.space == DEVICE, self._session.members.device_path
+        if self.hosts is None or (on_device and path not in {"ipc", "staged"}):
+            return None
+        return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Open the key's queue, which first brings the value of worker 0 to all."""
@@ -146,7 +151,7 @@ class PlacedKeys:
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
         placement = self._placement(queue.info, room=reserved is not None)
-        way = WAYS[placement.path](self._means, queue.info, placement, reserved)
+        way = ALL_WAYS[placement.path](self._means, queue.info, placement, reserved)
         queue.way, queue.own, queue.comparison = way, way.value, None
 
     def _placement(self, info: KeyInfo, *, room: bool) -> Placement:

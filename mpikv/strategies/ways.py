@@ -9,21 +9,22 @@ Cost: that of the collective behind each way.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.collectives import hosted, one_host
+from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
-from mpikv.collectives.host_key import HostKey
+from mpikv.collectives.host_key import TOTALS, HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Path, Placement
 from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.device_messages import DeviceMessages
@@ -37,21 +38,23 @@ class Means(NamedTuple):
 
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
-    communicators: those for MPI's own collectives. nccl: what the keys that go by NCCL have in common.
+    communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
+    the keys that go by NCCL have in common.
     """
 
     group: Group
     spaces: Spaces
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
+    pages: bool = False
     nccl: NcclWorkers | None = None
 
 
 class Way(Protocol):
     """The way of one key.
 
-    value: the key's value, (n,). shared: the value lies in memory that the ranks of this host share, and `allgather`
-    writes it to the caller's arrays as it comes.
+    value: the key's value, (n,). shared: ranks of this host read each other's memory: what is pushed is read where it
+    is, and `allgather` writes the value to the caller's arrays as it comes.
     """
 
     value: SpaceArray
@@ -156,7 +159,7 @@ class _InMemory(_OfKey):
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement, place)
         assert means.hosts is not None
-        self._hosts, self._info, self._place = means.hosts, info, place
+        self._hosts, self._info, self._place, self._pages = means.hosts, info, place, means.pages
         self._shared_key: HostKey | None = None
         self.value = means.hosts.value(place, info.n_elems, info.dtype)
 
@@ -164,7 +167,8 @@ class _InMemory(_OfKey):
     def _key(self) -> HostKey:
         """What its rounds need. Made by the first one, which may come late."""
         if self._shared_key is None:
-            self._shared_key = self._hosts.key(self._place, self._info.n_elems, self._info.dtype)
+            info = self._info
+            self._shared_key = self._hosts.key(self._place, info.n_elems, info.dtype, pages=self._pages)
         return self._shared_key
 
     @property
@@ -289,6 +293,43 @@ class Hosted(_InMemory):
         return hosted.allgather(self._groups(comparison)[1], self.placement.bounds, self._tag(2), self._key, outs)
 
 
+class Ipc(_Alone):
+    """Through the device memory of workers of one host, who read each other's. Each has a copy of the value."""
+
+    shared = True  # `allgather` writes to the caller's arrays
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
+        assert means.hosts is not None
+        self._hosts, self._place = means.hosts, place
+        self._device = cast(DeviceSpace, self._space)
+        peers = means.hosts.peers(self._device)
+        self._key = means.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=peers)
+
+    def share(self) -> Steps[None]:
+        """The others copy it from where worker 0 says that it is."""
+        if self._group.rank == 0:
+            self._key.name(TOTALS, self.value)
+            yield self._device.begun()
+            self._hosts.publish(self._place)
+        else:
+            yield self._hosts.published(self._place)
+            self.value[...] = self._key.array_of(0, TOTALS, self.value.dtype)
+
+    def reduce_scatter(
+        self, values: Any, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[Any]:
+        """From where the values are."""
+        rank, bounds = self._group.rank, self.placement.bounds
+        return device_host.reduce_scatter(
+            rank, values, bounds, self._key, self._device, combine=combine, comparison=comparison
+        )
+
+    def allgather(self, outs: Sequence[Any], comparison: Comparison | None) -> Steps[None]:
+        """Wait for the other owners, and copy their parts, and the value out."""
+        return device_host.allgather(self._group.rank, self.placement.bounds, self._key, self._device, outs)
+
+
 Make = Callable[[Means, KeyInfo, Placement, Any], Way]
 
 WAYS: Mapping[Path, Make] = {
@@ -296,6 +337,7 @@ WAYS: Mapping[Path, Make] = {
     "hosted": Hosted,
     "messages": Messages,
     "native": Native,
+    "ipc": Ipc,
     "mpi": DeviceMessages,
     "nccl": NcclWay,
 }

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from mpikv.arrays import HostArray
 from mpikv.testing.dlpack import CUDA, capsule
-from mpikv.testing.gpu_memory import AccessError, Memory, Span
+from mpikv.testing.gpu_memory import Memory
 from mpikv.testing.gpu_work import Use, elements
 
 if TYPE_CHECKING:
@@ -65,17 +65,6 @@ class FakeArray:
         n_bytes = math.prod(shape) * dtype.itemsize
         memory, keep = gpu._array_memory(n_bytes, gpu.current_stream if stream is None else stream)  # noqa: SLF001
         return cls(gpu, memory, keep, np.ndarray(shape, dtype, memory.data.data if n_bytes else None))
-
-    @classmethod
-    def existing(
-        cls, gpu: FakeGpu, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: Any
-    ) -> FakeArray:
-        """Return an array in device memory that is there, which `owner` keeps. Example: `FakeGpu.as_caller`."""
-        memory = gpu.process.space.find(Span(address, address + max(1, math.prod(shape) * dtype.itemsize)))
-        if memory is None:
-            raise AccessError(f"as_caller: {address:#x} is no device memory of this process")
-        buffer: Any = memory.data.data
-        return cls(gpu, memory, owner, np.ndarray(shape, dtype, buffer, address - memory.address))
 
     # --- what it is
 
@@ -235,6 +224,10 @@ class FakeArray:
         """As NumPy's; a copy where no view has that shape."""
         view = self._values.reshape(*shape)
         return self._view(view) if np.shares_memory(view, self._values) else self.copy().reshape(*shape)
+
+    def view(self, dtype: npt.DTypeLike) -> FakeArray:
+        """Return the same bytes as another dtype."""
+        return self._view(self._values.view(dtype))
 
     def astype(self, dtype: npt.DTypeLike) -> FakeArray:
         """Return a copy in another dtype, on the GPU."""

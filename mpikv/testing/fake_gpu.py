@@ -8,7 +8,8 @@ stricter than a GPU where that helps a test:
 - Two pieces of work that touch the same bytes, one of them writing, must be ordered: by their stream, by an event that
   is waited for, or since the host has seen the first done before the second was put in. Otherwise the second raises
   RaceError, whatever the drawn order would have been (gpu_work.py). The same holds for what the host does with such
-  bytes, where it says so: `host_reads`, `host_writes`, and the `get` of arrays.
+  bytes, where it says so: `host_reads`, `host_writes`, `host_begins`, and the `get` of arrays.
+- Streams wait for each other only where they are told to: the default stream is one like the others.
 - New and freed memory is full of NaN. Memory that was freed, never made or of another process raises AccessError, and
   so does memory that is freed while it is used (gpu_memory.py).
 
@@ -36,7 +37,7 @@ from mpikv.testing.fake_array import FakeArray
 from mpikv.testing.gpu_driver import HostDriver
 from mpikv.testing.gpu_memory import AccessError, Device, Memory
 from mpikv.testing.gpu_process import LEGACY, Machine, Process
-from mpikv.testing.gpu_work import Action, RaceError, Use
+from mpikv.testing.gpu_work import Access, Action, RaceError, Use
 
 __all__ = ["AccessError", "FakeGpu", "FakeGpus", "RaceError"]
 
@@ -160,6 +161,28 @@ class FakeGpu(HostDriver):
         """
         self._host(address, n_bytes, writes=True)
 
+    def host_begins(self, address: int, n_bytes: int, *, writes: bool) -> object:
+        """Raise as `host_reads` or `host_writes` do, and let work race with the host until `host_ends`.
+
+        For messages: what MPI sends it reads until the request is done, and what it receives it writes until then.
+
+        >>> from mpikv.testing.fake_gpu import FakeGpu
+        >>> gpu = FakeGpu()
+        >>> stream, memory, host = gpu.stream(), gpu.allocate(8), gpu.pinned(8)
+        >>> sent = gpu.host_begins(memory, 8, writes=False)
+        >>> gpu.copy(memory, host.ctypes.data, 8, stream)
+        Traceback (most recent call last):
+        mpikv.testing.gpu_work.RaceError: copy of 8 bytes, ... writes ... which the host ... reads: ...
+        >>> gpu.host_ends(sent)
+        >>> gpu.copy(memory, host.ctypes.data, 8, stream)
+        """
+        return self._host(address, n_bytes, writes=writes, lasts=True)
+
+    def host_ends(self, began: Any) -> None:
+        """End what `host_begins` returned. Example: see `host_begins`."""
+        if began is not None:
+            self._work.host_ends(began)
+
     def run_all(self) -> None:
         """Do all work of all GPUs that share a process or a device with this one. The host has not seen it.
 
@@ -245,12 +268,11 @@ class FakeGpu(HostDriver):
         with self._work.lock:
             self._work.wait(self._stream(then), self._work.record(self._stream(first)))
 
-    def _host(self, address: int, n_bytes: int, *, writes: bool) -> None:
+    def _host(self, address: int, n_bytes: int, *, writes: bool, lasts: bool = False) -> Access | None:
         with self._work.lock:
             self.process.collect()
             use = self.process.bytes_at(address, n_bytes, writes=writes)
-            if use is not None:
-                self._work.host_access(use)
+            return None if use is None else self._work.host_access(use, lasts=lasts)
 
 
 class FakeGpus(Sequence[FakeGpu]):

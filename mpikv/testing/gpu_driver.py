@@ -17,7 +17,7 @@ from mpikv import checks
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 from mpikv.spaces.driver import Driver, OutOfDeviceMemory
-from mpikv.spaces.program import Program
+from mpikv.spaces.program import Entry, Program
 from mpikv.testing.gpu_memory import AccessError, Device, Memory
 from mpikv.testing.gpu_process import Process
 from mpikv.testing.gpu_work import FakeEvent, Stream, Use
@@ -117,10 +117,7 @@ class HostDriver:
     def record(self, stream: int, number: int | None = None) -> FakeEvent:
         """See `Driver`. Example: see `wait`."""
         with self._call("record"):
-            found = self._stream(stream, number)
-            if found.gpu != (self.number if number is None else number):
-                raise AccessError(f"record: {found} is no stream of GPU {self.number if number is None else number}")
-            event = self._work.record(found)
+            event = self._work.record(self._stream_of(stream, number))
             self.counts["records"] += 1
             return event
 
@@ -135,7 +132,7 @@ class HostDriver:
         >>> gpu.copy(gpu.allocate(8), memory, 8, theirs)
         """
         with self._call("wait"):
-            self._work.wait(self._stream(stream, number), self.process.event(event))
+            self._work.wait(self._stream_of(stream, number), self.process.event(event))
             self.counts["waits"] += 1
 
     def done(self, event: FakeEvent) -> bool:
@@ -170,7 +167,7 @@ class HostDriver:
         (1, 16)
         """
         with self._call("copy_strided"):
-            self._copy(to, source, shape, itemsize, self._own_stream(stream))
+            self._copy(to, source, shape, itemsize, self._stream_of(stream))
             self.counts["strided"] += 1
 
     def launch(
@@ -206,8 +203,23 @@ class HostDriver:
                     uses.append(use)
             given = list(numbers)
             label = f"launch of {n_elems} elements"
-            self._work.put(self._own_stream(stream), label, uses, lambda: program.run(arrays, given))
+            self._work.put(self._stream_of(stream), label, uses, lambda: program.run(arrays, given))
             self.counts["launches"] += 1
+
+    def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
+        """See `Driver`. Counts as one launch for each entry.
+
+        >>> from mpikv.spaces import program
+        >>> from mpikv.testing.fake_gpu import FakeGpu
+        >>> gpu, real = FakeGpu(), np.dtype('f4')
+        >>> x, y = gpu.array(np.ones(3, real)), gpu.array(np.ones(2, real))
+        >>> entries = [(one.size, [one.address] * 2, [factor]) for one, factor in ((x, 2.0), (y, 3.0))]
+        >>> gpu.launch_many(program.scale(real), entries, gpu.current_stream)
+        >>> x.get(), y.get()
+        (array([2., 2., 2.], dtype=float32), array([3., 3.], dtype=float32))
+        """
+        for n_elems, addresses, numbers in entries:
+            self.launch(program, n_elems, addresses, numbers, stream)
 
     def _copy(
         self,
@@ -264,15 +276,16 @@ class HostDriver:
                     raise error
             yield
 
-    def _stream(self, number: int, gpu: int | None = None) -> Stream:
-        """By its number; gpu: of the default streams' GPU, None: this one."""
-        return self.process.stream(number, self.number if gpu is None else gpu)
+    def _stream(self, number: int) -> Stream:
+        """A stream by its number; a default stream is this GPU's."""
+        return self.process.stream(number, self.number)
 
-    def _own_stream(self, number: int) -> Stream:
-        """For kernels, which run in streams of their own GPU only."""
-        stream = self._stream(number)
-        if stream.gpu != self.number:
-            raise AccessError(f"a kernel for GPU {self.number} cannot run in {stream}")
+    def _stream_of(self, number: int, gpu: int | None = None) -> Stream:
+        """A stream of a GPU, None: of this one, on which alone its kernels run and its events are recorded."""
+        gpu = self.number if gpu is None else gpu
+        stream = self.process.stream(number, gpu)
+        if stream.gpu != gpu:
+            raise AccessError(f"{stream} is no stream of GPU {gpu}")
         return stream
 
 

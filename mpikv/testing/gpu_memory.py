@@ -16,6 +16,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,18 +82,13 @@ class Span(NamedTuple):
         a, b = mine[next_mine[meets[0]]], theirs[meets[0]]
         return int(max(a[0], b[0])), int(min(a[1], b[1]))
 
-    def covers(self, other: Span) -> bool:
-        """Whether it has all bytes of the other. It may say no where many runs do."""
-        if self.runs is None:
-            return self.begin <= other.begin and other.end <= self.end
-        return other.runs is not None and np.array_equal(self.runs, other.runs)
-
 
 class Bytes:
-    """What views of the same bytes share. accesses: those that are not seen to be done (gpu_work.py)."""
+    """What views of the same bytes share. accesses, limits: by stream, those that are to be known (gpu_work.py)."""
 
     def __init__(self) -> None:
-        self.accesses: list[Any] = []
+        self.accesses: dict[Any, Any] = {}
+        self.limits: dict[Any, int] = {}
 
 
 class Memory:
@@ -120,11 +116,15 @@ class Device:
 
 
 class Owned(NamedTuple):
-    """An allocation that others may open. owner: the process that has it. opened: those that have opened it."""
+    """An allocation that others may open. owner: the process that has it. opened: those that have opened it.
+
+    close: closes the file, at the latest when the memory is let go.
+    """
 
     owner: AddressSpace
     memory: Memory
     fd: int
+    close: Callable[[], object]
     opened: set[AddressSpace]
 
 
@@ -154,7 +154,8 @@ class Handle(NamedTuple):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if os.fstat(fd).st_ino != self.inode:
+                found = os.fstat(fd)
+                if (found.st_ino, found.st_size) != (self.inode, self.n_bytes):
                     raise OSError("another file has its number")
                 return _map(fd, self.n_bytes)
             finally:
@@ -218,7 +219,7 @@ class AddressSpace:
 
 
 def new_file(n_bytes: int) -> tuple[HostArray, int]:
-    """Memory of a file without a name, and the file, which is closed when the memory is gone."""
+    """Memory of a file without a name, and the file."""
     fd = os.memfd_create("mpikv-fake-gpu")
     os.ftruncate(fd, n_bytes)
     return _map(fd, n_bytes), fd

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -65,7 +66,9 @@ class Process:
         data, fd = new_file(n_bytes)
         data.fill(POISON)
         memory = self.space.add(Memory("allocation", data, device, Bytes()))
-        self.machine.owned[os.fstat(fd).st_ino] = Owned(self.space, memory, fd, set())
+        close = weakref.finalize(memory, os.close, fd)
+        close.atexit = False
+        self.machine.owned[os.fstat(fd).st_ino] = Owned(self.space, memory, fd, close, set())
         return memory.address
 
     def free(self, address: int) -> None:
@@ -77,7 +80,7 @@ class Process:
             raise AccessError(f"free: {memory} is open in {len(owned.opened)} other processes, which close it first")
         memory.data.fill(POISON)
         del self.machine.owned[inode]
-        os.close(owned.fd)
+        owned.close()
         self.space.remove(memory, "freed")
         _give(memory)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble
 from mpikv.codecs.named import Codecs
 from mpikv.config import Config
+from mpikv.device_paths import Told, choose
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.roles import assign
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.driver import Driver
 from mpikv.spaces.named import Spaces
 from mpikv.testing.ranks import memories_of, spawn
 from mpikv.transports.base import Transport
@@ -19,6 +23,7 @@ from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
+NOT_TRIED = {"ipc": "not tried", "mpi": "not tried"}
 TEST_TIMEOUT_S = 20.0  # far above what a healthy wait takes, far below a test runner's patience
 
 
@@ -33,13 +38,15 @@ def spawn_stores(
     fabric: Fabric | None = None,
     codecs: Codecs | None = None,
     spaces: Sequence[Spaces] | None = None,
+    drivers: Sequence[Driver | None] | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
     one on these hosts. codecs: what their pushes may travel as, by default as they are. spaces: where the
-    values of each rank are. The store is closed after `body` unless `body` raised. Raises RankError (see `spawn`)
-    with ranks of the transport.
+    values of each rank are. drivers: of the GPU of each rank, of its own process's (`FakeGpu.view`); keys in device
+    memory go the path that `config.device_path` names, by default the first one that needs no trial. The store is
+    closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
 
     >>> from mpikv.testing.stores import spawn_stores
     >>> def body(store):
@@ -56,10 +63,20 @@ def spawn_stores(
     roles = assign(places, num_servers, config.server_placement)
     members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
     memories = memories_of(places) if members.shares_memory else [None] * size
+    if drivers is not None:
+        told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in drivers]
+        choice = choose(
+            [told[rank] for rank in roles.workers], members, {} if config.device_path != "auto" else NOT_TRIED
+        )
+        members = replace(members, device_path=choice.path, device_reasons=choice.reasons)
 
     def rank_body(transport: Transport) -> T | None:
         fatal: list[BaseException] = []
         threaded, memory = config.progress == "thread", memories[transport.rank]
+        driver = None if drivers is None else drivers[transport.rank]
+        rank_spaces = None if spaces is None else spaces[transport.rank]
+        if driver is not None:
+            rank_spaces = Spaces(device=DeviceSpace(driver))
         store = assemble(
             name.lower(),
             spec,
@@ -69,7 +86,7 @@ def spawn_stores(
             on_fatal=fatal.append,
             memory=memory,
             codecs=codecs,
-            spaces=None if spaces is None else spaces[transport.rank],
+            spaces=rank_spaces,
         )
         if store is None:
             return None

@@ -99,6 +99,12 @@ class BoxedSpace:
         assert array.space is self
         return array._memory
 
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
     # --- the caller's
 
     def callers(self, arrays: Any) -> list[Any]:

@@ -127,7 +127,7 @@ UPDATES = 2
 
 def updated(optimizer: Optimizer, space: HostSpace, dtype: np.dtype[Any], n_terms: int = 1) -> list[np.ndarray]:
     """What some updates make of a weight and its state, from hard values."""
-    optimizer.work_in(space)
+    object.__setattr__(optimizer, "_host", space)
     weight = hard_values(N, dtype, 0)
     state = optimizer.init(weight)
     for i, value in enumerate(state.values()):

@@ -9,9 +9,15 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+from device_store import DeviceStore
 
+from mpikv import spec
+from mpikv.assembly import local_store
 from mpikv.config import Config
 from mpikv.hostmemory import rings
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import Spaces
+from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
 from mpikv.transports.faulty import Faults, FaultyFabric
@@ -35,7 +41,8 @@ def long_messages() -> Iterator[None]:
 class Mode(NamedTuple):
     """A store: its name, its workers and servers, the algorithm without servers, and how it gets to servers.
 
-    memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`).
+    memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`). device: the path of keys in
+    device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Mode(NamedTuple):
     servers: int = 0
     algorithm: str = "auto"
     memory: str = "auto"
+    device: str = ""
 
     @property
     def synchronous(self) -> bool:
@@ -55,6 +63,7 @@ class Mode(NamedTuple):
             "shared_memory": memory,
             "bigarray_bound_elems": BOUND,
             "timeout_s": TEST_TIMEOUT_S,
+            "device_path": self.device or "auto",
             **changes,
         }
         return Config(**fields)
@@ -65,20 +74,37 @@ class Mode(NamedTuple):
         late: what comes to one worker is later than what comes to another, and messages overtake each other.
         """
         if not self.name.startswith("dist"):
-            from mpikv import kv
-
-            with kv.create(self.name) as store:
-                return [body(store)]
+            return [self._run_alone(body)]
         size = self.workers + self.servers
+        gpu = FakeGpu()
+        gpus = [gpu, *(gpu.view() for _ in range(size - 1))] if self.device else None
+        on_worker = body if gpus is None else lambda store: body(DeviceStore(store, gpus[store.session.transport.rank]))
         fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
         with long_messages() if self.memory == "long" else contextlib.nullcontext():
             return spawn_stores(
-                self.name, self.workers, body, num_servers=self.servers, config=self.config(**changes), fabric=fabric
+                self.name,
+                self.workers,
+                on_worker,
+                num_servers=self.servers,
+                config=self.config(**changes),
+                fabric=fabric,
+                drivers=gpus,
             )
+
+    def _run_alone(self, body: Callable[[Any], Any]) -> Any:
+        from mpikv import kv
+
+        if not self.device:
+            with kv.create(self.name) as store:
+                return body(store)
+        gpu = FakeGpu()
+        with local_store(self.name, spec.parse(self.name), spaces=Spaces(device=DeviceSpace(gpu))) as store:
+            return body(DeviceStore(store, gpu))
 
 
 def mode_id(mode: Mode) -> str:
-    return f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
+    found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
+    return f"{found}-{mode.device}" if mode.device else found
 
 
 def every_way(*modes: Mode) -> tuple[Mode, ...]:
@@ -94,6 +120,14 @@ ASYNC = every_way(
 )
 SYNC = LOCAL + ALLREDUCE + SERVERS
 # One of each kind, for tests of what all modes share.
-FEW_DIST_SYNC = (Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2)))
+FEW_ON_DEVICE = (
+    Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
+    Mode("dist_sync", 3, 0, "ring", device="staged"),
+    Mode("dist_sync", 3, 2, device="host"),
+)
+FEW_DIST_SYNC = (
+    *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
+    *FEW_ON_DEVICE,
+)
 FEW_ASYNC = every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
-FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC)
+FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))

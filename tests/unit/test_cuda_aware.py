@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from mpikv.runtime import cuda_aware, cuda_driver, library
+from mpikv.runtime import cuda_aware, cuda_driver, cuda_trial, library
 from mpikv.runtime.cuda_aware import Answer, child_environment, find_out
 from mpikv.runtime.cuda_driver import Devices
 
@@ -313,3 +314,36 @@ def test_what_the_end_of_a_child_means(
     status: int | None, out: str, err: str, answer: tuple[bool, str], final: bool
 ) -> None:
     assert cuda_aware._judge(status, out, err, 7.0) == (answer, final)
+
+
+class FakeCupy(types.ModuleType):
+    """What the trial needs of CuPy, with NumPy's arrays. log: what was called."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.log: list[str] = []
+        runtime = types.SimpleNamespace(deviceSynchronize=lambda: self.log.append("synchronize"))
+        self.cuda = types.SimpleNamespace(Device=self.device, runtime=runtime)
+
+    def device(self, number: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(use=lambda: self.log.append(f"use {number}"))
+
+    def asarray(self, data: np.ndarray) -> np.ndarray:
+        self.log.append("asarray")
+        return data.copy()
+
+    def asnumpy(self, data: np.ndarray) -> np.ndarray:
+        self.log.append("asnumpy")
+        return data
+
+
+def test_memory_by_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way to the GPU has arrived before MPI gets it, and what MPI has begun before it is looked at."""
+    cupy = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    memory = cuda_trial.CupyMemory(2)
+    assert memory.get(memory.put(np.arange(3, dtype=np.uint8))).tolist() == [0, 1, 2]
+    assert cupy.log == ["use 2", "asarray", "synchronize", "synchronize", "asnumpy"]
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ModuleNotFoundError, match="CuPy is not installed: pip install cupy-cuda12x"):
+        cuda_trial.CupyMemory(0)

@@ -60,7 +60,7 @@ def test_terms_of_any_dtype(dtype: np.dtype[Any], term_dtype: np.dtype[Any]) -> 
 
     def run(space: HostSpace) -> np.ndarray:
         optimizer = optimizers.create("sgd", learning_rate=0.5)
-        optimizer.work_in(space)
+        object.__setattr__(optimizer, "_host", space)
         weight = hard_values(N, dtype, 1)
         terms = [hard_values(N, term_dtype, 2 + i) for i in range(3)]
         optimizer.update_sum("w", weight, terms, optimizer.init(weight))

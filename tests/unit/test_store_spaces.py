@@ -10,14 +10,16 @@ import pytest
 from boxed_space import Box, BoxedSpace
 from store_modes import DTYPES, Mode
 
-from mpikv import KVStore, ShapeMismatch, UnsupportedError, optimizers, spec
+from mpikv import KVStore, Parameter, ShapeMismatch, Trainer, UnsupportedError, optimizers, spec
 from mpikv.assembly import local_store
 from mpikv.keys import KeyInfo
 from mpikv.session.agreement import Agreement
 from mpikv.session.rules import RULES
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.strategies.base import Entry, Sink
 from mpikv.testing.fake_device import FakeDevice
+from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
 
@@ -242,6 +244,56 @@ def test_workers_of_which_one_has_no_device(servers: int) -> None:
     assert found == [7, None]
 
 
+# --- on a GPU that finds mistakes in the order of work
+
+
+def changed(arrays: list[Any], by: int) -> None:
+    """Put work on them into the current stream."""
+    for i in range(len(arrays)):
+        arrays[i] += by
+
+
+@NAMES
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_with_streams_of_the_callers(name: str, seed: int) -> None:
+    """Arrays that are still being written to when they are pushed, and changed when the call has returned.
+
+    Each call is made in another stream, and what it has read and written is used there at once.
+    """
+    gpu = FakeGpu(seed=seed)
+    store = local_store(name, spec.parse(name), spaces=Spaces(device=DeviceSpace(gpu)))
+    store.init(["h", "d"], [numbers(), gpu.array(numbers())])
+    outs = [gpu.array(np.zeros((2, 3), np.float32)) for _ in "hd"]
+    for i in range(1, 5):
+        gpu.synchronize()
+        with gpu.user_stream():
+            values = [gpu.array(numbers()) for _ in "hd"]
+            changed(values, i)
+            store.push(["h", "d"], values)
+            changed(values, 100)
+            store.pull(["h", "d"], outs)
+            changed(outs, 1)
+            assert all(np.array_equal(out.get(), numbers() + i + 1) for out in outs)
+            store.pushpull(["h", "d"], outs)
+            changed(outs, 1)
+            assert all(np.array_equal(out.get(), numbers() + i + 2) for out in outs)
+    assert np.array_equal(store.pull("d"), store.pull("h"))
+
+
+def test_arrays_of_the_stores_on_a_gpu() -> None:
+    gpu = FakeGpu(2)
+    store = local_store("local", spec.parse("local"), spaces=Spaces(device=DeviceSpace(gpu)))
+    assert store.device == 2
+    one, other = store.zeros([(2, 3), (2,)], "float64", device="gpu:2")
+    assert (one.shape, other.shape, one.dtype) == ((2, 3), (2,), np.float64)
+    assert other.get().tolist() == [0, 0]
+    one += 1
+    store.init("w", one)
+    assert space_of(store, "w") == DEVICE
+    store.pushpull("w", [one, one])
+    assert np.array_equal(one.get(), np.full((2, 3), 2.0))
+
+
 # --- updates
 
 OPTIMIZERS = (
@@ -401,8 +453,8 @@ def test_workers_that_bring_arrays_of_different_memory() -> None:
         assert verdict.error == (
             "ShapeMismatch",
             "init of key 'w' in different kinds of memory on different workers: worker 0 on h, worker 2 on h: host "
-            "memory; worker 1 on h: device memory. Let all of them bring an array of the host, or all one of a device "
-            "that the store uses",
+            "memory; worker 1 on h: device memory. Let all of them bring arrays of one kind; in a store of a device "
+            "type each worker needs a GPU, or none has one",
         )
     for verdict in verdicts([[[2], "float32", "none", HOST], [[3], "float32", "none", DEVICE]]):
         kind, text = verdict.error
@@ -412,14 +464,12 @@ def test_workers_that_bring_arrays_of_different_memory() -> None:
 
 
 @pytest.mark.parametrize("memory", ["auto", "off"])
-def test_workers_without_servers_refuse_keys_on_a_device_for_now(memory: str) -> None:
+def test_a_key_of_the_host_takes_and_gives_arrays_of_a_device(memory: str) -> None:
     mode = Mode("dist_sync", 2, memory=memory)
     spaces = [Spaces(device=BoxedSpace()) for _ in range(2)]
 
     def body(store: Any) -> Any:
         space = store.session.spaces.device
-        with pytest.raises(UnsupportedError, match=r"init of key 'd' in device memory: .* a NumPy array"):
-            store.init("d", space.array(numbers()))
         store.init("h", numbers())
         there = space.array(numbers())
         store.push("h", there)
@@ -450,16 +500,36 @@ def test_keys_on_servers_are_in_host_memory(name: str, memory: str) -> None:
     assert spawn_stores(name, 2, body, num_servers=1, config=mode.config(), spaces=spaces) == [(HOST, True)] * 2
 
 
-def test_a_worker_that_brings_another_kind_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a whole store, with the refusal above out of the way."""
-    from mpikv.strategies.placed_keys import PlacedKeys
-
-    monkeypatch.setattr(PlacedKeys, "_reserve", lambda keys, info: None)
-    spaces = [Spaces(device=BoxedSpace()) for _ in range(2)]
+def test_a_worker_that_brings_another_kind_than_the_others() -> None:
+    gpu = FakeGpu()
+    gpus = [gpu, gpu.view()]
 
     def body(store: Any) -> None:
-        value = numbers() if store.rank else store.session.spaces.device.array(numbers())
-        store.init("w", value)
+        store.init("w", numbers() if store.rank else gpus[0].array(numbers()))
 
     with pytest.raises(RankError, match=r"ShapeMismatch: init of key 'w' in different kinds of memory"):
-        spawn_stores("dist_sync", 2, body, config=Mode("dist_sync", 2, memory="off").config(), spaces=spaces)
+        spawn_stores("dist_sync", 2, body, config=Mode("dist_sync", 2, memory="off").config(), drivers=gpus)
+
+
+# --- a trainer
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@NAMES
+def test_a_trainer_over_such_a_store(name: str, on_store: bool, tmp_path: Any) -> None:
+    """The same weights, and the same file of states, as over a store without a device."""
+    results = []
+    for spaces in (None, Spaces(device=BoxedSpace())):
+        store = local_store(name, spec.parse(name), spaces=spaces)
+        params = {key: Parameter(numbers()) for key in "vw"}
+        trainer = Trainer(params, "adam", kvstore=store, update_on_kvstore=on_store)
+        for _ in range(3):
+            for parameter in params.values():
+                parameter.grad[...] = numbers()
+            trainer.step(2)
+        trainer.save_states(path := str(tmp_path / "states"))
+        trainer.load_states(path)
+        trainer.step(2)
+        results.append([parameter.data.tobytes() for parameter in params.values()])
+        results[-1].append((tmp_path / "states").read_bytes())
+    assert results[0] == results[1]

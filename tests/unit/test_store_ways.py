@@ -79,7 +79,9 @@ def without_room_from(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of the host has no room for keys of so many bytes or more."""
     before = HostKeys.reserve_key
     monkeypatch.setattr(
-        HostKeys, "reserve_key", lambda hosts, wanted: None if wanted >= n_bytes else before(hosts, wanted)
+        HostKeys,
+        "reserve_key",
+        lambda hosts, wanted, **named: None if wanted >= n_bytes else before(hosts, wanted, **named),
     )
 
 

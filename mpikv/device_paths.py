@@ -1,0 +1,147 @@
+"""Which way keys in GPUs' memory go between the workers of a store: one value, which all settle on when it is made.
+
+Every worker tells whether it uses a GPU, and which. The first of these paths that can be gone is taken, or the one that
+MPIKV_DEVICE_PATH names:
+
+- `ipc`: all workers are on one host, share memory there, and could open each other's device memory;
+- `mpi`: the MPI library takes device memory on every host;
+- `nccl`: only where it is asked for;
+- `staged`: always;
+- `host`: keys are in host memory, since some worker has no GPU, or servers hold the keys.
+
+Whether `ipc` and `mpi` work is tried, by all together, once nothing better is left and nothing else speaks against
+them: so `choose` takes the outcomes of what has been tried, and is asked again after each trial. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+from mpikv.errors import ConfigError
+from mpikv.placement import DevicePath, Members
+
+PATHS: tuple[DevicePath, ...] = get_args(DevicePath)  # the best first
+TRIED = ("ipc", "mpi", "nccl")
+
+
+class Told(NamedTuple):
+    """What one rank says of its GPU, in values that JSON has.
+
+    number: of the GPU that it uses, None where it uses none, and `why_none` then. error: why it cannot do what its
+    settings ask for.
+    """
+
+    number: int | None = None
+    uuid: str = ""
+    name: str = ""
+    why_none: str = "nothing asked for one"
+    error: str = ""
+
+
+class Choice(NamedTuple):
+    """The path, and why it is none of those before it in `PATHS`."""
+
+    path: DevicePath
+    reasons: tuple[tuple[str, str], ...]
+
+
+def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) -> Choice:
+    """The path of keys in device memory.
+
+    told: by each worker. members: with what is known of the memory that ranks share. outcomes: why a path that was
+    tried cannot be gone, "" where it can; one that was not tried counts as good. Raises ConfigError where
+    MPIKV_DEVICE_PATH or MPIKV_LOCAL_DEVICE asks for what cannot be done.
+    """
+    called = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+    for one, name in zip(told, called, strict=True):
+        if one.error:
+            raise ConfigError(f"kv.create: {name}: {one.error}")
+    wanted = wanted_path(members)
+    against = _against(told, members, called, outcomes, wanted)
+    if wanted == "auto":
+        path = next(path for path in PATHS if not against.get(path))
+    elif against.get(wanted):
+        raise ConfigError(f"kv.create: {_setting(members)}: {against[wanted]}")
+    else:
+        path = wanted
+    better = PATHS[: PATHS.index(path)]
+    asked = {} if wanted == "auto" else dict.fromkeys(better, f"{_setting(members)} asks for another")
+    reasons = {one: against.get(one) or asked.get(one, "") for one in better}
+    return Choice(path, tuple((one, why) for one, why in reasons.items() if why))
+
+
+def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable[[], str]]) -> Choice:
+    """`choose`, with the trials that it takes. Collective where trials are.
+
+    trials: by path: says on every rank why the path cannot be gone, "" where it can.
+    """
+    outcomes: dict[str, str] = {}
+    while True:
+        choice = choose(told, members, outcomes)
+        if choice.path not in trials or choice.path in outcomes:
+            return choice
+        outcomes[choice.path] = trials[choice.path]()
+
+
+def wanted_path(members: Members) -> Any:
+    """The path that the settings name, or `auto`."""
+    config = members.config
+    return "nccl" if config.device_path == "auto" and config.algorithm == "nccl" else config.device_path
+
+
+def _setting(members: Members) -> str:
+    config = members.config
+    return "MPIKV_ALGORITHM=nccl" if config.device_path == "auto" else f"MPIKV_DEVICE_PATH={config.device_path}"
+
+
+def _against(
+    told: Sequence[Told], members: Members, called: Sequence[str], outcomes: Mapping[str, str], wanted: str
+) -> dict[str, str]:
+    """Why paths cannot be gone, those that cannot."""
+    without = [
+        f"{name} uses no GPU: {one.why_none}" for one, name in zip(told, called, strict=True) if one.number is None
+    ]
+    if members.path == "servers":
+        without = ["servers hold their keys in host memory"]
+    if without:
+        return dict.fromkeys(PATHS[: PATHS.index("host")], without[0])
+    against = {path: outcomes.get(path, "") for path in TRIED}
+    n_hosts = len(set(members.worker_hosts))
+    if n_hosts > 1:
+        against["ipc"] = f"the workers are on {n_hosts} hosts"
+    elif len(told) > 1 and not members.shares_memory:
+        against["ipc"] = "the workers share no memory of their host (MPIKV_SHARED_MEMORY, MPIKV_ALGORITHM, mpikv info)"
+    if wanted != "nccl":
+        against["nccl"] = "not asked for (MPIKV_DEVICE_PATH=nccl)"
+    else:
+        shared = _shared_gpu(told, members.worker_hosts, called)
+        against["nccl"] = against["nccl"] or shared
+    return against
+
+
+def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str]) -> str:
+    """Say which workers share a GPU, which NCCL does not take; "" where none do."""
+    seen: dict[tuple[str, str], str] = {}
+    for one, host, name in zip(told, hosts, called, strict=True):
+        first = seen.setdefault((host.partition("/")[0], one.uuid), name)
+        if first is not name:
+            return f"NCCL needs a GPU for each worker, and {first} and {name} share one"
+    return ""
+
+
+def describe(choice: Choice) -> str:
+    """One line for a reader: the path, and why it is none of the better ones."""
+    why = "; ".join(f"not {path}: {why}" for path, why in choice.reasons)
+    return choice.path + (f" ({why})" if why else "")
+
+
+def advice(members: Members) -> str:
+    """What to tell the user of values that pass through the host on their way to another one; "" elsewhere."""
+    if members.device_path != "staged" or len(set(members.worker_hosts)) == 1 or wanted_path(members) == "staged":
+        return ""
+    why = dict(members.device_reasons).get("mpi", "")
+    return (
+        f"mpikv: arrays on GPUs are copied through host memory on their way to other hosts, since MPI takes no device "
+        f"memory ({why}); docs/gpu.md says how to get a CUDA-aware MPI, MPIKV_DEVICE_PATH=staged is silent"
+    )

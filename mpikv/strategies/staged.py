@@ -1,0 +1,134 @@
+"""The way of a key in device memory over one of the host's ways, which values are copied to and from.
+
+A round copies this worker's values down, into host memory that the way on the host adds from where it is: memory that
+the ranks of the host share, or, for messages, page-locked memory that is kept with the key. The sum of the owned part
+comes up to the device, where the optimizer runs; the updated part goes down; and what the others own of the new value
+comes up. So the bits are those of the way on the host. Casts to the dtype of the sums are made on the device, before.
+
+Order. All copies are in the store's stream, in the order in which they are begun, and a round begins with one that is
+waited for before any other rank can learn of the round. So whatever the round before has begun is done by then, and
+memory of the host that it reads or writes is free. Nothing waits but by yielded requests.
+
+Cost of a round, n elements of which this worker owns k: n and k down, k and n - k up, beside the cost of the way on the
+host. Page-locked: the value and two arrays of n, or fewer where workers share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.collectives.labelled import Comparison
+from mpikv.engine.request import Steps
+from mpikv.keys import KeyInfo
+from mpikv.placement import Placement
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.host import HostSpace
+from mpikv.spaces.named import HOST, Spaces
+from mpikv.spaces.pinned import Pinned
+from mpikv.strategies.ways import WAYS, Means
+
+
+class PinnedSpace(HostSpace):
+    """Host memory whose arrays are page-locked."""
+
+    def __init__(self, pinned: Pinned) -> None:
+        super().__init__()
+        self._pinned = pinned
+
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """See `Space`."""
+        return self._pinned.take(n_elems * dtype.itemsize)[: n_elems * dtype.itemsize].view(dtype)
+
+
+class Staged:
+    """See `Way`. place: the key's, of the way on the host."""
+
+    shared = False
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        space = means.spaces.of(info)
+        assert isinstance(space, DeviceSpace)
+        self._space, self._hosts, self._rank = space, means.hosts, means.group.rank
+        self._n_elems, self._dtype = info.n_elems, sum_dtype(info.dtype)
+        self.placement = placement
+        self.value = space.empty(info.n_elems, info.dtype)
+        assert placement.host is not None
+        on_host = placement._replace(path=placement.host, host=None)
+        means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True)
+        self._inner = WAYS[on_host.path](means, info._replace(space=HOST), on_host, place)
+        self._sent: HostArray | None = None
+
+    @property
+    def _values(self) -> HostArray:
+        """(n,), in the dtype of the sums: where this worker's values are for the way on the host. Kept from the first
+        round on.
+        """
+        if self._sent is None:
+            n_bytes = self._n_elems * self._dtype.itemsize
+            if self._inner.shared:
+                assert self._hosts is not None
+                memory = self._hosts.room(n_bytes, pages=True)
+            else:
+                memory = self._space.pinned.take(n_bytes)
+            self._sent = memory[:n_bytes].view(self._dtype)
+        return self._sent
+
+    def _locked(self, array: HostArray) -> HostArray:
+        """Memory of the way on the host, ready to be copied from and to."""
+        return self._space.pinned.lock(array) if self._inner.shared else array
+
+    def _own(self) -> slice:
+        begin, end = self.placement.bounds[self._rank : self._rank + 2]
+        return slice(begin, end)
+
+    @property
+    def held_bytes(self) -> int:
+        """The value, on the device and on the host, and what the way on the host adds."""
+        sent = 0 if self._sent is None else self._sent.nbytes
+        return self.value.nbytes + sent + self._inner.held_bytes
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts."""
+        self.placement = placement
+        self._inner.cut(placement._replace(path=self._inner.placement.path, host=None))
+
+    def share(self) -> Steps[None]:
+        """As the way on the host does, from the device of worker 0 to those of all."""
+        on_host = self._locked(self._inner.value)
+        if self._rank == 0:
+            self._space.fetch(on_host, self.value)
+            yield self._space.begun()
+        yield from self._inner.share()
+        if self._rank != 0:
+            self._space.bring(self.value, on_host)
+
+    def share_now(self) -> bool:
+        """The value has to be copied first."""
+        return False
+
+    def reduce_scatter(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[None]:
+        """The sum of the owned part comes into `values`."""
+        sent, own = self._locked(self._values), self._own()
+        self._space.fetch(sent, values)
+        yield self._space.begun()
+        found = yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)
+        totals = sent if found is None else found
+        if own.start < own.stop:
+            self._space.bring(values[own], self._locked(totals[own]))
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """The owned part goes down, the others' come up."""
+        on_host, own = self._locked(self._inner.value), self._own()
+        if own.start < own.stop:
+            self._space.fetch(on_host[own], self.value[own])
+            yield self._space.begun()
+        yield from self._inner.allgather((), comparison)
+        for part in (slice(0, own.start), slice(own.stop, self._n_elems)):
+            self._space.bring(self.value[part], on_host[part])
