@@ -59,8 +59,8 @@ class New(NamedTuple):
 
     def made(self) -> Array:
         """Return the new array, once the result has been written."""
-        in_place = own_space(self.memory) is not None
-        return self.memory if in_place else new_like(self.memory, self.like, self.what)
+        on_host = isinstance(self.memory, np.ndarray)
+        return new_like(self.memory, self.like, self.what) if on_host else self.memory
 
 
 _NUMPY: np.ndarray[Any, Any] = np.empty(0)
