@@ -168,15 +168,13 @@ def _train(kinds: Any) -> None:
         kinds,
         "train",
         "training steps of a PyTorch network, each way of exchanging gradients against the step alone",
-        "Train a network with PyTorch, on the CPU or with --device on GPUs: DistributedModel, DistributedOptimizer, Trainer, and DDP over the "
-        "backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all against the step without any "
-        "exchange. --iterations are rounds, in which each way makes --steps steps; --seconds is time for each --batch.",
+        "Train a network with PyTorch, on the CPU or with --device on GPUs: DistributedModel, DistributedOptimizer, "
+        "Trainer, and DDP over the backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all "
+        "against the step without any exchange. --iterations are rounds, in which each way makes --steps steps; --seconds is time for each --batch.",
     )
     parser.set_defaults(seconds=60.0, warmup=1)
     parser.add_argument("--model", choices=tuple(TRAINED), default="resnet18", help="default resnet18")
-    parser.add_argument(
-        "--batch", type=_counts, metavar="A,B", help="examples of one rank in a step (default 4,32)"
-    )
+    parser.add_argument("--batch", type=_counts, metavar="A,B", help="examples of one rank in a step (default 4,32)")
     parser.add_argument(
         "--image-size", type=at_least(8), metavar="PIXELS", help="a side (default resnet18 224, else 28)"
     )

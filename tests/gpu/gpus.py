@@ -14,7 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 
-KINDS = ("fake", "cuda")
+def missing() -> str:
+    """Why the tests that need a GPU cannot run, "" where they can."""
+    from mpikv.runtime import cuda_driver
+
+    problem = cuda_driver.ask().problem
+    if problem:
+        return problem
+    return "" if cuda_driver.has_cupy() else cuda_driver.NO_CUPY
 
 
 def use(kind: str, **settings: Any) -> Any:
