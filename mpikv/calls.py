@@ -30,7 +30,7 @@ from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.reductions import SUM, Reduction, named
 from mpikv.session.base import Session
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import HOST
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import PreparedCall, Strategy
 from mpikv.tensors import new_like
 
@@ -59,8 +59,8 @@ class New(NamedTuple):
 
     def made(self) -> Array:
         """Return the new array, once the result has been written."""
-        in_place = own_space(self.memory) is not None
-        return self.memory if in_place else new_like(self.memory, self.like, self.what)
+        on_host = isinstance(self.memory, np.ndarray)
+        return new_like(self.memory, self.like, self.what) if on_host else self.memory
 
 
 _NUMPY: np.ndarray[Any, Any] = np.empty(0)
@@ -272,17 +272,24 @@ class CallForms:
         """Return a shorter way for a call with these arguments, if there is one. Raises what is wrong with them."""
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
-        others = [array for array in arrays if type(array) is not np.ndarray]
-        if {len(item.arrays) for item in items} != {1} or any(map(is_elsewhere, others)):
+        if {len(item.arrays) for item in items} != {1}:
             return None
         infos = [self.info("pushpull", item.key) for item in items]
-        if any(info.space != HOST for info in infos):
-            return None
+        if all(info.space == DEVICE for info in infos):
+            inside = self._session.spaces.inside(arrays)
+            if inside is None:
+                return None
+            known = dict(zip(map(id, arrays), inside, strict=True))
+        else:
+            others = [array for array in arrays if type(array) is not np.ndarray]
+            if any(info.space != HOST for info in infos) or any(map(is_elsewhere, others)):
+                return None
+            known = {id(array): host_view(array, "pushpull") for array in arrays}
         for info, item in zip(infos, items, strict=True):
             self.check_value("pushpull", info, item.arrays[0], dtype=True)
         return self._strategy.prepare(
             infos,
-            [host_view(item.arrays[0], "pushpull") for item in items],
-            [[host_view(array, "pushpull") for array in outs[item.key]] for item in items],
+            [known[id(item.arrays[0])] for item in items],
+            [[known[id(array)] for array in outs[item.key]] for item in items],
             op,
         )

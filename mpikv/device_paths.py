@@ -136,11 +136,11 @@ def describe(choice: Choice) -> str:
     return choice.path + (f" ({why})" if why else "")
 
 
-def advice(choice: Choice, members: Members) -> str:
+def advice(members: Members) -> str:
     """What to tell the user of values that pass through the host on their way to another one; "" elsewhere."""
-    if choice.path != "staged" or len(set(members.worker_hosts)) == 1 or wanted_path(members) == "staged":
+    if members.device_path != "staged" or len(set(members.worker_hosts)) == 1 or wanted_path(members) == "staged":
         return ""
-    why = dict(choice.reasons).get("mpi", "")
+    why = dict(members.device_reasons).get("mpi", "")
     return (
         f"mpikv: arrays on GPUs are copied through host memory on their way to other hosts, since MPI takes no device "
         f"memory ({why}); docs/gpu.md says how to get a CUDA-aware MPI, MPIKV_DEVICE_PATH=staged is silent"

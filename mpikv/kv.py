@@ -10,26 +10,33 @@ import atexit
 import os
 import sys
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mpikv import notices
+from mpikv import device_paths, notices, worker_device
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble, local_store
 from mpikv.checks import wrong
 from mpikv.config import Config
+from mpikv.device_paths import Told
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
+from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
-from mpikv.runtime import abort, launcher, library, signals
+from mpikv.runtime import abort, cuda_aware, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
+from mpikv.spaces import peers
+from mpikv.spaces.driver import Driver
 from mpikv.spec import StoreSpec
-from mpikv.topology import labels
+from mpikv.topology import labels, topology
 from mpikv.transports.memory import LocalTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from mpikv.processes import Processes
 
 __all__ = ["KVStore", "create"]
 
@@ -78,7 +85,11 @@ def create(
         notices.warn_of_separate_ranks(f"kv.create({name!r}) is of one process")
         if launcher.find() is None:
             abort.install_alone()
-        return _listening(local_store(name.lower(), spec, config.stop_file), config)
+        found = worker_device.find(spec, config, launcher.said_local_rank(os.environ))
+        if found.told.error:
+            raise ConfigError(f"kv.create({name!r}): {found.told.error}")
+        _warn_of_devices(found.warning)
+        return _listening(local_store(name.lower(), spec, config.stop_file, found.spaces), config)
     return _create_distributed(name.lower(), spec, config, comm)
 
 
@@ -141,8 +152,10 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         raise TypeError(f"comm is an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
     processes = Processes(comm, config, f"kv.create({name!r})", _check_servers(name, comm))
     transport = processes.transport
+    found = worker_device.find(spec, config, topology(transport.hosts).local_rank[transport.rank])
     try:
-        spec, roles = _settle(processes.compare(_introduction(spec, config)), transport.hosts, config)
+        told = processes.compare(_introduction(spec, config, found.told))
+        spec, roles = _settle(told, transport.hosts, config)
     except MpikvError:
         transport.close()
         raise
@@ -156,6 +169,13 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         memory = processes.memory()
         if members.path != "servers":
             memory = segment.on_all_hosts(memory, processes.gather)
+    try:
+        members = _with_device_path(members, told, memory, processes, found.driver)
+    except MpikvError:
+        transport.close()
+        raise
+    _warn_of_devices(found.warning)
+    _warn_of_devices(device_paths.advice(members))
     listener = _stop_signals(config)
     if transport.rank in roles.servers:
         listener.install()
@@ -169,6 +189,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         memory=memory,
         connect=connect,
         asked_to_stop=listener.why,
+        spaces=found.spaces,
     )
     if store is None:
         listener.end()
@@ -197,7 +218,49 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
     return ""
 
 
-def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
+def _with_device_path(
+    members: Members,
+    told: list[dict[str, Any]],
+    memory: HostMemory | None,
+    processes: Processes,
+    driver: Driver | None,
+) -> Members:
+    """With the path of keys in device memory, which all ranks settle on. Collective where a worker asks for a GPU.
+
+    Raises ConfigError on all ranks where what the settings ask for cannot be done.
+    """
+    devices = [Told(**told[rank]["device"]) for rank in members.workers]
+    if all(one == Told() for one in devices):
+        return members
+    if members.path != "servers":
+        members = replace(members, memory=memory is not None)
+    local_rank = topology(processes.transport.hosts).local_rank[processes.transport.rank]
+    trials = {
+        "ipc": lambda: peers.why_not_shared(driver, local_rank, processes.gather_here),
+        "mpi": lambda: _takes_device_memory(members, processes),
+        "nccl": lambda: "this version does not use NCCL",
+    }
+    choice = device_paths.settle(devices, members, trials)
+    return replace(members, device_path=choice.path, device_reasons=choice.reasons)
+
+
+def _takes_device_memory(members: Members, processes: Processes) -> str:
+    """Why MPI takes no device memory, "" where it does on every host. Collective; one rank of each host asks."""
+    transport, config = processes.transport, members.config
+    workers = [rank for rank in members.workers if transport.hosts[rank] == transport.hosts[transport.rank]]
+    answer = ""
+    if workers and workers[0] == transport.rank:
+        found = cuda_aware.find_out(config.cuda_aware)
+        answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
+    return next((text.decode() for text in processes.gather(answer.encode()) if text), "")
+
+
+def _warn_of_devices(text: str) -> None:
+    if text:
+        notices.warn(text, text, os.environ)
+
+
+def _introduction(spec: StoreSpec | None, config: Config, device: Told) -> dict[str, Any]:
     """What must fit between ranks. A program that is only a server brings no type."""
     settings = {
         "MPIKV_SERVER_PLACEMENT": config.server_placement,
@@ -207,9 +270,10 @@ def _introduction(spec: StoreSpec | None, config: Config) -> dict[str, Any]:
         "MPIKV_SHARED_MEMORY": config.shared_memory,
         "MPIKV_STOP_SIGNALS": config.stop_signals,
         "MPIKV_STOP_FILE": config.stop_file,
+        "MPIKV_DEVICE_PATH": config.device_path,
     }
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]
-    return {"type": type_, "num_servers": config.num_servers, "settings": settings}
+    return {"type": type_, "num_servers": config.num_servers, "settings": settings, "device": device._asdict()}
 
 
 def _settle(told: list[dict[str, Any]], hosts: tuple[str, ...], config: Config) -> tuple[StoreSpec, Roles]:

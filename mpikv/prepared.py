@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpikv import tensors
-from mpikv.arrays import host_view
+from mpikv.arrays import host_view, is_elsewhere
 from mpikv.strategies.base import PreparedCall
 
 KEPT_LISTS = 16  # more than a program has trainers, or parts of a model that it pushes in turn
@@ -61,8 +61,8 @@ def may_come_again(array: Any) -> bool:
     """Return whether a prepared call with this array can be known again, and then uses the array's own memory."""
     if isinstance(array, np.ndarray):
         return True
-    if not tensors.is_tensor(array):
-        return False  # JAX's never change, and CuPy's are copied through the host
+    if not tensors.is_tensor(array) or is_elsewhere(array):
+        return False  # JAX's never change; and of those on a GPU each call has to see how far their stream is
     address: int = host_view(array, "a tensor").__array_interface__["data"][0]
     return bool(address == array.data_ptr())  # not so where PyTorch has to make the values first
 

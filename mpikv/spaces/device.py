@@ -135,7 +135,7 @@ class DeviceSpace:
     def inside(self, array: Any) -> DeviceArray | None:
         """A caller's array as one of this space, where it lies in memory of this store; None elsewhere.
 
-        Work on it has to be ordered behind the caller's (`Caller.at`) by whoever uses it.
+        Work on it comes behind the caller's, as it was when the array was seen. The caller has to keep the memory.
         """
         if not isinstance(array, Caller) or array.strides is not None:
             return None
@@ -143,7 +143,8 @@ class DeviceSpace:
         if chunk is None:
             return None
         memory = self.pool.part(chunk, array.address, array.nbytes)
-        return DeviceArray(self, memory, 0, (array.size,), array.dtype)
+        memory.written = array.at
+        return DeviceArray(self, memory, 0, array.shape, array.dtype)
 
     # --- to the host and back
 

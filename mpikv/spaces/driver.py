@@ -18,7 +18,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
-from mpikv.spaces.program import Program
+from mpikv.spaces.program import Entry, Program
 
 Event = Any
 """A point in a stream's work, of the driver's own type."""
@@ -119,4 +119,8 @@ class Driver(Protocol):
         self, program: Program, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
     ) -> None:
         """Run a program on each of n elements of the arrays at these addresses."""
+        ...
+
+    def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
+        """Run a program on several lists of arrays, in as few launches as the driver can. Nothing orders them."""
         ...

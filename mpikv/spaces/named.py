@@ -17,6 +17,7 @@ from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
 
 HOST, DEVICE = "host", "device"
@@ -73,6 +74,21 @@ class Spaces:
         found = zip(arrays, self.device.callers(arrays), strict=True)
         return [array if one is array else OnDevice(one) for array, one in found]
 
+    def inside(self, arrays: Sequence[Any]) -> list[SpaceArray] | None:
+        """A caller's arrays as the device's space works on them, where all lie in its memory; None elsewhere.
+
+        One that comes twice is one array. In the thread that makes the call.
+        """
+        if not isinstance(self.device, DeviceSpace):
+            return None
+        seen: dict[int, SpaceArray] = {}
+        for array in arrays:
+            if id(array) not in seen:
+                seen[id(array)] = self.device.inside(*self.device.callers([array]))
+                if seen[id(array)] is None:
+                    return None
+        return [seen[id(array)] for array in arrays]
+
     def total(
         self, space: str, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
     ) -> SpaceArray:
@@ -87,7 +103,7 @@ class Spaces:
         flat = [
             device.to_host(device.total([array.array], what, on_device=on_device))
             if isinstance(array, OnDevice)
-            else host_view(array, what).reshape(-1)
+            else np.asarray(host_view(array, what)).reshape(-1)  # a reshaped np.matrix has two axes
             for array in arrays
         ]
         return self.host.total(flat, what, on_device=on_device, combine=combine)

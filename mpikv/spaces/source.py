@@ -22,13 +22,16 @@ ones, since GPUs before compute capability 8.0 have none.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
-from mpikv.spaces.program import CAST, ROUND, Operation, Program
+from mpikv.errors import UnsupportedError
+from mpikv.spaces.program import CAST, KEPT, ROUND, Entry, Operation, Program
 
 NAME = "mpikv_program"
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
@@ -281,15 +284,84 @@ def _round(value: str, source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> str
     return f"limited<{_TYPES[dtype].value}, {kind}>({value}, {low_text}, {high_text})"
 
 
-# --- what it is given
+# --- copies between arrays with strides
+
+STRIDED_NAME = "mpikv_strided"
+STRIDED_DIMS = 8
+
+_STRIDED = """\
+struct STRIDED_table {
+    char* to;
+    const char* source;
+    long long n;
+    int dims;
+    long long lengths[8], to_strides[8], source_strides[8];
+};
+
+// Elements are counted in C order; the last dimension is the fastest.
+extern "C" __global__ void __launch_bounds__(THREADS) STRIDED(const STRIDED_table table) {
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < table.n; i += step) {
+        long long rest = i, to = 0, from = 0;
+        #pragma unroll
+        for (int dim = 7; dim >= 0; --dim)
+            if (dim < table.dims) {
+                const long long at = rest % table.lengths[dim];
+                rest /= table.lengths[dim];
+                to += at * table.to_strides[dim];
+                from += at * table.source_strides[dim];
+            }
+        *reinterpret_cast<ELEMENT*>(table.to + to) = *reinterpret_cast<const ELEMENT*>(table.source + from);
+    }
+}
+"""
+_ELEMENTS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 
 
+def strided_source(itemsize: int, name: str = STRIDED_NAME) -> str:
+    """The text of a kernel `name` that copies elements of so many bytes between two arrays with strides."""
+    text = _STRIDED.replace("THREADS", str(THREADS)).replace("ELEMENT", _ELEMENTS[itemsize])
+    return text.replace("STRIDED", name)
+
+
+def strided_table(to: tuple[int, Sequence[int]], source: tuple[int, Sequence[int]], shape: Sequence[int]) -> HostArray:
+    """The argument of that kernel. to, source: each an address and its strides in bytes.
+
+    Raises UnsupportedError where the arrays have more than `STRIDED_DIMS` dimensions that cannot be seen as fewer.
+    """
+    dims: list[tuple[int, int, int]] = []  # length, strides; those that both arrays have without a gap become one
+    for length, to_stride, source_stride in zip(shape, to[1], source[1], strict=True):
+        if length == 1:
+            continue
+        if dims and dims[-1][1:] == (length * to_stride, length * source_stride):
+            length *= dims.pop()[0]  # noqa: PLW2901
+        dims.append((length, to_stride, source_stride))
+    if len(dims) > STRIDED_DIMS:
+        raise UnsupportedError(
+            f"an array on a GPU has {len(dims)} dimensions with gaps between their elements; up to {STRIDED_DIMS} can "
+            "be copied: hand over a contiguous copy"
+        )
+    each = (np.int64, (STRIDED_DIMS,))
+    fields: list[Any] = [("to", np.uint64), ("source", np.uint64), ("n", np.int64), ("dims", np.int32)]
+    fields += [(name, *each) for name in ("lengths", "to_strides", "source_strides")]
+    made = np.zeros(1, np.dtype(fields, align=True))
+    made["to"], made["source"], made["n"], made["dims"] = to[0], source[0], math.prod(shape), len(dims)
+    for name, values in zip(("lengths", "to_strides", "source_strides"), zip(*dims, strict=True), strict=False):
+        made[name][0, : len(dims)] = values
+    return made
+
+
+# --- what a program's kernel is given
+
+
+@functools.lru_cache(KEPT)
 def elements_per_thread(program: Program) -> int:
     """How many elements a thread takes at a time."""
     sizes = [one.dtype.itemsize for one in program.arguments if one.first is not None or one.last is not None]
     return PACK_BYTES // max(sizes, default=PACK_BYTES)
 
 
+@functools.lru_cache(KEPT)
 def entry_dtype(program: Program) -> np.dtype[Any]:
     """An entry of the table: the addresses, the number of elements, the numbers, as C++ lays them out."""
     fields: list[tuple[str, Any]] = [(f"a{i}", np.uint64) for i in range(len(program.arguments))]
@@ -299,19 +371,19 @@ def entry_dtype(program: Program) -> np.dtype[Any]:
     return np.dtype(fields, align=True)
 
 
+@functools.lru_cache(KEPT)
+def _table_dtype(program: Program, room: int) -> np.dtype[Any]:
+    return np.dtype([("entries", entry_dtype(program), (room,))], align=True)
+
+
 def most_entries(program: Program) -> int:
     """How many entries a table can have room for."""
     return TABLE_BYTES // entry_dtype(program).itemsize
 
 
-Entry = tuple[int, Sequence[int], Sequence[Any]]
-"""How many elements, the addresses, the numbers."""
-
-
 def table(program: Program, entries: Sequence[Entry], room: int) -> HostArray:
     """The argument of a kernel with room for so many entries: an array of one element, the table."""
-    one = entry_dtype(program)
-    made = np.zeros(1, np.dtype([("entries", one, (room,))], align=True))
+    made = np.zeros(1, _table_dtype(program, room))
     rows = made["entries"][0]
     for i, (n_elems, addresses, numbers) in enumerate(entries):
         values = [

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import HostArray
+from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.engine.running import Running
@@ -30,7 +30,7 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.named import HOST
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Travelling, Write
 from mpikv.strategies.blocking import Rounds, in_place_round
@@ -110,6 +110,9 @@ class AllreduceStrategy(Strategy):
         paths = {self._queues[info.id].way.placement.path for info in infos}
         if self.keys.direct is not None and paths == {"direct"}:
             return self.keys.direct.prepare(infos, values, outs, op)
+        on_device = any(info.space == DEVICE for info in infos)
+        if on_device and (paths != {"ipc"} or any(info.dtype != sum_dtype(info.dtype) for info in infos)):
+            return None
         flat = flattened(infos, values, outs)
         return None if flat is None else Rounds(self._exchange_in_place, self._session.wait, infos, flat, op)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays import is_space_array
 from mpikv.keys import KeyInfo
+from mpikv.spaces.base import SpaceArray
 
-Flat = tuple[HostArray, tuple[HostArray, ...]]  # a key's value and its outs, flat
+Flat = tuple[SpaceArray, tuple[SpaceArray, ...]]  # a key's value and its outs, flat
 
 
 def flattened(infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]]) -> list[Flat] | None:
@@ -20,21 +21,31 @@ def flattened(infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Se
     for info, value, targets in zip(infos, values, outs, strict=True):
         if not plain(value, info):
             return None
-        # As plain arrays: a reshaped np.matrix has two axes.
-        own = np.asarray(value).reshape(-1)
+        own = _flat(value)
         if len(targets) == 1 and targets[0] is value:  # as in most calls
             flat.append((own, (own,)))
             continue
         if not all(plain(target, info) for target in targets):
             return None
-        flat.append((own, tuple(np.asarray(target).reshape(-1) for target in targets)))
+        flat.append((own, tuple(map(_flat, targets))))
     return None if overlap(flat) else flat
+
+
+def _flat(array: Any) -> SpaceArray:
+    """As a plain array: a reshaped np.matrix has two axes."""
+    return np.asarray(array).reshape(-1) if isinstance(array, np.ndarray) else array.reshape(-1)
+
+
+def address_of(array: SpaceArray) -> int:
+    """Where its first element is."""
+    address: int = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.address
+    return address
 
 
 def plain(array: Any, info: KeyInfo) -> bool:
     """Whether the values can be read and written where they are."""
     return (
-        isinstance(array, np.ndarray)
+        is_space_array(array)
         and array.dtype == info.dtype
         and array.flags.c_contiguous
         and array.flags.aligned
@@ -48,7 +59,7 @@ def overlap(flat: Sequence[Flat]) -> bool:
     for value, outs in flat:
         if not value.nbytes:
             continue
-        begins = {array.__array_interface__["data"][0] for array in {id(one): one for one in (value, *outs)}.values()}
+        begins = {address_of(array) for array in {id(one): one for one in (value, *outs)}.values()}
         spans += [(begin, begin + value.nbytes) for begin in begins]
     spans.sort()
     return any(second[0] < first[1] for first, second in pairwise(spans))

@@ -19,7 +19,7 @@ from mpikv.keys import KeyInfo
 from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
 from mpikv.spaces.named import Spaces
-from mpikv.strategies.arguments import Flat
+from mpikv.strategies.arguments import Flat, address_of
 from mpikv.strategies.base import Sink
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.queues import Delivery, Round, RoundQueue
@@ -70,14 +70,9 @@ def in_place_round(
     wire_dtype = sum_dtype(info.dtype)
     if isinstance(queue, Bucket) or value.dtype != wire_dtype:
         return Round(queue.space.cast(value, wire_dtype)), Sink(info, outs, spaces)  # copied on its way, there or here
-    in_place = any(_place(value) == _place(out) for out in outs)
+    in_place = any(address_of(value) == address_of(out) for out in outs)
     if queue.way.shared:
         return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
     if not in_place:
         queue.space.copy(outs[0], value)
     return Round(value if in_place else outs[0], callers=True), Sink(info, outs, spaces)
-
-
-def _place(array: HostArray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -8,8 +8,9 @@ in which it was made, as CuPy's pool does, so that work of other streams must co
 bfloat16 has no name of its own in `__cuda_array_interface__`: its typestr is '<V2', as ml_dtypes' dtype calls itself,
 hence CuPy's arrays from 14 on, and PyTorch's tensors. In DLPack it is kDLBfloat.
 
-Sources: CuPy 13 and 14, cupy/_core/core.pyx (ndarray.get, set, __array__, __cuda_array_interface__, __dlpack__); the
-CUDA Array Interface, version 3 (Numba's documents); the array API's `__dlpack__`; dlpack.h.
+Sources: CuPy, cupy/_core/core.pyx (ndarray.get, set, __array__, __cuda_array_interface__, whose typestr is the dtype's
+`str`) and its upgrade guide (bfloat16); PyTorch, torch/_tensor.py (typestr); the CUDA Array Interface, version 3 (Numba's
+documents); the array API's `__dlpack__`; dlpack.h.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class FakeArray:
     array([2., 5.])
     >>> array.set(np.ones((2, 3)))
     >>> array[0] = 0
+    >>> array.view('int64').shape
+    (2, 3)
     >>> array.astype('float32').reshape(-1).copy().get().tolist()
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     """
@@ -226,7 +229,7 @@ class FakeArray:
         return self._view(view) if np.shares_memory(view, self._values) else self.copy().reshape(*shape)
 
     def view(self, dtype: npt.DTypeLike) -> FakeArray:
-        """As NumPy's: the same memory in another dtype."""
+        """Return the same bytes as another dtype."""
         return self._view(self._values.view(dtype))
 
     def astype(self, dtype: npt.DTypeLike) -> FakeArray:

@@ -9,6 +9,7 @@ stricter than a GPU where that helps a test:
   is waited for, or since the host has seen the first done before the second was put in. Otherwise the second raises
   RaceError, whatever the drawn order would have been (gpu_work.py). The same holds for what the host does with such
   bytes, where it says so: `host_reads`, `host_writes`, `host_begins`, and the `get` of arrays.
+- Streams wait for each other only where they are told to: the default stream is one like the others.
 - New and freed memory is full of NaN. Memory that was freed, never made or of another process raises AccessError, and
   so does memory that is freed while it is used (gpu_memory.py).
 
@@ -36,7 +37,7 @@ from mpikv.testing.fake_array import FakeArray
 from mpikv.testing.gpu_driver import HostDriver
 from mpikv.testing.gpu_memory import AccessError, Device, Memory
 from mpikv.testing.gpu_process import LEGACY, Machine, Process
-from mpikv.testing.gpu_work import Action, HostUse, RaceError, Use
+from mpikv.testing.gpu_work import Access, Action, RaceError, Use
 
 __all__ = ["AccessError", "FakeGpu", "FakeGpus", "RaceError"]
 
@@ -267,7 +268,7 @@ class FakeGpu(HostDriver):
         with self._work.lock:
             self._work.wait(self._stream(then), self._work.record(self._stream(first)))
 
-    def _host(self, address: int, n_bytes: int, *, writes: bool, lasts: bool = False) -> HostUse | None:
+    def _host(self, address: int, n_bytes: int, *, writes: bool, lasts: bool = False) -> Access | None:
         with self._work.lock:
             self.process.collect()
             use = self.process.bytes_at(address, n_bytes, writes=writes)

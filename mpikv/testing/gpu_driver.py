@@ -17,7 +17,7 @@ from mpikv import checks
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 from mpikv.spaces.driver import Driver, OutOfDeviceMemory
-from mpikv.spaces.program import Program
+from mpikv.spaces.program import Entry, Program
 from mpikv.testing.gpu_memory import AccessError, Device, Memory
 from mpikv.testing.gpu_process import Process
 from mpikv.testing.gpu_work import FakeEvent, Stream, Use
@@ -205,6 +205,21 @@ class HostDriver:
             label = f"launch of {n_elems} elements"
             self._work.put(self._stream_of(stream), label, uses, lambda: program.run(arrays, given))
             self.counts["launches"] += 1
+
+    def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
+        """See `Driver`. Counts as one launch for each entry.
+
+        >>> from mpikv.spaces import program
+        >>> from mpikv.testing.fake_gpu import FakeGpu
+        >>> gpu, real = FakeGpu(), np.dtype('f4')
+        >>> x, y = gpu.array(np.ones(3, real)), gpu.array(np.ones(2, real))
+        >>> entries = [(one.size, [one.address] * 2, [factor]) for one, factor in ((x, 2.0), (y, 3.0))]
+        >>> gpu.launch_many(program.scale(real), entries, gpu.current_stream)
+        >>> x.get(), y.get()
+        (array([2., 2., 2.], dtype=float32), array([3., 3.], dtype=float32))
+        """
+        for n_elems, addresses, numbers in entries:
+            self.launch(program, n_elems, addresses, numbers, stream)
 
     def _copy(
         self,

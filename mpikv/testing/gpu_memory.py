@@ -82,18 +82,13 @@ class Span(NamedTuple):
         a, b = mine[next_mine[meets[0]]], theirs[meets[0]]
         return int(max(a[0], b[0])), int(min(a[1], b[1]))
 
-    def covers(self, other: Span) -> bool:
-        """Whether it has all bytes of the other. It may say no where many runs do."""
-        if self.runs is None:
-            return self.begin <= other.begin and other.end <= self.end
-        return other.runs is not None and np.array_equal(self.runs, other.runs)
-
 
 class Bytes:
-    """What views of the same bytes share. accesses: those that are not seen to be done (gpu_work.py)."""
+    """What views of the same bytes share. accesses, limits: by stream, those that are to be known (gpu_work.py)."""
 
     def __init__(self) -> None:
-        self.accesses: list[Any] = []
+        self.accesses: dict[Any, Any] = {}
+        self.limits: dict[Any, int] = {}
 
 
 class Memory:
@@ -159,7 +154,8 @@ class Handle(NamedTuple):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if os.fstat(fd).st_ino != self.inode:
+                found = os.fstat(fd)
+                if (found.st_ino, found.st_size) != (self.inode, self.n_bytes):
                     raise OSError("another file has its number")
                 return _map(fd, self.n_bytes)
             finally:

@@ -7,21 +7,21 @@ comes before what is put in next. An event is a copy of its stream's clock; `wai
 host joins it to what it has seen when it finds the event done.
 
 Pieces that touch the same bytes, one of them writing, race if neither clock nor host says that the first comes before.
-What is remembered of an allocation: each access that the host has not seen done, except those that a later one stands
-for (a write of the same bytes that comes after it, a read of the same bytes in the same stream): who is ordered behind
-the later one is ordered behind both.
+What is remembered of an allocation: for each stream the accesses that the host has not seen done; of those to the same
+bytes the last write and the last read, now and then, since who is ordered behind a later one is behind the earlier one.
 
-Cost: a pass over an allocation's remembered accesses for each range that a piece names.
+Cost: a piece of work is compared with those that other streams have put in and that it is not ordered behind.
 Source of the method: Flanagan and Freund, FastTrack, PLDI 2009.
 """
 
 from __future__ import annotations
 
+import bisect
 import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from mpikv.testing.gpu_memory import AccessError, Memory, Span
 Action = Callable[[], None]
 
 _FRAMES = 3  # of the callers that errors name
+_FEW = 64  # accesses of a stream to an allocation, which are kept as they are
 
 
 class RaceError(AssertionError):
@@ -99,8 +100,7 @@ class Use(NamedTuple):
     writes: bool
 
 
-HostUse = tuple[Use, Piece]
-"""What the host does for some time."""
+Access = tuple[Use, Piece]
 
 
 class Work:
@@ -174,51 +174,47 @@ class Work:
         with self.lock:
             piece = Piece(label, stream, stream.put + 1, _callers())
             for use in uses:
-                self._check(use, piece, str(piece))
+                self._check(use, piece, piece)
             self._append(stream, action)
             for use in uses:
-                remembered = use.memory.bytes.accesses
-                remembered[:] = [one for one in remembered if not _stands_for(use, piece, *one)]
-                remembered.append((use, piece))
+                self._remember(use, piece)
             if self._random.random() < self._eager:
-                while stream.ran < piece.number:
-                    self._step()
+                while stream.ran < piece.number and self._step():
+                    pass
 
-    def host_access(self, use: Use, *, lasts: bool = False) -> HostUse | None:
+    def host_access(self, use: Use, *, lasts: bool = False) -> Access | None:
         """Raise RaceError where the host is about to touch bytes that work is not seen to be done with.
 
         lasts: work races with it from now on, until `host_ends` with what is returned.
         """
         with self.lock:
-            who = f"the host (from {_callers()})"
-            self._check(use, None, who)
+            self._check(use, None, _Host())
             if not lasts:
                 return None
             # A stream of its own, which no clock knows and nobody sees done.
             began = use, Piece("the host", Stream(0, 0, None), 1, _callers())
-            use.memory.bytes.accesses.append(began)
+            self._remember(*began)
             return began
 
-    def host_ends(self, began: HostUse) -> None:
+    def host_ends(self, began: Access) -> None:
         """End what `host_access` began."""
         with self.lock:
-            remembered = began[0].memory.bytes.accesses
-            remembered[:] = [one for one in remembered if one is not began]
+            began[0].memory.bytes.accesses.pop(began[1].stream, None)
 
     def check_unused(self, memory: Memory, what: str, process: object = None) -> None:
         """Raise AccessError if any work with a memory is not seen to be done. process: look at its work alone."""
         with self.lock:
-            for use, piece in self._unseen(memory):
+            for use, piece in self._unordered(memory, {}):
                 if process in (None, piece.stream.process) and use.span.overlap(memory.whole) is not None:
                     raise AccessError(f"{what}: {piece} is not seen to be done, which uses {memory}")
 
-    def _check(self, use: Use, piece: Piece | None, who: str) -> None:
-        for other, earlier in self._unseen(use.memory):
-            if not (use.writes or other.writes):
+    def _check(self, use: Use, piece: Piece | None, who: object) -> None:
+        begin, end = use.span.begin, use.span.end
+        for other, earlier in self._unordered(use.memory, {} if piece is None else piece.stream.clock):
+            span = other.span
+            if span.begin >= end or span.end <= begin or not (use.writes or other.writes):
                 continue
-            if piece is not None and earlier.number <= piece.stream.clock.get(earlier.stream, 0):
-                continue
-            both = use.span.overlap(other.span)
+            both = use.span.overlap(span)
             if both is not None:
                 does, did = ("writes" if one.writes else "reads" for one in (use, other))
                 raise RaceError(
@@ -227,10 +223,33 @@ class Work:
                     "for it or the host see it done"
                 )
 
-    def _unseen(self, memory: Memory) -> list[tuple[Use, Piece]]:
-        remembered: list[tuple[Use, Piece]] = memory.bytes.accesses
-        remembered[:] = [one for one in remembered if one[1].number > self._seen.get(one[1].stream, 0)]
-        return remembered
+    def _unordered(self, memory: Memory, clock: dict[Stream, int]) -> Iterator[Access]:
+        """The accesses that neither a clock nor the host has before what comes now, of each stream the last first."""
+        past: dict[Stream, list[Access]] = memory.bytes.accesses
+        for stream, accesses in list(past.items()):
+            seen, last = self._seen.get(stream, 0), accesses[-1][1].number
+            if last <= seen:
+                del past[stream]
+            elif last > clock.get(stream, 0):
+                known = max(seen, clock.get(stream, 0))
+                yield from reversed(accesses[bisect.bisect_right(accesses, known, key=_number) :])
+
+    def _remember(self, use: Use, piece: Piece) -> None:
+        """Add an access, and drop those that need not be known once there are many more than the last time."""
+        accesses, limits = use.memory.bytes.accesses.setdefault(piece.stream, []), use.memory.bytes.limits
+        accesses.append((use, piece))
+        if len(accesses) > limits.get(piece.stream, _FEW):
+            seen, kept, later = self._seen.get(piece.stream, 0), [], set()
+            for one in reversed(accesses):
+                if one[1].number <= seen:
+                    break
+                span = one[0].span
+                key = span.begin, span.end, None if span.runs is None else span.runs.tobytes()
+                if (key, True) not in later and (key, one[0].writes) not in later:
+                    kept.append(one)
+                    later.add((key, one[0].writes))
+            accesses[:] = reversed(kept)
+            limits[piece.stream] = max(_FEW, 2 * len(kept))
 
     def _append(self, stream: Stream, item: Action | FakeEvent) -> None:
         stream.items.append(item)
@@ -258,11 +277,15 @@ def _join(clock: dict[Stream, int], other: dict[Stream, int]) -> None:
         clock[stream] = max(number, clock.get(stream, 0))
 
 
-def _stands_for(use: Use, piece: Piece, old: Use, earlier: Piece) -> bool:
-    """Whether the later of two accesses in order is enough to know."""
-    if not use.span.covers(old.span):
-        return False
-    return use.writes or (piece.stream is earlier.stream and not old.writes)
+class _Host:
+    """Who is named where the host races."""
+
+    def __str__(self) -> str:
+        return f"the host (from {_callers()})"
+
+
+def _number(access: Access) -> int:
+    return access[1].number
 
 
 def _callers() -> str:

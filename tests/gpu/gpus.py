@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+<<<<<<< HEAD
 
 def missing() -> str:
     """Why the tests that need a GPU cannot run, "" where they can."""
@@ -22,6 +23,9 @@ def missing() -> str:
     if problem:
         return problem
     return "" if cuda_driver.has_cupy() else cuda_driver.NO_CUPY
+=======
+KINDS = ("fake", "cuda")
+>>>>>>> main
 
 
 def use(kind: str, **settings: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mpikv.config import Config
-from mpikv.device_paths import Choice, Told, advice, choose, describe, settle
+from mpikv.device_paths import Told, advice, choose, describe, settle
 from mpikv.errors import ConfigError
 from mpikv.placement import Members
 
@@ -122,9 +123,12 @@ def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], pa
 
 
 def test_advice_only_where_values_pass_through_the_host_to_another() -> None:
-    staged = Choice("staged", (("mpi", "not built for it"),))
-    assert "not built for it" in advice(staged, members_of("ab"))
-    assert "docs/gpu.md" in advice(staged, members_of("ab"))
-    assert not advice(staged, members_of("aa"))
-    assert not advice(staged, members_of("ab", device_path="staged"))
-    assert not advice(Choice("mpi", ()), members_of("ab"))
+    def told(hosts: str, path: Any = "staged", **settings: Any) -> str:
+        members = members_of(hosts, **settings)
+        return advice(replace(members, device_path=path, device_reasons=(("mpi", "not built for it"),)))
+
+    assert "not built for it" in told("ab")
+    assert "docs/gpu.md" in told("ab")
+    assert not told("aa")
+    assert not told("ab", device_path="staged")
+    assert not told("ab", "mpi")

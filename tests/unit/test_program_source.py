@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from program_cases import DTYPES, Run, hard_values, same_bits, update_runs
 
+from mpikv.errors import UnsupportedError
 from mpikv.reductions import REDUCTIONS
 from mpikv.spaces import program, source
 from mpikv.spaces.program import OPERATIONS, Program, trace
@@ -146,12 +147,13 @@ def runs() -> dict[str, list[Run]]:
         return all_runs()
 
 
-Call = Callable[[Program, Sequence[source.Entry]], None]
+Call = Callable[..., None]
+ITEMSIZES = (1, 2, 4, 8)
 
 
 @pytest.fixture(scope="module")
 def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -> Call:
-    """Runs a program of `runs` with a table, on this processor."""
+    """Runs a kernel on this processor, with a table: that of a program of `runs`, or of strided copies."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         pytest.skip("there is no C++ compiler (g++, clang++ or $CXX), so that no kernel can be run here")
@@ -161,6 +163,9 @@ def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -
         for run in several:
             names.setdefault(run.program, f"kernel_{len(names)}")
     parts = [SHIM, source.PREAMBLE]
+    for itemsize in ITEMSIZES:
+        name = f"strided_{itemsize}"
+        parts.append(source.strided_source(itemsize, name) + RUN.replace("NAME", name))
     for one, name in names.items():
         parts += [source.kernel(one, ROOM, name), RUN.replace("NAME", name)]
     (folder / "kernels.cpp").write_text("\n".join(parts))
@@ -169,9 +174,9 @@ def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -
     subprocess.run([compiler, *flags, "-o", library, folder / "kernels.cpp", "-lm"], check=True, timeout=200)
     loaded = ctypes.CDLL(str(library))
 
-    def run(made: Program, entries: Sequence[source.Entry]) -> None:
-        table = source.table(made, entries, ROOM)
-        loaded[f"run_{names[made]}"](ctypes.c_void_p(table.ctypes.data), ctypes.c_uint(len(entries)))
+    def run(made: Program | int, table: np.ndarray, rows: int = 1) -> None:
+        name = f"strided_{made}" if isinstance(made, int) else names[made]
+        loaded[f"run_{name}"](ctypes.c_void_p(table.ctypes.data), ctypes.c_uint(rows))
 
     return run
 
@@ -189,13 +194,17 @@ def addresses(arrays: Sequence[np.ndarray]) -> list[int]:
     return [array.ctypes.data for array in arrays]
 
 
+def one_entry(made: Program, n: int, arrays: Sequence[np.ndarray], numbers: Sequence[Any] = ()) -> np.ndarray:
+    return source.table(made, [(n, addresses(arrays), numbers)], ROOM)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_a_kernel_has_the_bits_of_the_program(kind: str, runs: dict[str, list[Run]], call: Call) -> None:
     assert runs[kind]
     for run in runs[kind]:
         for offset in (0, 1):
             arrays = [placed(array, offset) for array in run.before]
-            call(run.program, [(N, addresses(arrays), run.numbers)])
+            call(run.program, one_entry(run.program, N, arrays, run.numbers))
             assert all(map(same_bits, arrays, run.after)), source.kernel(run.program)
 
 
@@ -211,7 +220,7 @@ def test_a_table_of_keys(runs: dict[str, list[Run]], call: Call) -> None:
         run.program.run([array[:n] for array in expected], numbers)
         entries.append((n, addresses(arrays), numbers))
         all_arrays.append((arrays, expected))
-    call(run.program, entries)
+    call(run.program, source.table(run.program, entries, ROOM), len(entries))
     for arrays, expected in all_arrays:
         assert all(map(same_bits, arrays, expected))
     assert not same_bits(all_arrays[0][0][0], run.before[0])
@@ -222,7 +231,7 @@ def test_an_array_that_is_there_twice(runs: dict[str, list[Run]], call: Call) ->
     first, second = (hard_values(N, FLOAT32, i) for i in range(2))
     with np.errstate(all="ignore"):
         expected = first + second
-    call(made, [(N, addresses([first, second, first]), [])])
+    call(made, one_entry(made, N, [first, second, first]))
     assert same_bits(first, expected)
 
 
@@ -233,7 +242,8 @@ def test_narrow_floats_are_rounded_as_numpy_does_it(
 ) -> None:
     """All numbers of the narrow dtype, those halfway between two, and their neighbours."""
     every = np.arange(1 << 16, dtype=np.uint16).view(to)
-    every = every[np.isfinite(every)].astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        every = every[np.isfinite(every)].astype(np.float64)
     ordered = np.unique(every)
     halves = (ordered[1:] + ordered[:-1]) / 2
     values = np.concatenate([every, halves, np.nextafter(halves, 0), np.nextafter(halves, np.inf), [np.inf, np.nan]])
@@ -243,8 +253,49 @@ def test_narrow_floats_are_rounded_as_numpy_does_it(
         narrow = np.concatenate([*near, *(-one for one in near)])
         expected = narrow.astype(to)
     found = np.zeros_like(expected)
-    call(program.copy_program(dtype, to), [(narrow.size, addresses([narrow, found]), [])])
+    made = program.copy_program(dtype, to)
+    call(made, one_entry(made, narrow.size, [narrow, found]))
     assert same_bits(found, expected)
+
+
+VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "whole": lambda array: array,
+    "transposed": lambda array: array.T,
+    "every second": lambda array: array[::2, 1:, ::3],
+    "backwards": lambda array: array[::-1, :, ::-2],
+    "one row": lambda array: array[1],
+    "one element": lambda array: array[1, 2, 3, ...],
+    "longer by ones": lambda array: array[:, None, :, None, None, 2:],
+    "the same row again": lambda array: np.broadcast_to(array[0], array.shape),
+}
+
+
+@pytest.mark.parametrize("itemsize", ITEMSIZES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_copies(view: str, itemsize: int, call: Call) -> None:
+    whole = np.arange(6 * 5 * 7).reshape(6, 5, 7).astype(f"u{itemsize}")
+    seen = VIEWS[view](whole)
+    packed = np.zeros(seen.shape, whole.dtype)
+    to, from_ = ((array.ctypes.data, array.strides) for array in (packed, seen))
+    call(itemsize, source.strided_table(to, from_, seen.shape))
+    assert np.array_equal(packed, seen)
+    if view != "the same row again":
+        expected = whole.copy()
+        VIEWS[view](expected)[...] = 77
+        packed[...] = 77
+        call(itemsize, source.strided_table(from_, to, seen.shape))
+        assert np.array_equal(whole, expected)
+
+
+def test_dimensions_without_gaps_are_one() -> None:
+    shape = (2,) * 20
+    strides = [8 << i for i in reversed(range(20))]
+    table = source.strided_table((0, strides), (0, strides), shape)
+    assert (table["dims"][0], table["lengths"][0, 0], table["n"][0]) == (1, 1 << 20, 1 << 20)
+    table = source.strided_table((0, strides), (0, [*strides[:10], *(2 * one for one in strides[10:])]), shape)
+    assert (table["dims"][0], table["lengths"][0, :2].tolist()) == (2, [1 << 10, 1 << 10])
+    with pytest.raises(UnsupportedError, match=r"20 dimensions with gaps.*contiguous copy"):
+        source.strided_table((0, strides), (0, strides[::-1]), shape)
 
 
 # --- what a kernel is given
@@ -321,6 +372,13 @@ def compiled(text: str, options: Sequence[str]) -> str:
     library.nvrtcGetPTX(handle, ptx)
     library.nvrtcDestroyProgram(ctypes.byref(handle))
     return ptx.value.decode()
+
+
+def test_nvrtc_compiles_strided_copies() -> None:
+    text = "\n".join(source.strided_source(itemsize, f"strided_{itemsize}") for itemsize in ITEMSIZES)
+    ptx = compiled(text, [*source.OPTIONS, "--gpu-architecture=compute_75"])
+    assert all(f".entry strided_{itemsize}(" in ptx for itemsize in ITEMSIZES)
+    assert ".local" not in ptx
 
 
 @pytest.mark.parametrize("kind", ALL)
