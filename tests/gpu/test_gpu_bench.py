@@ -89,5 +89,5 @@ def test_without_a_gpu(tmp_path: Path) -> None:
         pytest.skip("there is a GPU")
     job = mpirun(2, ["python", "-m", "mpikv", "bench", "allreduce", "--device"])
     assert job.status == 2, job.output
-    assert job.output.count("--device needs a GPU for each worker; rank 0 has none: ") == 1
+    assert job.output.count("--device needs a GPU for each worker, and rank 0, 1 has none: ") == 1
     assert "Traceback" not in job.output
