@@ -27,6 +27,8 @@ from mpikv.placement import Members
 from mpikv.runtime import abort, cuda_aware, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
+from mpikv.spaces import peers
+from mpikv.spaces.driver import Driver
 from mpikv.spec import StoreSpec
 from mpikv.topology import labels, topology
 from mpikv.transports.memory import LocalTransport
@@ -168,7 +170,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         if members.path != "servers":
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
-        members = _with_device_path(members, told, memory, processes)
+        members = _with_device_path(members, told, memory, processes, found.driver)
     except MpikvError:
         transport.close()
         raise
@@ -217,7 +219,11 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
 
 
 def _with_device_path(
-    members: Members, told: list[dict[str, Any]], memory: HostMemory | None, processes: Processes
+    members: Members,
+    told: list[dict[str, Any]],
+    memory: HostMemory | None,
+    processes: Processes,
+    driver: Driver | None,
 ) -> Members:
     """With the path of keys in device memory, which all ranks settle on. Collective where a worker asks for a GPU.
 
@@ -228,16 +234,14 @@ def _with_device_path(
         return members
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
+    local_rank = topology(processes.transport.hosts).local_rank[processes.transport.rank]
     trials = {
-        "ipc": lambda: _UNKNOWN,
+        "ipc": lambda: peers.why_not_shared(driver, local_rank, processes.gather_here),
         "mpi": lambda: _takes_device_memory(members, processes),
-        "nccl": lambda: _UNKNOWN,
+        "nccl": lambda: "this version does not use NCCL",
     }
     choice = device_paths.settle(devices, members, trials)
     return replace(members, device_path=choice.path, device_reasons=choice.reasons)
-
-
-_UNKNOWN = "this version has no such way"
 
 
 def _takes_device_memory(members: Members, processes: Processes) -> str:

@@ -380,6 +380,7 @@ class Workers(Session):
         """End the engine and the transports; nothing is under way any more. Raises what was found late."""
         self.abandon()
         self.transport.close()
+        self.spaces.close()
         self.control.comparing.raise_late()
 
     def abandon(self) -> None:

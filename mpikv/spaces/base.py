@@ -39,6 +39,10 @@ class Space(Protocol):
         """The number of the GPU whose memory it is, among those that this process sees; None: host memory."""
         ...
 
+    def settle(self) -> None:
+        """Block until all that the store has begun is done. Memory that it reads or writes may be let go of then."""
+        ...
+
     def stats(self) -> dict[str, int]:
         """What `store.stats()` says of it: copies between host and device."""
         ...

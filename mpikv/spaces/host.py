@@ -32,6 +32,9 @@ class HostSpace:
     def device(self) -> None:
         """See `Space`."""
 
+    def settle(self) -> None:
+        """It is."""
+
     def stats(self) -> dict[str, int]:
         """Nothing."""
         return {}

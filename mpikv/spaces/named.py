@@ -105,7 +105,7 @@ class Spaces:
         flat = [
             device.to_host(device.total([array.array], what, on_device=on_device))
             if isinstance(array, OnDevice)
-            else host_view(array, what).reshape(-1)
+            else np.asarray(host_view(array, what)).reshape(-1)  # a reshaped np.matrix has two axes
             for array in arrays
         ]
         return self.host.total(flat, what, on_device=on_device, combine=combine)

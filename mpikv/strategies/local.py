@@ -74,4 +74,5 @@ class LocalStrategy(Strategy):
         return loaded
 
     def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """Give back the device's memory; nothing else is to end."""
+        self._session.spaces.close()

@@ -105,6 +105,7 @@ class PlacedKeys:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
+        self._settle(queues)
         with session.engine.lock:
             if self.direct is not None:
                 self.direct.reset()
@@ -149,6 +150,12 @@ class PlacedKeys:
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
+            queue.space.settle()
+
+    def _settle(self, queues: Sequence[RoundQueue]) -> None:
+        """Wait for copies that are under way in memory of ways that other ways take the place of."""
+        for space in {id(queue.space): queue.space for queue in queues}.values():
+            space.settle()
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
@@ -240,6 +247,7 @@ class PlacedKeys:
             if session.rank == 0:
                 places = [self._reserve(bucket.info) for bucket in buckets]
             places = session.agree("empty", ["buckets", places], "bucket")
+        self._settle(buckets)
         with session.engine.lock:
             for bucket, reserved in zip(buckets, places, strict=True):
                 self._place(bucket, reserved)

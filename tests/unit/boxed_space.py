@@ -99,6 +99,9 @@ class BoxedSpace:
         assert array.space is self
         return array._memory
 
+    def settle(self) -> None:
+        pass
+
     def stats(self) -> dict[str, int]:
         return {}
 
