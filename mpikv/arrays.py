@@ -27,6 +27,7 @@ HostArray = npt.NDArray[Any]
 BFLOAT16 = tensors.BFLOAT16
 _DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int8", "uint8", "int32", "int64"))
 SUPPORTED_DTYPES: tuple[np.dtype[Any], ...] = (*_DTYPES, BFLOAT16)
+_BY_NAME = {str(dtype): dtype for dtype in SUPPORTED_DTYPES}
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -64,7 +65,12 @@ def own_space(array: object) -> Any:
 
 def is_elsewhere(array: object) -> bool:
     """Return whether its values are in other memory than the host's, so that the host can see a copy of them alone."""
-    return is_device(array) or own_space(array) is not None or tensors.is_elsewhere(array)
+    return own_space(array) is not None or (tensors.is_elsewhere(array) if tensors.is_tensor(array) else _on_gpu(array))
+
+
+def _on_gpu(array: object) -> bool:
+    """Return whether it is an array of CuPy, Numba or the like, which say so. Not to be asked of PyTorch's tensors."""
+    return hasattr(array, "__cuda_array_interface__")
 
 
 def is_space_array(value: object) -> bool:
@@ -79,6 +85,7 @@ def is_array(value: object) -> bool:
         or is_device(value)
         or hasattr(value, "__dlpack__")
         or own_space(value) is not None
+        or _on_gpu(value)
     )
 
 
@@ -103,6 +110,11 @@ def host_view(array: Any, what: str) -> HostArray:
             raise UnsupportedError(f"{what}: {error}") from None
         except Exception as error:
             raise UnsupportedError(f"{what}: cannot read a {type(array).__name__} in host memory: {error}") from error
+    elif _on_gpu(array):
+        raise UnsupportedError(
+            f"{what}: a {type(array).__module__}.{type(array).__name__} is in device memory, and only a store that "
+            "uses this GPU can read it there: hand over a copy in host memory"
+        )
     else:
         raise TypeError(f"{what} is an array (NumPy, CuPy or anything with DLPack), not {type(array).__name__}")
     if host.dtype not in SUPPORTED_DTYPES:
@@ -126,14 +138,14 @@ def as_host(what: str, value: Any, dtype: Any = None) -> HostArray:
 
 def shape_and_dtype(array: Any, what: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and dtype of an array, without moving its values where it is a device array."""
-    if is_device(array) or own_space(array) is not None:
+    if not isinstance(array, np.ndarray) and not tensors.is_tensor(array) and is_elsewhere(array):
         dtype = np.dtype(array.dtype)
         if dtype in SUPPORTED_DTYPES:
             return tuple(array.shape), dtype
     if tensors.is_elsewhere(array) or (tensors.is_jax(array) and not tensors.is_traced(array)):
         shape, name = tensors.shape_and_dtype(array)
-        if any(name == str(dtype) for dtype in SUPPORTED_DTYPES):
-            return shape, dtype_of(name)
+        if name in _BY_NAME:
+            return shape, _BY_NAME[name]
     host = host_view(array, what)
     return host.shape, host.dtype
 
@@ -145,7 +157,7 @@ def is_writable(array: Any, what: str) -> bool:
             return False
         if own_space(array) is not None:
             return bool(array.flags.writeable)
-        if is_device(array) or tensors.is_elsewhere(array):
+        if is_elsewhere(array):
             return True
     return host_view(array, what).flags.writeable
 
@@ -183,8 +195,10 @@ def _write_elsewhere(out: Any, value: HostArray, what: str) -> None:
     elif (space := own_space(out)) is not None:
         (caller,) = space.callers([out])
         space.write(caller, space.from_host(value), what)
-    else:
+    elif tensors.is_tensor(out):
         tensors.write(out, value.reshape(tuple(out.shape)))
+    else:
+        host_view(out, what)  # which says why not
 
 
 def flat_copy(array: Any, what: str) -> HostArray:

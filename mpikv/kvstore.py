@@ -226,11 +226,11 @@ class KVStore:
                     f"init: key {shown(item.key)} is there already ({self._forms.where()}); nothing was changed. "
                     "Push to change its value."
                 )
+        for item, caller in zip(items, spaces.callers([item.arrays[0] for item in items]), strict=True):
             what = f"init: the value of key {shown(item.key)}"
             shape, _ = shape_and_dtype(item.arrays[0], what)
-            callers = spaces.callers(item.arrays)
-            space = spaces.of_new_key(callers[0])
-            value = spaces.total(space, callers, what, on_device=False)
+            space = spaces.of_new_key(caller)
+            value = spaces.total(space, [caller], what, on_device=False)
             values.append(NewKey(item.key, shape, value, space))
         if len({type(new.key) for new in values}) > 1:
             raise TypeError("init: some keys are int and some are str; a store does not mix them")

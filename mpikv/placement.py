@@ -13,7 +13,6 @@ The paths:
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.
 - `native`: the workers own the keys, and MPI's own collectives move them.
-- `mpi`: as `messages`, with values on GPUs, whose memory MPI takes.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), with the

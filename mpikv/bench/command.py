@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mpikv.bench import allreduce, gloo, link, lists, output, plot, ps, pushpull
+from mpikv import optimizers
+from mpikv.bench import allreduce, gloo, link, lists, output, plot, ps, pushpull, updates
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -37,8 +38,10 @@ BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "model": lists.run_model,
     "train": train,
     "ps": ps.run,
+    "optimizers": updates.run,
     "link": link.run,
 }
+OWN_ROWS = ("train", "optimizers")  # kinds whose rows know of no memory held
 WRONG = 1  # the status where a result was not exact
 
 
@@ -53,12 +56,20 @@ def run(options: argparse.Namespace) -> int:
         job = open_job(config)
         _check_job(options, job)
     except (ConfigError, ValueError) as error:
-        if environment_rank() == 0:
-            print(f"mpikv bench: error: {error}", file=sys.stderr, flush=True)
-        else:
-            launcher.let_rank_0_speak()
-        return BAD_INPUT
-    return _measure(options, job)
+        return _refuse(error)
+    try:
+        return _measure(options, job)
+    except ConfigError as error:  # which all ranks find: there is no GPU
+        return _refuse(error)
+
+
+def _refuse(error: Exception) -> int:
+    """Say once for all ranks what cannot be measured. Returns the status."""
+    if environment_rank() == 0:
+        print(f"mpikv bench: error: {error}", file=sys.stderr, flush=True)
+    else:
+        launcher.let_rank_0_speak()
+    return BAD_INPUT
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -74,8 +85,20 @@ def _check(options: argparse.Namespace) -> None:
         plot.check_matplotlib()
     if options.kind == "train":
         _check_training(options)
+    if options.kind == "optimizers":
+        _check_optimizers(options)
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
         gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
+
+
+def _check_optimizers(options: argparse.Namespace) -> None:
+    if options.dtype not in FLOATS:
+        raise ConfigError(f"--dtype {options.dtype}: an optimizer needs one of {', '.join(FLOATS)}")
+    unknown = sorted(set(options.optimizers) - set(optimizers.names()))
+    if unknown:
+        raise ConfigError(f"--optimizers {','.join(unknown)}: there are {', '.join(optimizers.names())}")
+    if options.plot:
+        raise ConfigError("--plot draws bandwidths over sizes, which optimizers have not")
 
 
 def _check_training(options: argparse.Namespace) -> None:
@@ -107,13 +130,13 @@ def _measure(options: argparse.Namespace, job: Job) -> int:
         session.note(f"raw TCP between hosts: {session.link_bytes_per_s * 8 / 1e6:.0f} Mbit/s")
     with gloo.process_group(job, wanted="gloo" in getattr(options, "vs", ()) or options.kind == "train"):
         BENCHMARKS[options.kind](session)
-    if options.kind != "train":
+    if options.kind not in OWN_ROWS:
         progress.say(*ledger_lines(ledger(session.rows)))
     progress.close()
     wrong = sum(row.wrong for row in session.rows)
     if job.rank == 0:
         if options.json:
-            more = {**({} if options.kind == "train" else {"ledger": ledger(session.rows)}), **session.more}
+            more = {**({} if options.kind in OWN_ROWS else {"ledger": ledger(session.rows)}), **session.more}
             output.write_json(options.json, output.document(command, found, session.rows, session.notes, **more))
             print(f"# rows written to {Path(options.json).resolve()}", flush=True)
         if options.plot:
@@ -136,6 +159,8 @@ def _steps(options: argparse.Namespace) -> int:
     """Return how often something is measured."""
     if options.kind == "train":
         return len(options.batch)
+    if options.kind == "optimizers":
+        return len(options.optimizers or optimizers.names())
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
         return 1
     itemsize_bytes = np.dtype(options.dtype).itemsize

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.bench import device
 from mpikv.bench.allreduce import beside, titles
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.session import Session
@@ -24,11 +25,14 @@ def compare_lists(session: Session, shapes: tuple[Shape, ...]) -> None:
     job, dtype = session.job, session.dtype
     n_bytes = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     session.progress.say(f"# {len(shapes)} arrays, {n_bytes} bytes")
+    config = job.config.with_(num_servers=0)
+    if session.options.device:
+        device.compare_lists(session, Way("", shapes, dtype, config))
+        return
     titles(session)
     probes = session.probes(n_bytes)
     pattern = Pattern(dtype, job.rank, job.size)
     arrays: list[HostArray] = [np.zeros(shape, dtype) for shape in shapes]
-    config = job.config.with_(num_servers=0)
     made = [store_contender(job, pattern, Way("ordinary", shapes, dtype, config), arrays)]
     made.append(store_contender(job, pattern, Way("shared", shapes, dtype, config, shared=True)))
     made += beside(session, pattern, arrays, packed=True)

@@ -11,6 +11,7 @@ from mpikv.numbers import at_least, seconds, size, words
 from mpikv.progress import MODES
 
 ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
+DEVICE_PATHS = ("ipc", "mpi", "staged", "nccl")  # what is compared by default, where it works
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 FLOATS = DTYPES[:4]  # what an optimizer takes
 MODELS = ("lenet", "resnet18", "resnet50", "transformer12")
@@ -27,6 +28,8 @@ EXAMPLES = """examples:
   mpikv bench model -n 2 --model resnet50
   mpikv bench train -n 2 --model resnet18 --batch 4,32
   mpikv bench ps -n 3 --servers 1 -e 64M
+  mpikv bench allreduce -n 2 --device                arrays on the GPU, by each way that works here
+  mpikv bench optimizers                             updates on the GPU
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
 
 Without mpirun, -n starts one. Times are of the slowest rank; every result is checked."""
@@ -48,6 +51,7 @@ def add_parser(commands: Any) -> None:
     _model(kinds)
     _train(kinds)
     _ps(kinds)
+    _optimizers(kinds)
     _link(kinds)
     bench.set_defaults(run=_run)
 
@@ -95,6 +99,22 @@ def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
     parser.add_argument("-f", "--factor", type=at_least(2), default=4, help="from size to size (default 4)")
 
 
+def _device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        action="store_true",
+        help="arrays on the GPU of each worker, by each way that works here, beside what the GPU's memory and "
+        "page-locked copies allow",
+    )
+    parser.add_argument(
+        "--device-paths",
+        type=words((*DEVICE_PATHS, "host")),
+        default=DEVICE_PATHS,
+        metavar="A,B",
+        help=f"of MPIKV_DEVICE_PATH, with --device (default {','.join(DEVICE_PATHS)})",
+    )
+
+
 def _versus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vs", type=words(("gloo",)), default=(), metavar="gloo", help="compare with torch and Gloo")
 
@@ -112,6 +132,7 @@ def _allreduce(kinds: Any) -> None:
         "--algorithms", type=words(ALGORITHMS), default=(), metavar="A,B", help=f"{', '.join(ALGORITHMS)} or all"
     )
     _versus(parser)
+    _device(parser)
 
 
 def _pushpull(kinds: Any) -> None:
@@ -126,6 +147,7 @@ def _pushpull(kinds: Any) -> None:
     parser.add_argument("--keys", type=at_least(1), metavar="N", help="N keys in one call instead of sizes")
     parser.add_argument("--key-bytes", type=size, default="1K", metavar="SIZE", help="of each key (default 1K)")
     _versus(parser)
+    _device(parser)
 
 
 def _model(kinds: Any) -> None:
@@ -138,6 +160,7 @@ def _model(kinds: Any) -> None:
     )
     parser.add_argument("--model", choices=MODELS, default="resnet18", help="default resnet18")
     _versus(parser)
+    _device(parser)
 
 
 def _train(kinds: Any) -> None:
@@ -145,18 +168,18 @@ def _train(kinds: Any) -> None:
         kinds,
         "train",
         "training steps of a PyTorch network, each way of exchanging gradients against the step alone",
-        "Train a network with PyTorch on the CPU: DistributedModel, DistributedOptimizer, Trainer, and DDP over the "
-        "backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all against the step without any "
-        "exchange. --iterations are rounds, in which each way makes --steps steps; --seconds is time for each --batch.",
+        "Train a network with PyTorch, on the CPU or with --device on GPUs: DistributedModel, DistributedOptimizer, "
+        "Trainer, and DDP over the backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all "
+        "against the step without any exchange. --iterations are rounds, in which each way makes --steps steps; "
+        "--seconds is time for each --batch.",
     )
     parser.set_defaults(seconds=60.0, warmup=1)
     parser.add_argument("--model", choices=tuple(TRAINED), default="resnet18", help="default resnet18")
-    parser.add_argument(
-        "--batch", type=_counts, default=(4, 32), metavar="A,B", help="examples of one rank in a step (default 4,32)"
-    )
+    parser.add_argument("--batch", type=_counts, metavar="A,B", help="examples of one rank in a step (default 4,32)")
     parser.add_argument(
         "--image-size", type=at_least(8), metavar="PIXELS", help="a side (default resnet18 224, else 28)"
     )
+    parser.add_argument("--device", action="store_true", help="train on the GPU of each worker (default --batch 128)")
     parser.add_argument(
         "--steps", type=at_least(1), default=2, metavar="N", help="steps of a way in a turn (default 2)"
     )
@@ -189,6 +212,22 @@ def _ps(kinds: Any) -> None:
     parser.add_argument(
         "--variants", type=words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
     )
+    _device(parser)
+
+
+def _optimizers(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "optimizers",
+        "each optimizer's update on a GPU, against a copy there",
+        "Update one weight on the GPU with each optimizer, beside how long the GPU needs to copy as much as the update "
+        "must read and write. The bits are compared with those of the host.",
+    )
+    parser.add_argument("--bytes", type=size, default="256M", metavar="SIZE", help="of the weight (default 256M)")
+    parser.add_argument(
+        "--optimizers", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
+    )
+    parser.add_argument("--device", action="store_true", help="as it is in any case: on the GPU of each worker")
 
 
 def _link(kinds: Any) -> None:

@@ -8,6 +8,8 @@ array's size nor leaves more than the array itself in the caches.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
 
 from mpikv.arrays import HostArray
@@ -16,6 +18,26 @@ from mpikv.arrays import HostArray
 EXACT = {"float16": 2048, "bfloat16": 256, "float32": 1 << 24, "float64": 1 << 53, "int8": 127, "uint8": 255}
 LONGEST_PERIOD = 13  # prime, so that no chunk or segment of a power of two looks like the one beside it
 BLOCK_ELEMS = LONGEST_PERIOD * 1260  # a multiple of every number up to 10, and small enough for a core's cache
+
+
+class Values(Protocol):
+    """What arrays of a benchmark are filled with and compared with, wherever they are: see `Pattern`."""
+
+    def zeros(self, shape: tuple[int, ...]) -> Any:
+        """Return a new array of zeros."""
+        ...
+
+    def fill(self, array: Any, sign: int = 1) -> None:
+        """Begin to write this rank's values, times `sign`, which may be 0."""
+        ...
+
+    def is_total(self, array: Any, factor: int = 1) -> bool:
+        """Whether it holds the sum over all ranks, times `factor`, exactly."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all that was begun with arrays."""
+        ...
 
 
 class Pattern:
@@ -32,8 +54,19 @@ class Pattern:
         self.total: HostArray = (index * size + offset).astype(dtype)
         self._negative: HostArray | None = None
 
+    def zeros(self, shape: tuple[int, ...]) -> HostArray:
+        """Return a new array of zeros."""
+        array: HostArray = np.zeros(shape, self.mine.dtype)
+        return array
+
+    def finish(self) -> None:
+        """Wait for all that was begun with arrays: nothing, in host memory."""
+
     def fill(self, array: HostArray, sign: int = 1) -> None:
-        """Write this rank's values, times `sign`, into `array`, contiguous and of any shape."""
+        """Write this rank's values, times `sign`, which may be 0, into `array`, contiguous and of any shape."""
+        if sign == 0:
+            array.fill(0)
+            return
         if sign < 0 and self._negative is None:
             self._negative = -self.mine
         block = self.mine if sign > 0 or self._negative is None else self._negative

@@ -4,18 +4,21 @@ Every variant at every size is a store of its own: `kv.create` on a server rank 
 store and then raises SystemExit, which is caught here, so that the same ranks serve the next one. Servers do not take
 part in the measuring. One worker has nothing to add: raw MPI is then left out.
 
-The limit is `limits.server_limit`.
+The limit is `limits.server_limit`. With --device the workers' arrays are on their GPUs, and servers hold host memory:
+so each array also goes down and up once (`device_limits.staged_limit`).
 """
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 
 from mpikv import kv
 from mpikv.arrays import HostArray
 from mpikv.bench.allreduce import beside, sizes_of, titles
+from mpikv.bench.device import Bound, Device, Servers, summary
 from mpikv.bench.job import Job, job_of
 from mpikv.bench.limits import Limit, Rates, server_limit
 from mpikv.bench.pattern import Pattern
@@ -37,26 +40,38 @@ def run(session: Session) -> None:
     comm = everybody.comm.Split(int(is_server), everybody.rank)
     session.job = job_of(comm, config)
     session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers")
-    titles(session)
-    pattern = Pattern(session.dtype, comm.Get_rank(), comm.Get_size())
+    device = None if is_server or not options.device else Device(session, paths=("host",))
+    if device is None:
+        titles(session)
+    host_pattern = Pattern(session.dtype, comm.Get_rank(), comm.Get_size())
     for n_bytes in sizes_of(session):
         for place, variant in enumerate(options.variants):
             type_, optimizer = TYPES[variant]
+            type_ += "_device" * options.device
             if is_server:
                 latency(everybody)
                 _serve(everybody, type_, config)
                 continue
+
+            def bound(rates: Rates, n_bytes: int = n_bytes) -> Limit:
+                return server_limit(n_bytes, len(roles.workers), len(roles.servers), _remote(everybody, roles), rates)
+
+            shape = (n_bytes // session.dtype.itemsize,)
+            way = Way(variant, (shape,), session.dtype, config, optimizer=optimizer, type_=type_, single=True)
+            if device is not None:
+                device.compare(session, [replace(way, device=True)], Servers(everybody, bound, place == 0))
+                continue
             probes = session.probes(n_bytes, over=everybody)
-            array: HostArray = np.zeros(n_bytes // session.dtype.itemsize, session.dtype)
-            way = Way(variant, (array.shape,), session.dtype, config, optimizer=optimizer, type_=type_, single=True)
-            made = [store_contender(session.job, pattern, way, [array], everybody.comm)]
-            made += beside(session, pattern, [array])
+            array: HostArray = np.zeros(shape, session.dtype)
+            made = [store_contender(session.job, host_pattern, way, [array], everybody.comm)]
+            made += beside(session, host_pattern, [array])
 
-            def bound(rates: Rates, what: str = variant, n_bytes: int = n_bytes) -> dict[str, Limit]:
-                remote = _remote(everybody, roles)
-                return {what: server_limit(n_bytes, len(roles.workers), len(roles.servers), remote, rates)}
+            def bounds(rates: Rates, what: str = variant, bound: Bound = bound) -> dict[str, Limit]:
+                return {what: bound(rates)}
 
-            session.compare(n_bytes, 1, made, probes, bound, show_raw=place == 0)
+            session.compare(n_bytes, 1, made, probes, bounds, show_raw=place == 0)
+    if device is not None:
+        summary(session)
 
 
 def _serve(everybody: Job, type_: str, config: Config) -> None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.bench.allreduce import beside, compare_sizes
+from mpikv.bench import device
+from mpikv.bench.allreduce import beside, compare_sizes, plain, sizes_of
 from mpikv.bench.lists import compare_lists
 from mpikv.bench.measure import Contender
 from mpikv.bench.pattern import Pattern
@@ -23,15 +24,22 @@ def run(session: Session) -> None:
     options = session.options
     if options.keys:
         compare_lists(session, ((max(1, options.key_bytes // session.dtype.itemsize),),) * options.keys)
+    elif options.device:
+        device.compare_sizes(session, sizes_of(session), lambda shape: _variants(session, shape))
     else:
         compare_sizes(session, _contenders)
+
+
+def _variants(session: Session, shape: tuple[int, ...]) -> list[Way]:
+    """Return the exchange of one array in place, out of place and with an optimizer."""
+    way = plain(session, shape, "in place")
+    return [way, replace(way, what="out=", out=True), replace(way, what="sgd", optimizer="sgd")]
 
 
 def _contenders(session: Session, pattern: Pattern, n_bytes: int) -> list[Contender]:
     job, dtype = session.job, session.dtype
     array: HostArray = np.zeros(n_bytes // dtype.itemsize, dtype)
-    plain = Way("in place", (array.shape,), dtype, job.config.with_(num_servers=0), single=True)
-    ways = [plain, replace(plain, what="out=", out=True), replace(plain, what="sgd", optimizer="sgd")]
+    ways = _variants(session, array.shape)
     made = [store_contender(job, pattern, way, [array]) for way in ways]
     shared = [replace(way, what=f"shared, {way.what}", shared=True) for way in (ways[0], ways[2])]
     made += [store_contender(job, pattern, way) for way in shared]

@@ -14,7 +14,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.bench.job import Job
 from mpikv.bench.measure import Contender
-from mpikv.bench.pattern import Pattern
+from mpikv.bench.pattern import Pattern, Values
 
 RAW = "raw MPI"
 PACKED = "raw MPI, packed"
@@ -53,17 +53,18 @@ def packed_contender(job: Job, pattern: Pattern, arrays: Sequence[HostArray]) ->
     return Contender(PACKED, filler(pattern, arrays), run, checker(pattern, arrays))
 
 
-def filler(pattern: Pattern, arrays: Sequence[HostArray]) -> Any:
+def filler(pattern: Values, arrays: Sequence[Any]) -> Any:
     """Make a `prepare` that fills all arrays."""
 
     def prepare() -> None:
         for array in arrays:
             pattern.fill(array)
+        pattern.finish()
 
     return prepare
 
 
-def checker(pattern: Pattern, arrays: Sequence[HostArray]) -> Any:
+def checker(pattern: Values, arrays: Sequence[Any]) -> Any:
     """Make a `check` that all arrays hold the sum."""
 
     def check() -> bool:

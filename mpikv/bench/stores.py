@@ -1,8 +1,9 @@
 """The store as a contender: one `pushpull` of one key or of a list of keys.
 
 The arrays are the user's own ("ordinary"), or come from `store.zeros` and lie in memory that the ranks of a host share
-("shared"). With an optimizer the gradients change their sign from round to round, so that the weights, which begin at
-zero, are minus the sum or zero again: exact in every dtype, however many rounds there are.
+("shared"). Their pattern says where they are: in host memory (`Pattern`), or on a GPU (`DevicePattern`). With an
+optimizer the gradients change their sign from round to round, so that the weights, which begin at zero, are minus the
+sum or zero again: exact in every dtype, however many rounds there are.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpikv import kv, optimizers
-from mpikv.arrays import HostArray
 from mpikv.bench.counts import Counts, counts_of, most
 from mpikv.bench.job import Job
 from mpikv.bench.measure import Contender
-from mpikv.bench.pattern import Pattern
+from mpikv.bench.pattern import Values
 from mpikv.config import Config
 
 if TYPE_CHECKING:
@@ -37,24 +37,26 @@ class Way:
     out: bool = False
     optimizer: str = ""
     type_: str = "dist_sync"
+    device: bool = False  # arrays on a GPU
     single: bool = False  # one key and one array, not lists of one
 
 
 class _Use:
     """One store with its arrays."""
 
-    def __init__(self, comm: Any, pattern: Pattern, way: Way, arrays: Sequence[HostArray] | None) -> None:
+    def __init__(self, comm: Any, pattern: Values, way: Way, arrays: Sequence[Any] | None) -> None:
         self._pattern = pattern
         self._way = way
         self.store = kv.create(way.type_, comm=comm, config=way.config)
         if way.optimizer:
             self.store.set_optimizer(optimizers.create(way.optimizer, learning_rate=1.0))
         if way.shared:
-            arrays = self.store.zeros(list(way.shapes), dtype=way.dtype)
+            where = {"device": self.store.device} if way.device else {}
+            arrays = self.store.zeros(list(way.shapes), dtype=way.dtype, **where)
         elif arrays is None:
-            arrays = [np.zeros(shape, way.dtype) for shape in way.shapes]
-        self.arrays: Sequence[HostArray] = arrays
-        self.outs = [np.zeros(shape, way.dtype) for shape in way.shapes] if way.out else None
+            arrays = [pattern.zeros(shape) for shape in way.shapes]
+        self.arrays: Sequence[Any] = arrays
+        self.outs = [pattern.zeros(shape) for shape in way.shapes] if way.out else None
         self._sign = -1
         keys: Any = list(range(len(way.shapes)))
         # Not the arrays themselves: with an optimizer the first weights are zero.
@@ -71,10 +73,12 @@ class _Use:
         for array in self.arrays:
             self._pattern.fill(array, self._sign)
         for array in self.outs or ():
-            array.fill(0)
+            self._pattern.fill(array, 0)
+        self._pattern.finish()
 
     def run(self) -> None:
         self.store.pushpull(*self._call)
+        self._pattern.finish()
 
     def check(self) -> bool:
         results = self._results
@@ -82,10 +86,11 @@ class _Use:
             factor = 1
         else:
             factor = -1 if self._sign > 0 else 0
-            if self._way.type_ == "dist_async":
+            if self._way.type_.startswith("dist_async"):
                 # The answer to one worker may lack the others' pushes: what is exact is the value after all of them.
                 self.store.barrier()
                 results = self.store.pull(list(range(len(self._way.shapes))))
+                self._pattern.finish()
                 self.store.barrier()
         return all(self._pattern.is_total(array, factor) for array in results)
 
@@ -103,7 +108,7 @@ class _Use:
 
 
 def store_contender(
-    job: Job, pattern: Pattern, way: Way, arrays: Sequence[HostArray] | None = None, comm: MPI.Intracomm | None = None
+    job: Job, pattern: Values, way: Way, arrays: Sequence[Any] | None = None, comm: MPI.Intracomm | None = None
 ) -> Contender:
     """Make the contender that uses the store in one way. Collective over `comm`, by default the ranks of the job.
 

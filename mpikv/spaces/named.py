@@ -84,9 +84,11 @@ class Spaces:
         seen: dict[int, SpaceArray] = {}
         for array in arrays:
             if id(array) not in seen:
-                seen[id(array)] = self.device.inside(*self.device.callers([array]))
-                if seen[id(array)] is None:
+                (caller,) = self.device.callers([array])
+                found = self.device.inside(caller)
+                if found is None:
                     return None
+                seen[id(array)] = found.reshape(caller.shape)
         return [seen[id(array)] for array in arrays]
 
     def total(
@@ -103,7 +105,7 @@ class Spaces:
         flat = [
             device.to_host(device.total([array.array], what, on_device=on_device))
             if isinstance(array, OnDevice)
-            else host_view(array, what).reshape(-1)
+            else np.asarray(host_view(array, what)).reshape(-1)  # a reshaped np.matrix has two axes
             for array in arrays
         ]
         return self.host.total(flat, what, on_device=on_device, combine=combine)

@@ -9,8 +9,8 @@ which the function uses them, so that the program stays the same when they chang
 Every operation is rounded to its dtype, as NumPy's is, and all those in `OPERATIONS` are exact or correctly rounded by
 IEEE 754. So a device that rounds correctly and contracts nothing (no fused multiply-add) computes the same bits.
 
-Cost: a trace takes some 2 us for each call of the function. The programs of the store's own arithmetic (`combine`,
-`scale`, ...) are traced once.
+Cost: a trace takes 4 to 8 us for each call of the function, 0.1 to 0.2 ms for Adam, however long the arrays are. The
+programs of the store's own arithmetic (`combine`, `scale`, ...) are traced once.
 """
 
 from __future__ import annotations

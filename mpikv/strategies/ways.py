@@ -29,6 +29,7 @@ from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.device_messages import DeviceMessages
 from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.nccl_way import NcclWay, NcclWorkers
 from mpikv.transports.base import Group
 
 
@@ -37,7 +38,8 @@ class Means(NamedTuple):
 
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
-    communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages.
+    communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
+    the keys that go by NCCL have in common.
     """
 
     group: Group
@@ -45,6 +47,7 @@ class Means(NamedTuple):
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
     pages: bool = False
+    nccl: NcclWorkers | None = None
 
 
 class Way(Protocol):
@@ -336,4 +339,5 @@ WAYS: Mapping[Path, Make] = {
     "native": Native,
     "ipc": Ipc,
     "mpi": DeviceMessages,
+    "nccl": NcclWay,
 }

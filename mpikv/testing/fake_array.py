@@ -8,8 +8,9 @@ in which it was made, as CuPy's pool does, so that work of other streams must co
 bfloat16 has no name of its own in `__cuda_array_interface__`: its typestr is '<V2', as ml_dtypes' dtype calls itself,
 hence CuPy's arrays from 14 on, and PyTorch's tensors. In DLPack it is kDLBfloat.
 
-Sources: CuPy 13 and 14, cupy/_core/core.pyx (ndarray.get, set, __array__, __cuda_array_interface__, __dlpack__); the
-CUDA Array Interface, version 3 (Numba's documents); the array API's `__dlpack__`; dlpack.h.
+Sources: CuPy, cupy/_core/core.pyx (ndarray.get, set, __array__, __cuda_array_interface__, whose typestr is the dtype's
+`str`) and its upgrade guide (bfloat16); PyTorch, torch/_tensor.py (typestr); the CUDA Array Interface, version 3
+(Numba's documents); the array API's `__dlpack__`; dlpack.h.
 """
 
 from __future__ import annotations
@@ -43,8 +44,12 @@ class FakeArray:
     >>> array += 1
     >>> array[:, 1].get()
     array([2., 5.])
+    >>> array.view('uint8').shape
+    (2, 24)
     >>> array.set(np.ones((2, 3)))
     >>> array[0] = 0
+    >>> array.view('int64').shape
+    (2, 3)
     >>> array.astype('float32').reshape(-1).copy().get().tolist()
     [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     """

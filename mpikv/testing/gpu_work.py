@@ -188,8 +188,7 @@ class Work:
         lasts: work races with it from now on, until `host_ends` with what is returned.
         """
         with self.lock:
-            who = f"the host (from {_callers()})"
-            self._check(use, None, who)
+            self._check(use, None, _Host())
             if not lasts:
                 return None
             # A stream of its own, which no clock knows and nobody sees done.
@@ -276,6 +275,13 @@ class Work:
 def _join(clock: dict[Stream, int], other: dict[Stream, int]) -> None:
     for stream, number in other.items():
         clock[stream] = max(number, clock.get(stream, 0))
+
+
+class _Host:
+    """Who is named where the host races."""
+
+    def __str__(self) -> str:
+        return f"the host (from {_callers()})"
 
 
 def _number(access: Access) -> int:

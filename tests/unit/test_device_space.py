@@ -203,7 +203,7 @@ def test_memory_of_the_store_for_a_caller(gpu: FakeGpu, space: DeviceSpace) -> N
         (caller,) = space.callers([array])
     inside = space.inside(caller)
     assert inside is not None
-    assert (inside.address, inside.shape) == (array.address, (6,))
+    assert (inside.address, inside.shape) == (array.address, (2, 3))
     assert space.inside(space.callers([gpu.array(np.ones(3))])[0]) is None
     assert space.inside(np.ones(3)) is None
 

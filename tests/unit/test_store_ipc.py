@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,10 @@ from store_modes import Mode
 from mpikv import optimizers
 from mpikv.arrays import SUPPORTED_DTYPES
 from mpikv.config import Config
+from mpikv.errors import ConfigError, PeerError, StallError
 from mpikv.spaces import pool
 from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
+from mpikv.testing.ranks import memories_of
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
 F32 = np.dtype(np.float32)
@@ -221,3 +225,102 @@ def test_all_memory_is_given_back() -> None:
     run(gpus, body)
     assert [gpu.counts["allocations"] - gpu.counts["frees"] for gpu in gpus] == [0] * 3
     assert gpus[0].left_bytes == gpus[0].device.memory_bytes
+
+
+# --- workers that do not do the same
+
+
+def test_a_worker_that_is_late() -> None:
+    """The others are told, and the round is done when it comes."""
+    told = threading.Event()
+
+    def body(store: Any, gpu: FakeGpu) -> list[float]:
+        store.init("k", gpu.array(np.zeros(3, F32)))
+        if store.rank == 1:
+            assert told.wait(TEST_TIMEOUT_S)
+        store.push("k", gpu.array(np.ones(3, F32)))
+        if store.rank == 0:
+            with pytest.raises(StallError, match=r"key 'k', round 1.*Not arrived: worker 1"):
+                store.pull_async("k", gpu.array(np.zeros(3, F32))).wait(0.2)
+            told.set()
+        out = gpu.array(np.zeros(3, F32))
+        store.pull("k", out)
+        return out.get().tolist()
+
+    assert run(views(3), body) == [[3.0] * 3] * 3
+
+
+def test_unequal_pushes_at_the_end() -> None:
+    """The worker that pushed more is told; the others close in peace, and nobody frees what others read."""
+
+    def body(store: Any, gpu: FakeGpu) -> str:
+        store.init("k", gpu.array(np.zeros(500, F32)))
+        for _ in range(3 if store.rank == 1 else 2):
+            store.push("k", gpu.array(np.ones(500, F32)))
+        try:
+            store.close()
+        except PeerError as error:
+            return str(error)
+        return "closed"
+
+    first, second, third = run(views(3), body)
+    assert (first, third) == ("closed", "closed")
+    assert "'k' was pushed 3 times here and 2 times by worker 0" in second
+
+
+def test_different_learning_rates() -> None:
+    """All workers get the same error, and the old value."""
+
+    def body(store: Any, gpu: FakeGpu) -> list[Any]:
+        store.init("k", gpu.array(np.full(30, 5, F32)))
+        optimizer = optimizers.create("sgd", learning_rate=0.1)
+        store.set_optimizer(optimizer)
+        if store.rank == 2:
+            optimizer.learning_rate = 0.2
+        store.push("k", gpu.array(np.ones(30, F32)))
+        out = gpu.array(np.zeros(30, F32))
+        with pytest.raises(ConfigError, match="learning_rate") as error:
+            store.pull("k", out)
+        with contextlib.suppress(ConfigError):
+            store.close()
+        return [str(error.value), out.get().tolist()]
+
+    (text, value), *others = run(views(3), body)
+    assert value == [5.0] * 30
+    assert others == [[text, value]] * 2
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_fewer_workers(shared: bool) -> None:
+    """Who stays closes the memory of who has gone; without memory that they share the others go the staged way."""
+    stay = (0, 2)
+    memories = memories_of(["localhost"] * 2) if shared else [None] * 2
+    gpus = views(3)
+
+    def body(store: Any, gpu: FakeGpu) -> Any:
+        me = store.rank
+
+        def rounds(steps: range) -> list[Any]:
+            found = []
+            for step in steps:
+                array = gpu.array(np.full(100, me + step, F32))
+                store.push("k", array)
+                store.pull("k", array)
+                found.append(array.get()[50])
+            return found
+
+        store.init("k", gpu.array(np.zeros(100, F32)))
+        found = rounds(range(2))
+        store.barrier()
+        if me not in stay:
+            store.session.closed = True  # as if it had died
+            store.session.abandon()
+            store.strategy.keys.hosts.close()  # CUDA would, at the process's end
+            return found
+        members = store.session.members.only(stay)
+        store.strategy.keys.regroup(members, memories[stay.index(me)])
+        return found + rounds(range(2, 4)) + [store.stats()["device_path"]]
+
+    path = "ipc" if shared else "staged"
+    assert run(gpus, body) == [[3, 6, 6, 8, path], [3, 6], [3, 6, 6, 8, path]]
+    assert [gpus[rank].counts["allocations"] - gpus[rank].counts["frees"] for rank in stay] == [0, 0]

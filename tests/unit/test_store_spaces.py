@@ -20,7 +20,6 @@ from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.strategies.base import Entry, Sink
 from mpikv.testing.fake_device import FakeDevice
 from mpikv.testing.fake_gpu import FakeGpu
-from mpikv.testing.ranks import RankError
 from mpikv.testing.stores import spawn_stores
 
 N = 24
@@ -162,6 +161,34 @@ def test_arrays_of_the_space_itself_are_arrays_of_the_callers() -> None:
     other.pushpull("w", [mine, mine])
     assert np.array_equal(other.pull("w"), 2 * numbers())
     assert np.array_equal(space.to_host(mine.reshape(-1)), 2 * numbers().reshape(-1))
+
+
+class Shown:
+    """An array of a library that says where it is on a GPU and nothing else, as Numba's do."""
+
+    def __init__(self, array: Any) -> None:
+        self.shape, self.dtype = array.shape, array.dtype
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.array.__cuda_array_interface__
+
+
+def test_arrays_that_only_show_where_they_are() -> None:
+    gpu = FakeGpu()
+    store = local_store("local", spec.parse("local"), spaces=Spaces(device=DeviceSpace(gpu)))
+    shown = Shown(gpu.array(numbers()))
+    store.init(["h", "d"], [numbers(), shown])
+    assert [space_of(store, key) for key in "hd"] == [HOST, DEVICE]
+    store.pushpull(["h", "d"], [[shown, shown], shown], out=[np.empty((2, 3)), shown])
+    assert np.array_equal(store.pull("h"), 2 * numbers())
+    assert np.array_equal(shown.array.get(), numbers())
+    other = local_store("local", spec.parse("local"))
+    other.init("w", numbers())
+    for call in (other.push, other.pull, other.pushpull):
+        with pytest.raises(UnsupportedError, match="Shown is in device memory, and only a store that uses this GPU"):
+            call("w", shown)
 
 
 def test_what_does_not_fit_is_refused_without_looking_at_values() -> None:
@@ -500,15 +527,22 @@ def test_keys_on_servers_are_in_host_memory(name: str, memory: str) -> None:
     assert spawn_stores(name, 2, body, num_servers=1, config=mode.config(), spaces=spaces) == [(HOST, True)] * 2
 
 
-def test_a_worker_that_brings_another_kind_than_the_others() -> None:
-    gpu = FakeGpu()
+@pytest.mark.parametrize("memory", ["auto", "off"])
+def test_a_worker_that_brings_another_kind_than_the_others(memory: str) -> None:
+    """All of them learn of it, and can go on with other keys."""
+    mode, gpu = Mode("dist_sync", 2, memory=memory, device="staged"), FakeGpu()
     gpus = [gpu, gpu.view()]
 
-    def body(store: Any) -> None:
-        store.init("w", numbers() if store.rank else gpus[0].array(numbers()))
+    def body(store: Any) -> Any:
+        there = gpus[store.rank].array(numbers())
+        with pytest.raises(ShapeMismatch, match=r"init of key 'w' in different kinds of memory .*worker 0 .*: device"):
+            store.init("w", numbers() if store.rank else there)
+        store.init(["h", "d"], [numbers(), there])
+        store.pushpull(["h", "d"], [there, there], out=[a := np.empty((2, 3)), b := np.empty((2, 3))])
+        return [space_of(store, key) for key in "hd"], np.array_equal(a, b)
 
-    with pytest.raises(RankError, match=r"ShapeMismatch: init of key 'w' in different kinds of memory"):
-        spawn_stores("dist_sync", 2, body, config=Mode("dist_sync", 2, memory="off").config(), drivers=gpus)
+    found = spawn_stores("dist_sync", 2, body, config=mode.config(), drivers=gpus)
+    assert found == [([HOST, DEVICE], True)] * 2
 
 
 # --- a trainer

@@ -1,0 +1,237 @@
+"""The way "nccl": a key's value is on a GPU, and NCCL adds it over all workers, each of which has a GPU of its own.
+
+One communicator serves all keys of a store. NCCL wants its calls in the same order on all workers, and a call waits on
+the GPU until all others have made it; workers push keys in any order, and may wait for one before they push the next.
+So a round of a key begins with short messages in host memory. First every worker hears from all others
+(collectives/notes.py), and then all have pushed the key; the same messages say under which labels. Then worker 0 gives
+the round a number, the next one, and tells it to all. Rounds are put into the stream in the order of their numbers,
+each as a whole: reduce-scatter, update and allgather, one after another, while no other generator runs.
+
+What cannot end, because a worker has died after it had told that it is there, is aborted after the store's limit, and
+whoever waits for the key gets StallError. The store is of no use then.
+
+The bits are NCCL's: the same on all workers, but not those of the other ways, nor the same with another number of GPUs
+or another version of NCCL.
+
+Cost for p workers: NCCL's, and ceil(log2(p)) + 1 short messages one after another in each round, p-1 more at worker 0.
+The first value comes through host memory, once. Memory: the value.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.checks import shown
+from mpikv.collectives import notes
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.labelled import Comparison, Said
+from mpikv.collectives.nccl import ID_BYTES, Nccl, NcclComm
+from mpikv.engine.engine import Engine
+from mpikv.engine.request import Completion, Predicate, Request, Steps
+from mpikv.errors import MpikvError, StallError
+from mpikv.keys import KeyInfo
+from mpikv.placement import Placement
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
+from mpikv.transports.base import Group
+
+if TYPE_CHECKING:
+    from mpikv.strategies.ways import Means
+
+LONGEST_TURN = 0.05  # of the limit: a process that was stopped for a while has not waited meanwhile
+NOTHING = Said(0, 1.0)  # of a round whose labels are not compared
+
+
+class NcclWorkers:
+    """What all keys of one worker have in common: its rank of the communicator, and the order of rounds.
+
+    group: of all workers. timeout_s: how long a round may take on the GPU. The communicator is made by `start`; until
+    then, and where that fails, no round of a key begins.
+    """
+
+    def __init__(self, nccl: Nccl, group: Group, timeout_s: float) -> None:
+        self._nccl, self._group, self.timeout_s = nccl, group, timeout_s
+        self._made: Completion = Completion()
+        self._comm: NcclComm | None = None
+        self._failure: MpikvError | None = None
+        self.given = 0  # at worker 0: how many rounds have a number
+        self.begun = 0  # how many rounds are in the stream
+
+    def start(self, engine: Engine) -> None:
+        """Introduce the workers to each other. To be called once on each of them."""
+        engine.start(self._introduce(), "introduction to NCCL")
+
+    def _introduce(self) -> Steps[None]:
+        unique_id = np.empty(ID_BYTES, np.uint8)
+        error: Exception | None = None
+        if self._group.rank == 0:
+            try:
+                unique_id[:] = np.frombuffer(self._nccl.unique_id(), np.uint8)
+            except Exception as found:  # noqa: BLE001 - raised to whoever waits for the communicator
+                error, unique_id[:] = found, 0
+        yield from broadcast(self._group, unique_id, 0, wire.TAG_NCCL)
+        if not unique_id.any():
+            self._made.finish(error or MpikvError("worker 0 could not begin with NCCL; it says why"))
+            return
+        # It blocks until all workers are there, in NCCL, where nobody can limit the wait: whoever waits here can.
+        threading.Thread(target=self._init, args=(unique_id.tobytes(),), name="mpikv-nccl", daemon=True).start()
+
+    def _init(self, unique_id: bytes) -> None:
+        try:
+            self._comm = self._nccl.init(self._group.size, unique_id, self._group.rank)
+        except Exception as error:  # noqa: BLE001 - raised to whoever waits for the communicator
+            self._made.finish(error)
+        else:
+            self._made.finish()
+
+    @property
+    def made(self) -> Request:
+        """Done when there is a communicator. Raises what went wrong."""
+        return Predicate(self._made.test)
+
+    @property
+    def comm(self) -> NcclComm:
+        """The communicator. Raises what has ended it."""
+        if self._failure is not None:
+            raise self._failure
+        assert self._comm is not None
+        return self._comm
+
+    def fail(self, error: MpikvError) -> MpikvError:
+        """End all that is under way, since it will not end by itself. All rounds from now on raise this error."""
+        if self._failure is None:
+            self._failure = error
+            if self._comm is not None:
+                self._comm.abort()
+        return self._failure
+
+    def close(self) -> None:
+        """Give the communicator back. Collective; nothing may be under way."""
+        if self._comm is not None and self._failure is None:
+            self._comm.destroy()
+        self._comm = None
+
+
+class NcclWay:
+    """See `Way`. Its arrays are those of a `DeviceSpace`; the workers own parts of any length."""
+
+    shared = False
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        space: Any = means.spaces.of(info)
+        assert isinstance(space, DeviceSpace)
+        assert means.nccl is not None
+        self.placement = placement
+        self._space, self._info, self._group, self._workers = space, info, means.group, means.nccl
+        self.value: SpaceArray = space.empty(info.n_elems, info.dtype)
+        # With nobody to add with, or nothing to add, nothing is asked of NCCL.
+        self._alone = means.group.size == 1 or info.n_elems == 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The value, on the GPU."""
+        return int(self.value.nbytes)
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts."""
+        self.placement = placement
+
+    def share_now(self) -> bool:
+        """By messages it takes time."""
+        return False
+
+    def _tag(self, use: int) -> int:
+        return wire.key_tag(self._info.id, use)
+
+    def share(self) -> Steps[None]:
+        """By a tree, through host memory. Then the key waits for the communicator."""
+        if self._alone:
+            return
+        space, is_root = self._space, self._group.rank == 0
+        value = space.to_host(self.value) if is_root else np.empty(self._info.n_elems, self._info.dtype)
+        yield from broadcast(self._group, value, 0, self._tag(0))
+        if not is_root:
+            space.copy(self.value, value)
+        yield self._workers.made
+
+    def reduce_scatter(
+        self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[SpaceArray | None]:
+        """In place. What follows until the first request of `allgather` belongs to the round's turn."""
+        if self._alone:
+            return None
+        yield self._space.arrived(values)
+        said = yield from notes.exchange(self._group, NOTHING if comparison is None else comparison.own, self._tag(1))
+        ratio = 1.0 if comparison is None else comparison.ratio_of_all(said)
+        number = yield from self._number()
+        workers = self._workers
+        yield Predicate(lambda: workers.comm is not None and workers.begun == number)
+        if ratio != 1.0:
+            self._space.scale(values, ratio, values)
+        self._call(workers.comm.reduce_scatter, values.address, values.dtype, combine)
+        return None
+
+    def _number(self) -> Steps[int]:
+        """Which of all rounds this is: worker 0 gives it the next number once all workers are there."""
+        group, number = self._group, np.zeros(1, np.int64)
+        if group.rank:
+            yield group.irecv(number, 0, self._tag(0))
+        else:
+            number[0] = self._workers.given
+            self._workers.given += 1
+            sends = [group.isend(number, rank, self._tag(0)) for rank in range(1, group.size)]
+            yield from sends
+        return int(number[0])
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """In place. Ends the round's turn, and waits until the GPU has done it."""
+        if self._alone:
+            return
+        self._call(self._workers.comm.all_gather, self.value.address, self.value.itemsize)
+        self._workers.begun += 1
+        yield _Ended(self._space.begun(), self._workers, self._group, self._info)
+
+    def _call(self, call: Any, address: int, *what: Any) -> None:
+        try:
+            call(address, self.placement.bounds, *what, self._space.stream)
+        except MpikvError as error:
+            raise self._workers.fail(error) from None
+
+
+class _Ended:
+    """A request that is done when the GPU has done a round; where it does not, it ends all that is under way."""
+
+    def __init__(self, done: Request, workers: NcclWorkers, group: Group, info: KeyInfo) -> None:
+        self._done, self._workers, self._group, self._info = done, workers, group, info
+        self._clock = group.transport.clock
+        self._waited_s, self._looked_s = 0.0, self._clock.now_s()
+
+    def test(self) -> bool:
+        """Whether it is done. Raises StallError after the limit, MpikvError where NCCL has failed."""
+        workers = self._workers
+        comm = workers.comm
+        if self._done.test():
+            return True
+        try:
+            comm.check()
+        except MpikvError as error:
+            raise workers.fail(error) from None
+        now_s = self._clock.now_s()
+        self._waited_s += min(now_s - self._looked_s, LONGEST_TURN * workers.timeout_s)
+        self._looked_s = now_s
+        if self._waited_s >= workers.timeout_s:
+            group = self._group
+            raise workers.fail(
+                StallError(
+                    f"key {shown(self._info.key)}, worker {group.rank} of {group.size} on {group.hosts[group.rank]}: "
+                    f"NCCL has not ended within {workers.timeout_s:g} s, though all workers had pushed the key. One of "
+                    "them has died or its GPU hangs: see what the others print. This store can be used no more"
+                )
+            )
+        return False

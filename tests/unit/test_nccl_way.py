@@ -1,0 +1,268 @@
+"""The way by NCCL, on fake GPUs: all workers make the same calls in the same order, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device_rounds import FIRST, Case, Side, run_rounds
+from fake_nccl import CallOrderError, Network
+
+from mpikv.collectives.nccl import CupyNccl, Nccl, NcclComm
+from mpikv.errors import MpikvError, StallError, UnsupportedError
+from mpikv.testing.device_transport import DeviceFabric
+from mpikv.testing.fake_gpu import FakeGpus
+from mpikv.testing.ranks import RankError, spawn
+from mpikv.transports.faulty import Faults, FaultyFabric
+from mpikv.transports.threads import Fabric
+
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
+OPS = (np.add, np.minimum, np.maximum, np.multiply)
+
+
+def network_of(p: int, seed: int = 0) -> Network:
+    gpus = FakeGpus(p, seed=seed)
+    return Network([gpus.view([rank])[0] for rank in range(p)])
+
+
+def by_nccl(p: int, cases: list[Case], seed: int = 0, fabric: Fabric | None = None) -> list:
+    network = network_of(p, seed)
+    fabric = Fabric(p) if fabric is None else fabric
+
+    def body(transport):
+        rank = transport.rank
+        return run_rounds("nccl", transport, Side(network.gpus[rank], network.of(rank)), cases)
+
+    results = spawn(p, body, fabric=DeviceFabric(fabric, network.gpus), timeout_s=120)
+    assert network.destroyed == set(range(p))
+    assert not network.aborted
+    return results
+
+
+def by_messages(p: int, cases: list[Case]) -> list:
+    return spawn(p, lambda transport: run_rounds("messages", transport, Side(), cases))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+def test_sums_of_all_lengths_dtypes_and_operations(p: int) -> None:
+    """Also where parts differ in length, and where some workers own nothing."""
+    cases = [Case(algorithm, n, whole=True) for algorithm in ("ring", "halving_doubling") for n in (0, 1, 2, 60, 1001)]
+    cases += [Case("ring", 37, dtype, op, whole=True) for dtype, op in itertools.product(DTYPES, OPS)]
+    assert by_nccl(p, cases) == by_messages(p, cases)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_keys_in_any_order(seed: int) -> None:
+    """Of pushes, of messages and of the GPUs' work."""
+    p = 2 + seed % 3
+    cases = [Case("ring", n, whole=True, rounds=4) for n in (3, 17, 1000, 1001, 5)]
+    fabric = FaultyFabric(p, lambda rank: Faults(seed=seed))
+    assert by_nccl(p, cases, seed, fabric) == by_messages(p, cases)
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_labels_and_factors(p: int) -> None:
+    """Sums are in the units of worker 0; where labels differ in what must be equal, nobody updates."""
+    wrong = tuple(FIRST._replace(text=f"{rank}") for rank in range(p))
+    different = tuple(FIRST._replace(factor=2.0 ** (rank - 1)) for rank in range(p))
+    case = Case("ring", 41, labels=[(FIRST,) * p, different, wrong, (FIRST,) * p], whole=True)
+    results = by_nccl(p, [case])
+    plain = by_messages(p, [case])
+    values = [((np.arange(41) * 7 + 3 * rank + 1) % 5 + 1) for rank in range(p)]
+    mixed = sum(2.0**rank * values[rank] for rank in range(p)).astype(np.float32).tobytes()
+    for (found,), (expected,) in zip(results, plain, strict=True):
+        assert [one[1] for one in found[1:]] == [False, False, True, False]
+        assert found[1] == expected[1]
+        assert found[2] == ((True, 0.5), False, mixed)
+        assert found[3] == (None, True, mixed)
+        assert found[4] == expected[4]
+
+
+def test_the_fake_finds_calls_in_different_orders() -> None:
+    network = network_of(2)
+    comms = spawn(2, lambda t: network.of(t.rank).init(2, bytes(128), t.rank))
+    streams = [gpu.stream() for gpu in network.gpus]
+    memories = [gpu.allocate(64) for gpu in network.gpus]
+    comms[0].all_gather(memories[0], (0, 4, 8), 4, streams[0])
+    with pytest.raises(CallOrderError, match="call 0 of rank 1"):
+        comms[1].all_gather(memories[1], (0, 3, 8), 4, streams[1])
+
+
+# --- what goes wrong
+
+
+class Looks:
+    """A clock by which a minute passes at each look."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def now_s(self) -> float:
+        self._looks += 1
+        return 60.0 * self._looks
+
+    def sleep(self, seconds: float) -> None:
+        """Nobody sleeps by it here."""
+
+
+def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
+    """It has told that it is there, and then makes no call: the others abort, and the key's waits raise."""
+    network = network_of(3)
+
+    def body(transport):
+        side = Side(network.gpus[transport.rank], network.of(transport.rank))
+        if transport.rank == 2:
+            real = side.nccl.init
+
+            def init(size, unique_id, rank):
+                comm = real(size, unique_id, rank)
+                comm.reduce_scatter = lambda *what: None  # its GPU never comes to it
+                comm.all_gather = lambda *what: None
+                return comm
+
+            side.nccl.init = init
+        run_rounds("nccl", transport, side, [Case("ring", 100, rounds=1)])
+
+    with pytest.raises(RankError) as found:
+        spawn(3, body, fabric=DeviceFabric(Fabric(3, clock=Looks()), network.gpus))
+    assert found.value.errors.keys() == {0, 1}
+    for rank in (0, 1):
+        error = found.value.errors[rank]
+        assert isinstance(error, StallError)
+        assert f"worker {rank} of 3 on localhost: NCCL has not ended within 60 s" in str(error)
+    assert network.aborted == {0, 1}
+
+
+def test_what_nccl_notices_ends_the_round() -> None:
+    network = network_of(2)
+
+    def body(transport):
+        nccl = network.of(transport.rank)
+        real = nccl.init
+
+        def init(size, unique_id, rank):
+            comm = real(size, unique_id, rank)
+            comm.fails = MpikvError("NCCL has failed: a link is down")
+            return comm
+
+        nccl.init = init
+        run_rounds("nccl", transport, Side(network.gpus[transport.rank], nccl), [Case("ring", 100)])
+
+    with pytest.raises(RankError) as found:
+        spawn(2, body, fabric=DeviceFabric(Fabric(2), network.gpus))
+    assert any("a link is down" in str(error) for error in found.value.errors.values())
+    assert network.aborted
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_workers_that_cannot_be_introduced(failing: int) -> None:
+    """Where worker 0 has no number to begin with, all are told; what fails at one alone is raised there."""
+    network = network_of(2)
+    if failing:
+        network.arrived.abort()  # it is not waited for by the other one
+
+    def body(transport):
+        nccl = network.of(transport.rank)
+        if transport.rank == failing:
+            nccl.error = MpikvError("NCCL has failed: no GPU")
+        run_rounds("nccl", transport, Side(network.gpus[transport.rank], nccl), [Case("ring", 100)])
+
+    with pytest.raises(RankError) as found:
+        spawn(2, body, fabric=DeviceFabric(Fabric(2), network.gpus))
+    assert "no GPU" in str(found.value.errors[failing])
+    assert 1 - failing in found.value.errors
+
+
+# --- how NCCL is called through CuPy
+
+
+class NcclError(RuntimeError):
+    pass
+
+
+def cupy_with_nccl(monkeypatch, calls: list) -> None:
+    """What is used of CuPy: notes each call."""
+
+    class NcclCommunicator:
+        def __init__(self, *arguments) -> None:
+            calls.append(("init", *arguments))
+
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, *arguments))
+
+    class Device:
+        def __init__(self, number) -> None:
+            self.number = number
+
+        def use(self) -> None:
+            calls.append(("use", self.number))
+
+    cupy, cuda, nccl = types.ModuleType("cupy"), types.ModuleType("cupy.cuda"), types.ModuleType("cupy.cuda.nccl")
+    cupy.cuda, cuda.nccl, cuda.Device = cuda, nccl, Device
+    nccl.available, nccl.NcclCommunicator, nccl.NcclError = True, NcclCommunicator, NcclError
+    nccl.get_unique_id = lambda: tuple([-128, 127] * 64)
+    for name in ("groupStart", "groupEnd"):
+        setattr(nccl, name, lambda name=name: calls.append((name,)))
+    for name in ("SUM", "PROD", "MAX", "MIN", "INT8", "UINT8", "INT32", "INT64", "FLOAT32", "FLOAT64"):
+        setattr(nccl, f"NCCL_{name}", sum(name.encode()))
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_calls_of_cupy(monkeypatch) -> None:
+    """Parts of one length are one call, others a group of calls, one for each part that is not empty."""
+    calls: list = []
+    cupy_with_nccl(monkeypatch, calls)
+    nccl: Nccl = CupyNccl(3)
+    unique_id = nccl.unique_id()
+    assert len(unique_id) == 128
+    comm: NcclComm = nccl.init(2, unique_id, 1)
+    assert calls == [("use", 3), ("init", 2, (-128, 127) * 64, 1)]
+    f32, i8, add = sum(b"FLOAT32"), sum(b"INT8"), sum(b"SUM")
+    calls.clear()
+    comm.reduce_scatter(1000, (0, 5, 10), np.dtype(np.float32), np.add, 77)
+    comm.all_gather(1000, (0, 5, 10), 2, 77)
+    assert calls == [("reduceScatter", 1000, 1020, 5, f32, add, 77), ("allGather", 1010, 1000, 10, i8, 77)]
+    calls.clear()
+    comm.reduce_scatter(1000, (0, 6, 6, 10), np.dtype(np.float32), np.add, 77)
+    comm.all_gather(1000, (0, 6, 6, 10), 2, 77)
+    assert calls == [
+        ("groupStart",),
+        ("reduce", 1000, 1000, 6, f32, add, 0, 77),
+        ("reduce", 1024, 1024, 4, f32, add, 2, 77),
+        ("groupEnd",),
+        ("groupStart",),
+        ("broadcast", 1000, 1000, 12, i8, 0, 77),
+        ("broadcast", 1012, 1012, 8, i8, 2, 77),
+        ("groupEnd",),
+    ]
+    calls.clear()
+    comm.check()
+    comm.abort()
+    comm.destroy()
+    assert calls == [("check_async_error",), ("abort",), ("destroy",)]
+
+
+def test_an_error_of_nccl_says_what_to_do(monkeypatch) -> None:
+    cupy_with_nccl(monkeypatch, [])
+
+    def fails():
+        raise NcclError("NCCL_ERROR_SYSTEM_ERROR: ...")
+
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "get_unique_id", fails)
+    with pytest.raises(MpikvError, match=r"NCCL_ERROR_SYSTEM_ERROR.*GPU of its own; NCCL_DEBUG=WARN"):
+        CupyNccl(0).unique_id()
+
+
+def test_nccl_that_is_missing(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UnsupportedError, match="used through CuPy"):
+        CupyNccl(0)
+    cupy_with_nccl(monkeypatch, [])
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
+    with pytest.raises(UnsupportedError, match="without NCCL"):
+        CupyNccl(0)
