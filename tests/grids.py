@@ -49,7 +49,8 @@ def share_out(items: Sequence[pytest.Item]) -> None:
     tests: dict[str, dict[str, list[pytest.Function]]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker(GRID):
-            on_device = [one for one in item.callspec.params.values() if getattr(one, "device", "") and one.workers > 1]
+            several = [one for one in item.callspec.params.values() if getattr(one, "workers", 1) > 1]
+            on_device = [one for one in several if getattr(one, "device", "")]
             if on_device:
                 paths = tests.setdefault(item.nodeid.partition("[")[0], {})
                 paths.setdefault(repr(on_device[0]), []).append(item)
