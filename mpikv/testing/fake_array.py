@@ -9,8 +9,8 @@ bfloat16 has no name of its own in `__cuda_array_interface__`: its typestr is '<
 hence CuPy's arrays from 14 on, and PyTorch's tensors. In DLPack it is kDLBfloat.
 
 Sources: CuPy, cupy/_core/core.pyx (ndarray.get, set, __array__, __cuda_array_interface__, whose typestr is the dtype's
-`str`) and its upgrade guide (bfloat16); PyTorch, torch/_tensor.py (typestr); the CUDA Array Interface, version 3 (Numba's
-documents); the array API's `__dlpack__`; dlpack.h.
+`str`) and its upgrade guide (bfloat16); PyTorch, torch/_tensor.py (typestr); the CUDA Array Interface, version 3
+(Numba's documents); the array API's `__dlpack__`; dlpack.h.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class FakeArray:
     >>> array += 1
     >>> array[:, 1].get()
     array([2., 5.])
+    >>> array.view('uint8').shape
+    (2, 24)
     >>> array.set(np.ones((2, 3)))
     >>> array[0] = 0
     >>> array.view('int64').shape

@@ -81,9 +81,9 @@ class Mode(NamedTuple):
         gpu = FakeGpu()
         gpus = [gpu, *(gpu.view() for _ in range(size - 1))] if self.device else None
         on_worker = body if gpus is None else lambda store: body(DeviceStore(store, gpus[store.session.transport.rank]))
-        fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else Fabric(size)
-        if gpus is not None:
-            fabric = DeviceFabric(fabric, gpus)
+        fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
+        if self.device == "mpi" and gpus is not None:
+            fabric = DeviceFabric(Fabric(size) if fabric is None else fabric, gpus)
         with long_messages() if self.memory == "long" else contextlib.nullcontext():
             return spawn_stores(
                 self.name,
@@ -127,6 +127,7 @@ SYNC = LOCAL + ALLREDUCE + SERVERS
 FEW_ON_DEVICE = (
     Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
     Mode("dist_sync", 3, 0, "ring", device="staged"),
+    Mode("dist_sync", 3, device="ipc"),
     Mode("dist_sync", 3, 0, "ring", device="mpi"),
     Mode("dist_sync", 3, 2, device="host"),
 )
