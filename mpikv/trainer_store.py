@@ -60,7 +60,7 @@ def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence
     for (space, dtype_name), names in sorted(kinds.items()):
         shapes = [tuple(list_data(params[name])[0].shape) for name in names]
         if space == DEVICE:  # where not every library has a name for bfloat16, but all have 16 bits
-            dtype_name = "int16" if dtype_name == "bfloat16" else dtype_name  # noqa: PLW2901
+            dtype_name = "float16" if dtype_name == "bfloat16" else dtype_name  # noqa: PLW2901
         places = store.zeros(shapes, dtype_name, device=store.device if space == DEVICE else None)
         for name, memory in zip(names, places, strict=True):
             place_grad(params[name], memory)

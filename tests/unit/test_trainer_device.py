@@ -23,9 +23,11 @@ from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
 from mpikv.spaces.squares import PART_ELEMS, on_host
 from mpikv.spec import parse
+from mpikv.testing.device_transport import DeviceFabric
 from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.trainer import Trainer
+from mpikv.transports.threads import Fabric
 
 SHAPES = {"bias": (7,), "empty": (0,), "scalar": (), "weight": (30, 41)}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -201,7 +203,8 @@ def distributed(
         return found
 
     drivers = None if None in gpus else gpus
-    results = spawn_stores("dist_sync", workers, body, config=config, hosts=hosts, drivers=drivers)
+    fabric = DeviceFabric(Fabric(workers, hosts or ["localhost"] * workers), gpus) if path == "mpi" else None
+    results = spawn_stores("dist_sync", workers, body, config=config, hosts=hosts, drivers=drivers, fabric=fabric)
     if path in {"ipc", "mpi"}:
         assert crossed == [[(0, 0)] * 3] * workers
     return results
@@ -214,13 +217,10 @@ def gpus_of(workers: int, seed: int) -> list[FakeGpu | None]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("on_store", [True, False])
-@pytest.mark.parametrize("path", ["ipc", "staged", "host"])
+@pytest.mark.parametrize("path", ["ipc", "staged", "mpi"])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int) -> None:
-    if path == "host":
-        gpus: list[FakeGpu | None] = [None] * workers
-    else:
-        gpus = gpus_of(workers, seed)
+    gpus = gpus_of(workers, seed)
     options = {"update_on_kvstore": on_store}
     expected = distributed(workers, np.float32, [None] * workers, **options)
     assert distributed(workers, np.float32, gpus, path=path, **options) == expected
@@ -233,10 +233,11 @@ def test_short_floats_of_workers(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("on_store", [True, False])
-def test_workers_of_several_hosts(on_store: bool) -> None:
+@pytest.mark.parametrize("path", ["staged", "mpi"])
+def test_workers_of_several_hosts(on_store: bool, path: str) -> None:
     options = {"hosts": "aab", "update_on_kvstore": on_store}
     expected = distributed(3, np.float32, [None] * 3, **options)
-    assert distributed(3, np.float32, gpus_of(3, 4), path="staged", **options) == expected
+    assert distributed(3, np.float32, gpus_of(3, 4), path=path, **options) == expected
 
 
 def test_examples_and_clipping() -> None:
