@@ -275,14 +275,15 @@ class CallForms:
         if {len(item.arrays) for item in items} != {1}:
             return None
         infos = [self.info("pushpull", item.key) for item in items]
-        if all(info.space == DEVICE for info in infos):
+        spaces = {info.space for info in infos}
+        if spaces == {DEVICE}:
             inside = self._session.spaces.inside(arrays)
             if inside is None:
                 return None
             known = dict(zip(map(id, arrays), inside, strict=True))
         else:
             others = [array for array in arrays if type(array) is not np.ndarray]
-            if any(info.space != HOST for info in infos) or any(map(is_elsewhere, others)):
+            if spaces != {HOST} or any(map(is_elsewhere, others)):
                 return None
             known = {id(array): host_view(array, "pushpull") for array in arrays}
         for info, item in zip(infos, items, strict=True):

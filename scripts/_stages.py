@@ -45,6 +45,7 @@ LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 # With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
 OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
+OF_GROUPS = {"oldest": ("torch",), "gpu": ("torch", "jax")}  # frameworks in their environments
 SELECTION = ["-m", "not full and not cluster_full"]  # of the tests on clusters: those that every run makes
 ONLY_FULL = ["-m", "full"]  # tests that take minutes, and the rest of the grids: what --full adds
 POLL_S = 0.1
@@ -68,8 +69,8 @@ class Stage:
     @property
     def frameworks(self) -> tuple[str, ...]:
         """What its environment was made with: a test that does not find one of them fails."""
-        if self.group == "oldest":
-            return ("torch",)
+        if self.group in OF_GROUPS:
+            return OF_GROUPS[self.group]
         return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 
@@ -107,7 +108,7 @@ def stages(
     others = [
         f"tests/{path.name}"
         for path in sorted((ROOT / "tests").iterdir())
-        if path.name not in ("unit", "property", "mpi", "cluster", "examples", "gpu") and any(path.glob("test_*.py"))
+        if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
     ]
     without_runner = [f"--ignore={path}" for path in RUNNER]
     without_faulty = [f"--ignore={path}" for path in FAULTY]
@@ -126,7 +127,6 @@ def stages(
         Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
         *unit,
         *under(openmpi, "Open MPI", OPENMPI_SIZES[:1], "mpi"),
-        Stage("gpu", "arrays on a GPU", openmpi, ["tests/gpu"], LIMIT_S),
         Stage("examples", "examples and documents", openmpi, examples, LIMIT_S),
         *under(openmpi, "Open MPI", OPENMPI_SIZES[1:], "mpi"),
         Stage(

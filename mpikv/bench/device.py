@@ -132,8 +132,9 @@ class Device:
         n_bytes, gpu = sum(sizes), Gpu(self.gpu.driver)
         pattern = DevicePattern(gpu, Pattern(dtype, job.rank, job.size), max(sizes))
         arrays = gpu.arrays(shapes, dtype)
-        probes = DeviceProbes(job, n_bytes, dtype, gpu, session.link_bytes_per_s)
-        comm = None if more is None else more.everybody.comm
+        over = None if more is None else more.everybody
+        probes = DeviceProbes(job, n_bytes, dtype, gpu, link_bytes_per_s=session.link_bytes_per_s, over=over)
+        comm = None if over is None else over.comm
         made = [store_contender(job, pattern, way, None if way.shared else arrays, comm) for way in ways]
         if mpi_can_add(dtype):
             made.append(copied_contender(job, gpu, pattern, arrays))

@@ -38,9 +38,16 @@ class DeviceProbes(Probes):
     """The probes of the host, and those of the GPU, for values of `n_bytes`. Collective. `close` gives memory back."""
 
     def __init__(
-        self, job: Job, n_bytes: int, dtype: np.dtype[np.generic], gpu: Gpu, link_bytes_per_s: float | None = None
+        self,
+        job: Job,
+        n_bytes: int,
+        dtype: np.dtype[np.generic],
+        gpu: Gpu,
+        *,
+        link_bytes_per_s: float | None = None,
+        over: Job | None = None,
     ) -> None:
-        super().__init__(job, n_bytes, dtype, link_bytes_per_s)
+        super().__init__(job, n_bytes, dtype, link_bytes_per_s, over)
         self.device_rates: DeviceRates
         self._gpu = Gpu(gpu.driver)
         self._bytes = max(LEAST_BYTES, n_bytes)

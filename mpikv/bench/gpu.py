@@ -42,10 +42,10 @@ def device_store(job: Job) -> KVStore:
 def open_gpu(job: Job, store: KVStore) -> Gpu:
     """Return the GPU that this worker's stores use. Raises ConfigError on all where one has none. Collective."""
     driver = driver_of(store)
-    why = store.session.spaces.missing if driver is None else None
-    without = [f"rank {rank} has none: {one}" for rank, one in enumerate(job.comm.allgather(why)) if one is not None]
+    without = [str(rank) for rank, one in enumerate(job.comm.allgather(driver is None)) if one]
     if driver is None or without:
-        raise ConfigError(f"--device needs a GPU for each worker; {'; '.join(without)}")
+        why = next(iter(dict(store.stats().get("device_path_reasons", ())).values()), store.session.spaces.missing)
+        raise ConfigError(f"--device needs a GPU for each worker, and rank {', '.join(without)} has none: {why}")
     return Gpu(driver)
 
 

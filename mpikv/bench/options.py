@@ -168,9 +168,10 @@ def _train(kinds: Any) -> None:
         kinds,
         "train",
         "training steps of a PyTorch network, each way of exchanging gradients against the step alone",
-        "Train a network with PyTorch, on the CPU or with --device on GPUs: DistributedModel, DistributedOptimizer, Trainer, and DDP over the "
-        "backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all against the step without any "
-        "exchange. --iterations are rounds, in which each way makes --steps steps; --seconds is time for each --batch.",
+        "Train a network with PyTorch, on the CPU or with --device on GPUs: DistributedModel, DistributedOptimizer, "
+        "Trainer, and DDP over the backend 'mpikv', beside DDP over Gloo and raw MPI after the backward pass, all "
+        "against the step without any exchange. --iterations are rounds, in which each way makes --steps steps; "
+        "--seconds is time for each --batch.",
     )
     parser.set_defaults(seconds=60.0, warmup=1)
     parser.add_argument("--model", choices=tuple(TRAINED), default="resnet18", help="default resnet18")

@@ -47,6 +47,7 @@ def run(session: Session) -> None:
     for n_bytes in sizes_of(session):
         for place, variant in enumerate(options.variants):
             type_, optimizer = TYPES[variant]
+            type_ += "_device" * options.device
             if is_server:
                 latency(everybody)
                 _serve(everybody, type_, config)
@@ -58,8 +59,7 @@ def run(session: Session) -> None:
             shape = (n_bytes // session.dtype.itemsize,)
             way = Way(variant, (shape,), session.dtype, config, optimizer=optimizer, type_=type_, single=True)
             if device is not None:
-                (way,) = (one for one in device.ways(way) if not one.shared)
-                device.compare(session, [replace(way, what=variant)], Servers(everybody, bound, place == 0))
+                device.compare(session, [replace(way, device=True)], Servers(everybody, bound, place == 0))
                 continue
             probes = session.probes(n_bytes, over=everybody)
             array: HostArray = np.zeros(shape, session.dtype)

@@ -86,7 +86,7 @@ class _Use:
             factor = 1
         else:
             factor = -1 if self._sign > 0 else 0
-            if self._way.type_ == "dist_async":
+            if self._way.type_.startswith("dist_async"):
                 # The answer to one worker may lack the others' pushes: what is exact is the value after all of them.
                 self.store.barrier()
                 results = self.store.pull(list(range(len(self._way.shapes))))

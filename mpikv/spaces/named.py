@@ -85,9 +85,11 @@ class Spaces:
         seen: dict[int, SpaceArray] = {}
         for array in arrays:
             if id(array) not in seen:
-                seen[id(array)] = self.device.inside(*self.device.callers([array]))
-                if seen[id(array)] is None:
+                (caller,) = self.device.callers([array])
+                found = self.device.inside(caller)
+                if found is None:
                     return None
+                seen[id(array)] = found.reshape(caller.shape)
         return [seen[id(array)] for array in arrays]
 
     def total(

@@ -44,6 +44,8 @@ class FakeArray:
     >>> array += 1
     >>> array[:, 1].get()
     array([2., 5.])
+    >>> array.view('uint8').shape
+    (2, 24)
     >>> array.set(np.ones((2, 3)))
     >>> array[0] = 0
     >>> array.view('int64').shape

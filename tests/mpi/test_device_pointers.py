@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 from device_rounds import FIRST, Case, Side, run_rounds
 from mpi4py import MPI
+from mpi_stores import TIMEOUT_S, on_workers
 
+from mpikv import Config, optimizers, spec
+from mpikv.assembly import assemble
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.placement import Members
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.device_array import DeviceArray
+from mpikv.spaces.named import Spaces
 from mpikv.testing.device_transport import DeviceTransport
 from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.transports import mpi
@@ -60,6 +65,57 @@ def test_factors(transport) -> None:
     wrong = tuple(FIRST._replace(text=f"{rank}") for rank in range(p))
     labels = [(FIRST,) * p, different, wrong, (FIRST,) * p]
     check(transport, [Case(algorithm, 1001, labels=labels) for algorithm in ALGORITHMS], transport.rank)
+
+
+def every_call(store, made=np.array, read=np.asarray) -> list[bytes]:
+    """Calls of all kinds, in orders that differ, with an optimizer and workers' own factors.
+
+    made: puts values where the arrays of the calls are. read: brings them from there.
+    """
+    sizes = {"long": 40_001, "empty": 0, "short": 3, "one": 1}
+    for key, n in sizes.items():
+        store.init(key, made(np.full(n, store.rank + 1, np.float32)))
+    found: list[bytes] = []
+    for step in range(3):
+        random = np.random.default_rng([store.rank, step])
+        arrays = {key: made(random.standard_normal(n, np.float32)) for key, n in sizes.items()}
+        for key in random.permutation(list(sizes)).tolist():
+            store.push(key, arrays[key])
+        outs = [made(np.empty(n, np.float32)) for n in sizes.values()]
+        store.pull(list(sizes), outs)
+        store.pushpull(list(sizes), list(arrays.values()))
+        found += [read(array).tobytes() for array in (*outs, *arrays.values())]
+        if step == 0:
+            optimizer = optimizers.create("adam")
+            store.set_optimizer(optimizer)
+        if step == 1:
+            optimizer.rescale_grad = 1 / (store.rank + 3)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
+def test_a_store(comm, transport, algorithm: str) -> None:
+    """All of it: the bits of a store in host memory."""
+    gpu = FakeGpu(seed=transport.rank)
+    config = Config(timeout_s=TIMEOUT_S, algorithm=algorithm, shared_memory="off")
+    members = Members(transport.hosts, tuple(range(transport.size)), config=config, device_path="mpi")
+    fatal: list[BaseException] = []
+    store = assemble(
+        "dist_sync",
+        spec.parse("dist_sync"),
+        DeviceTransport(transport, gpu, view=lambda array: array),
+        members,
+        threaded=True,
+        on_fatal=fatal.append,
+        spaces=Spaces(device=DeviceSpace(gpu)),
+    )
+    found = every_call(store, gpu.array, lambda array: array.get())
+    store.close()
+    assert not fatal
+    assert (gpu.counts["host_to_device"], gpu.counts["device_to_host"]) == (0, 0)  # `array` and `get` count apart
+    assert gpu.counts["launches"] > 0, gpu.counts
+    expected = on_workers(comm, "dist_sync", every_call, algorithm=algorithm, shared_memory="off")
+    assert found == expected[transport.rank]
 
 
 @pytest.mark.parametrize("n_bytes", [(1 << 31) - 1, 1 << 31, (5 << 30) + 7])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import SUPPORTED_DTYPES
+from mpikv.testing.fake_device import FakeDeviceArray
 from mpikv.testing.fake_gpu import FakeGpu
 
 
@@ -23,6 +24,9 @@ class DeviceStore:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._store.__reduce_ex__(protocol)
 
     def __contains__(self, key: Any) -> bool:
         return key in self._store
@@ -50,25 +54,25 @@ class DeviceStore:
 
     def pull(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
         moved = _Moved(self._gpu)
-        return moved.result(self._store.pull(key, moved.out(out), *args, **named), out)
+        return moved.result(self._store.pull(key, moved.out(out), *args, **named))
 
     def pull_async(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
         moved = _Moved(self._gpu)
         request = self._store.pull_async(key, moved.out(out), *args, **named)
         self._under_way.append(moved)
-        return _Request(request, moved, out)
+        return _Request(request, moved)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
         moved = _Moved(self._gpu)
         values, outs = self._both(moved, value, out)
-        return moved.result(self._store.pushpull(key, values, outs, *args, **named), value if out is None else out)
+        return moved.result(self._store.pushpull(key, values, outs, *args, **named))
 
     def pushpull_async(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
         moved = _Moved(self._gpu)
         values, outs = self._both(moved, value, out)
         request = self._store.pushpull_async(key, values, outs, *args, **named)
         self._under_way.append(moved)
-        return _Request(request, moved, value if out is None else out)
+        return _Request(request, moved)
 
     def push_async(self, key: Any, value: Any, *args: Any, **named: Any) -> Any:
         return self._store.push_async(key, _Moved(self._gpu).up(value), *args, **named)
@@ -84,8 +88,8 @@ class DeviceStore:
 
 
 class _Request:
-    def __init__(self, request: Any, moved: _Moved, out: Any) -> None:
-        self._request, self._moved, self._out = request, moved, out
+    def __init__(self, request: Any, moved: _Moved) -> None:
+        self._request, self._moved = request, moved
 
     def test(self) -> bool:
         done: bool = self._request.test()
@@ -94,7 +98,7 @@ class _Request:
         return done
 
     def wait(self, *args: Any, **named: Any) -> Any:
-        return self._moved.result(self._request.wait(*args, **named), self._out)
+        return self._moved.result(self._request.wait(*args, **named))
 
 
 class _Moved:
@@ -111,6 +115,8 @@ class _Moved:
             return type(value)(self.up(one) for one in value)
         if isinstance(value, dict):
             return {key: self.up(one) for key, one in value.items()}
+        if type(value) is FakeDeviceArray:  # of the simpler device, which no GPU knows
+            return self._pairs.setdefault(id(value), (value, self._gpu.array(value.memory)))[1]
         if type(value) is not np.ndarray or value.dtype not in SUPPORTED_DTYPES:
             return value
         return self._pairs.setdefault(id(value), (value, self._gpu.array(value)))[1]
@@ -119,7 +125,7 @@ class _Moved:
         """The same, of arrays that are written to."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.out(one) for one in value)
-        if type(value) is not np.ndarray or not value.flags.writeable:
+        if type(value) not in (np.ndarray, FakeDeviceArray) or not value.flags.writeable:
             return value
         made = self.up(value)
         if made is not value:
@@ -129,13 +135,16 @@ class _Moved:
     def down(self) -> None:
         """Bring back what was written."""
         for value, made in self._outs.values():
-            value[...] = made.get().reshape(value.shape)
+            memory = value.memory if type(value) is FakeDeviceArray else value
+            memory[...] = made.get().reshape(memory.shape)
         self._outs.clear()
 
-    def result(self, found: Any, out: Any) -> Any:
+    def result(self, found: Any) -> Any:
         """What the call returned, with NumPy's arrays for those of the GPU."""
-        back = {id(made): value for value, made in self._pairs.values()}
         self.down()
+        return self._back(found, {id(made): value for value, made in self._pairs.values()})
+
+    def _back(self, found: Any, back: dict[int, Any]) -> Any:
         if isinstance(found, (list, tuple)):
-            return type(found)(back.get(id(one), one) for one in found)
+            return type(found)(self._back(one, back) for one in found)
         return back.get(id(found), found)

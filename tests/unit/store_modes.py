@@ -17,10 +17,12 @@ from mpikv.config import Config
 from mpikv.hostmemory import rings
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
+from mpikv.testing.device_transport import DeviceFabric
 from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
 from mpikv.transports.faulty import Faults, FaultyFabric
+from mpikv.transports.threads import Fabric
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
@@ -80,6 +82,8 @@ class Mode(NamedTuple):
         gpus = [gpu, *(gpu.view() for _ in range(size - 1))] if self.device else None
         on_worker = body if gpus is None else lambda store: body(DeviceStore(store, gpus[store.session.transport.rank]))
         fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
+        if self.device == "mpi" and gpus is not None:
+            fabric = DeviceFabric(Fabric(size) if fabric is None else fabric, gpus)
         with long_messages() if self.memory == "long" else contextlib.nullcontext():
             return spawn_stores(
                 self.name,
@@ -123,6 +127,8 @@ SYNC = LOCAL + ALLREDUCE + SERVERS
 FEW_ON_DEVICE = (
     Mode("dist_sync", 3, device="staged"),  # over memory that the workers share
     Mode("dist_sync", 3, 0, "ring", device="staged"),
+    Mode("dist_sync", 3, device="ipc"),
+    Mode("dist_sync", 3, 0, "ring", device="mpi"),
     Mode("dist_sync", 3, 2, device="host"),
 )
 FEW_DIST_SYNC = (

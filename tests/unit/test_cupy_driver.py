@@ -289,6 +289,7 @@ def test_streams_and_events(driver: CupyDriver, cupy: FakeCupy) -> None:
     stream = driver.stream()
     event, other = driver.record(stream), driver.record(5, 0)
     driver.wait(stream, other)
+    driver.wait(5, event, 0)
     assert cupy.taken() == [
         (1, "streamCreateWithFlags", 1),
         (1, "Event"),
@@ -296,6 +297,7 @@ def test_streams_and_events(driver: CupyDriver, cupy: FakeCupy) -> None:
         (0, "Event"),
         (0, "eventRecord", other.ptr, 5),
         (1, "streamWaitEvent", 0x77, other.ptr),
+        (0, "streamWaitEvent", 5, event.ptr),
     ]
 
 

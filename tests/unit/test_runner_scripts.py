@@ -190,6 +190,63 @@ def test_stages() -> None:
         assert len(own_stages(more, path)) == (once and not clusters_and_runner), path
 
 
+def test_what_needs_a_gpu() -> None:
+    """Nothing else, in the environment that is given; every file of it."""
+    gpu = Mpi("openmpi", Path("gpu"))
+    found = _stages.gpu_stages(gpu)
+    assert all(stage.mpi is gpu and stage.options == ["-m", "gpu"] and not stage.may_skip for stage in found)
+    assert {stage.frameworks for stage in found} == {("torch", "jax")}
+    for path in (ROOT / "tests/gpu").glob("test_*.py"):
+        assert len(own_stages(found, path)) == 1, path
+
+
+GPU_TESTS = """
+import pytest
+
+def test_that_runs():
+    pass
+
+@pytest.mark.gpu
+@pytest.mark.skip(reason="no driver")
+def test_of_a_gpu():
+    pass
+
+@pytest.mark.skip(reason="no time")
+def test_of_another_kind():
+    pass
+"""
+
+
+def test_what_needs_a_gpu_is_counted_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mpi = find_mpi()
+    if mpi is None:
+        pytest.skip("no mpirun in this environment")
+    (tmp_path / "test_it.py").write_text(GPU_TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = gpu\n")
+    monkeypatch.setattr(jobs, "ROOT", tmp_path)
+    stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0), [mpi]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("skipped: ")] == ["skipped: 1 x no time"]
+    assert lines[-3] == "1 GPU tests skipped: no driver"
+    assert lines[-1] == "1 passed, 0 failed, 2 skipped"
+
+
+def test_without_a_gpu_its_tests_say_why() -> None:
+    """The script that chooses what is installed; it needs no package."""
+    done = subprocess.run(
+        [sys.executable, "-I", ROOT / "scripts/_gpu.py"], capture_output=True, text=True, timeout=20, check=False
+    )
+    if done.returncode == 0:
+        assert done.stdout.strip() in ("12", "13")
+    else:
+        assert done.stderr.startswith("scripts/test --gpu needs ")
+        assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_oldest_versions() -> None:
     """A selection beside the other tests where there is an environment for it, or more of them and no others."""
     mpi, old = Mpi("openmpi", Path("new")), Mpi("openmpi", Path("old"))
@@ -280,6 +337,8 @@ def test_shell_syntax(path: str) -> None:
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --quick --cluster", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --quick", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest", "needs an environment"),
+        (f"{sys.executable} scripts/_stages.py --gpu / --quick", "give one of them"),
+        (f"{sys.executable} scripts/_stages.py --openmpi /", "--openmpi and --mpich name environments"),
     ],
 )
 def test_wrong_options(line: str, said: str) -> None:

@@ -1,0 +1,25 @@
+"""Each test here runs on a fake GPU, and with the mark `gpu` on this machine's, through CuPy.
+
+The first kind runs everywhere: it shows that the tests themselves work. The second kind is skipped where no GPU can be
+used, and scripts/test counts it; `scripts/test --gpu` runs it alone.
+"""
+
+from __future__ import annotations
+
+import gpus
+import pytest
+from report import GPU
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=getattr(pytest.mark, GPU))])
+def kind(request: pytest.FixtureRequest) -> str:
+    """What the test runs on."""
+    return request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    why = gpus.missing()
+    for item in items:
+        if why and item.get_closest_marker(GPU) is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
