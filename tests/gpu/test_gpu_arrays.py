@@ -118,16 +118,15 @@ def test_an_array_of_another_gpu(gpu: Any) -> None:
 def test_memory_is_given_back(gpu: Any) -> None:
     before = gpu.used_bytes()
     with kv.create("device", config=DEVICE) as store:
-        store.init("w", np.zeros(1 << 20, np.float32))
-        store.push("w", gpu.array(np.ones(1 << 20, np.float32)))
-        assert gpu.used_bytes() > before
+        store.init("w", np.zeros(1 << 24, np.float32))
+        store.push("w", gpu.array(np.ones(1 << 24, np.float32)))
+        assert gpu.used_bytes() >= before + (64 << 20)
         with pytest.raises(MemoryError, match="GPU"):
             store.zeros(1 << 46, "uint8", device="gpu")
-        store.pull("w", out := np.zeros(1 << 20, np.float32))
+        store.pull("w", out := np.zeros(1 << 24, np.float32))
         assert (out == 1).all()
-    del store
     gpu.finish()
-    assert gpu.used_bytes() <= before
+    assert gpu.used_bytes() < before + (32 << 20)  # CUDA keeps the kernels
 
 
 # --- libraries whose arrays no fake GPU makes

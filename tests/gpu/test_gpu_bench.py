@@ -93,3 +93,13 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     assert job.status == 2, job.output
     assert job.output.count("--device needs a GPU for each worker, and rank 0, 1 has none: ") == 1
     assert "Traceback" not in job.output
+
+
+@pytest.mark.gpu
+def test_training(tmp_path: Path) -> None:
+    """All ways that work end with the weights of the reference."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    words = ["--model", "mlp", "--image-size", "8", "--batch", "4", "--steps", "2"]
+    found = bench("cuda", 2, tmp_path, "train", "--device", *words)
+    ways = {row["what"] for row in found["rows"]}
+    assert {"alone", "DistributedModel", "DistributedOptimizer", "Trainer", "DDP, Gloo"} <= ways
