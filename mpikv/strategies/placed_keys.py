@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from mpikv.checks import shown
 from mpikv.collectives.labelled import Comparison
@@ -25,6 +25,7 @@ from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
@@ -77,7 +78,8 @@ class PlacedKeys:
             self.hosts.close()
         self.hosts = self._listening = self.direct = None
         if memory is not None:
-            self.hosts = HostKeys(memory, members.worker_hosts)
+            space = cast(DeviceSpace, session.spaces.device) if members.device_path == "ipc" else None
+            self.hosts = HostKeys(memory, members.worker_hosts, space)
             self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
