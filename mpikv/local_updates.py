@@ -1,56 +1,80 @@
 """Updates where no store makes them: a worker applies the optimizer to its own weights.
 
-The first device's replica is updated in host memory, in place where it is contiguous there, and copied to the
-others. So replicas cannot drift apart, and an optimizer's state is held once per worker, not once per device.
+The first device's replica is updated where it is, in host memory or on its GPU, in place where it is contiguous there,
+and copied to the others. So replicas cannot drift apart, and an optimizer's state is held once per worker, not once per
+device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from mpikv.arrays import HostArray, host_view, is_device, sum_dtype, write
 from mpikv.checks import shown
 from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
 from mpikv.session.base import NewKey, Session
-from mpikv.spaces.named import HOST
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.named import Spaces
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.states import load_file, save_file
 
 
-class LocalUpdates:
-    """An optimizer with the states of some keys, in this process. Local calls, nothing is sent."""
+class Update(NamedTuple):
+    """What is updated: the weight on every device, and by what: the sum of the gradients over devices and workers."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._session = Session("local")
+    key: Key
+    weights: Sequence[Any]
+    grad: Any
+
+
+class LocalUpdates:
+    """An optimizer with the states of some keys, in this process. Local calls, nothing is sent.
+
+    spaces: where weights may be; by default host memory alone, to which all others then come.
+    """
+
+    def __init__(self, optimizer: Optimizer, spaces: Spaces | None = None) -> None:
+        self._spaces = Spaces() if spaces is None else spaces
+        self._session = Session("local", spaces=self._spaces)
         self._strategy = LocalStrategy(self._session)
         self._strategy.set_optimizer(optimizer, None)
-        self._held: dict[Key, HostArray] = {}
+        self._held: dict[Key, SpaceArray] = {}
 
     def add(self, key: Key, weight: Any) -> None:
         """Begin to update the key with this weight (an array of any library)."""
-        view = host_view(weight, f"the weight of {shown(key)}")
-        flat = view.reshape(-1)  # a view where contiguous, and the updates are then made in the model's memory
-        if is_device(weight) or not flat.flags.writeable:
-            flat = flat.copy()
-        self._held[key] = flat
-        self._strategy.init([NewKey(key, view.shape, flat, HOST)])
+        spaces, what = self._spaces, f"the weight of {shown(key)}"
+        (caller,) = spaces.callers([weight])
+        space = spaces.where(caller)
+        held = spaces.in_place(space, caller, what)  # the updates are then made in the model's memory
+        if held is None or not held.flags.writeable:
+            held = spaces.total(space, [caller], what, on_device=True)
+        self._held[key] = held
+        self._strategy.init([NewKey(key, tuple(weight.shape), held, space)])
 
-    def apply(self, key: Key, weights: Sequence[Any], grad: Any) -> None:
-        """Make one update with `grad`, the sum over devices and workers; each of `weights` gets the new value."""
-        info, held = self._session.infos[key], self._held[key]
-        view = host_view(weights[0], f"the weight of {shown(key)}")
-        # `held` is either a weight's own contiguous memory or memory of its own, so comparing bounds is exact.
-        if not np.may_share_memory(held, view):
-            np.copyto(held, view.reshape(-1))  # the model may have changed it, or moved it to other memory
-        total = host_view(grad, f"the gradient of {shown(key)}").reshape(-1)
-        self._strategy.push(info, total.astype(sum_dtype(info.dtype), copy=False))
+    def apply(self, updates: Sequence[Update]) -> None:
+        """Make one update of each key; each of its weights gets the new value."""
+        seen = []
+        for update in updates:
+            seen += self._apply(update)
+        self._spaces.hand_back(seen)
+
+    def _apply(self, update: Update) -> list[Any]:
+        spaces, info = self._spaces, self._session.infos[update.key]
+        space, held, what = info.space, self._held[update.key], f"the weight of {shown(update.key)}"
+        grad, *weights = callers = spaces.callers([update.grad, *update.weights])
+        if not spaces.lies_in(space, held, weights[0]):
+            # The model may have changed it, or moved it to other memory.
+            spaces.named(space).copy(held, spaces.total(space, weights[:1], what, on_device=True))
+        of_grad = f"the gradient of {shown(update.key)}"
+        total = spaces.in_place(space, grad, of_grad)
+        if total is None:
+            total = spaces.total(space, [grad], of_grad, on_device=True)
+        self._strategy.push(info, total)
         for weight in weights:
-            if is_device(weight) or not np.may_share_memory(held, host_view(weight, "a weight")):
-                write(weight, held, f"the weight of {shown(key)}")
+            if not spaces.lies_in(space, held, weight):
+                spaces.write(space, weight, held, what)
+        return callers
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""

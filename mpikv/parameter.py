@@ -84,19 +84,19 @@ class Parameter:
             self._grads = [_zeros_like(replica) for replica in self._data]
         return self._grads
 
-    def place_grad(self, memory: np.ndarray[Any, Any]) -> None:
-        """Keep the gradient in `memory`, unless somebody has asked for the gradient before.
+    def place_grad(self, memory: Any) -> None:
+        """Keep the gradient in `memory`, unless somebody has asked for the gradient before, or the weight is elsewhere.
 
-        memory: zeros of the shape and dtype of the weight. A Trainer calls it, so that gradients lie in memory that the
-        workers of a host share. Local.
+        memory: zeros of the shape and dtype of the weight, of NumPy or, on a GPU, of CuPy. A Trainer calls it, so that
+        gradients lie in memory of the store. Local.
 
         >>> weight = mpikv.Parameter(np.ones(2))
         >>> weight.place_grad(memory := np.zeros(2))
         >>> weight.grad is memory
         True
         """
-        if self._grads is None and len(self._data) == 1 and isinstance(self._data[0], np.ndarray):
-            self._grads = [memory]
+        if self._grads is None and len(self._data) == 1 and _same_memory(self._data[0], memory):
+            self._grads = [memory if memory.dtype == self.dtype else memory.view(self.dtype)]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -180,6 +180,13 @@ def _initial(value: Any, shape: Sequence[int] | None, init: float | Callable[...
         value = value.astype(arrays.dtype_named(dtype), copy=False)
     arrays.shape_and_dtype(value, "a parameter")  # raises for a dtype that a store cannot hold
     return value
+
+
+def _same_memory(array: Any, other: Any) -> bool:
+    """Whether two arrays are both in host memory, or on the same GPU."""
+    if isinstance(array, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(array, np.ndarray) and isinstance(other, np.ndarray)
+    return bool(getattr(array, "device", None) == getattr(other, "device", None))
 
 
 def _zeros_like(array: Any) -> Any:

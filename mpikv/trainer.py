@@ -16,16 +16,17 @@ Source of names and defaults: MXNet 1.9, python/mxnet/gluon/trainer.py and model
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from mpikv import arrays, checks, optimizers
+from mpikv import checks, optimizers
 from mpikv import parameter as parameters
 from mpikv.checks import shown
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore, Request
-from mpikv.local_updates import LocalUpdates
+from mpikv.local_updates import LocalUpdates, Update
 from mpikv.parameter import list_data, list_grad, named
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
@@ -37,6 +38,7 @@ from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_shares import Share, Shares, positive
 from mpikv.trainer_store import place_gradients, store_of, updates_on_store
+from mpikv.worker_device import spaces_for
 
 
 class Handed(NamedTuple):
@@ -124,7 +126,14 @@ class Trainer(TrainerFiles):
         number = 0 if self._store is None else self._store.session.new_namespace()
         self._keys = {name: f"trainer{number}/{name}" for name in self._params}
         self._apply_factors()
-        self._local = LocalUpdates(self._optimizer)
+        if self._store is not None:
+            self._spaces = self._store.session.spaces
+        else:
+            self._spaces = spaces_for(
+                p.tensor if hasattr(p, "tensor") else list_data(p)[0] for p in self._params.values()
+            )
+            weakref.finalize(self, self._spaces.close).atexit = False
+        self._local = LocalUpdates(self._optimizer, self._spaces)
         self._order = {name: i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}
         self._batch_size: float | None = None  # that the optimizer's rescale_grad is set for
@@ -152,9 +161,7 @@ class Trainer(TrainerFiles):
             self._data_written(data)
         else:
             for name, replicas in data.items():
-                first = arrays.host_view(replicas[0], f"parameter {shown(name)}")
-                for other in replicas[1:]:
-                    arrays.write(other, first, f"parameter {shown(name)}")
+                self._spread(replicas[:1], replicas[1:], f"parameter {shown(name)}")
         if self._on_store and self._store is not None:
             self._store.strategy.set_optimizer(self._optimizer, [self._keys[name] for name in trained])
         else:
@@ -163,7 +170,7 @@ class Trainer(TrainerFiles):
             if self._store is not None:
                 self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
         if self._store is not None and self._store.session.shares_memory:
-            place_gradients(self._store, self._params, trained)
+            place_gradients(self._store, self._params, trained, self._keys)
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
             self._bucketed = list(reversed(trained))
@@ -527,18 +534,21 @@ class Trainer(TrainerFiles):
         for name, replicas in grads.items():
             if len(replicas) > 1:
                 what = f"the gradient of parameter {shown(name)}"
-                total = arrays.sum_devices(replicas, what, on_device=False)
-                for replica in replicas:
-                    arrays.write(replica, total, what)
+                self._spread(replicas, replicas, what)
 
-    @staticmethod
-    def _scale_grads(grads: dict[str, list[Any]], ratio: float) -> None:
+    def _spread(self, sources: Sequence[Any], outs: Sequence[Any], what: str) -> None:
+        """Write the sum of one worker's arrays into others, in the space of the first one."""
+        if outs:
+            callers = self._spaces.callers(sources)
+            space = self._spaces.where(callers[0])
+            total = self._spaces.total(space, callers, what, on_device=True)
+            for out in self._spaces.callers(outs):
+                self._spaces.write(space, out, total, what)
+
+    def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():
-            what = f"the gradient of parameter {shown(name)}"
             for replica in replicas:
-                view = arrays.host_view(replica, what)
-                wide = arrays.sum_dtype(view.dtype)
-                arrays.write(replica, (view.astype(wide, copy=False) * wide.type(ratio)).reshape(-1), what)
+                self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
 
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:
         """factor: the units that the gradients are in, where workers' own factors differ."""
@@ -546,10 +556,14 @@ class Trainer(TrainerFiles):
         self._optimizer.rescale_grad = own if factor is None else factor
         try:
             if self._clip is not None:
-                self.last_global_norm = norm_of(self._optimizer, grads)
+                self.last_global_norm = norm_of(self._optimizer, grads, self._spaces)
                 self._optimizer.rescale_grad *= factor_for(self.last_global_norm, self._clip)
-            for name, replicas in grads.items():
-                self._local.apply(self._keys[name], list_data(self._params[name]), replicas[0])
+            self._local.apply(
+                [
+                    Update(self._keys[name], list_data(self._params[name]), replicas[0])
+                    for name, replicas in grads.items()
+                ]
+            )
         finally:
             self._optimizer.rescale_grad = own
         self._data_written(grads)

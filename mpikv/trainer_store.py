@@ -7,8 +7,10 @@ from typing import Any
 
 from mpikv import arrays, checks, kv, notices, spec
 from mpikv.checks import shown
+from mpikv.keys import Key
 from mpikv.kvstore import KVStore
 from mpikv.parameter import list_data, place_grad
+from mpikv.spaces.named import DEVICE
 
 
 def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
@@ -44,17 +46,21 @@ def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool)
     return not clips and store.is_capable("optimizer") if wanted is None else wanted
 
 
-def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str]) -> None:
-    """Put the gradients of NumPy and PyTorch parameters into memory that the host's workers share, side by side.
+def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str], keys: Mapping[str, Key]) -> None:
+    """Put the gradients into memory of the store, side by side, where no copy of them is needed.
 
-    There is a place for each parameter, also for one that this worker has on a device: all workers must allocate alike,
-    and memory that nobody writes to takes no room.
+    That of NumPy and PyTorch parameters in host memory into what the host's workers share, that of parameters on the
+    store's GPU into its memory there. There is a place for each parameter, also for one that this worker has on another
+    device than the key: all workers must allocate alike, and host memory that nobody writes to takes no room.
     """
-    by_dtype: dict[str, list[str]] = {}
+    kinds: dict[tuple[str, str], list[str]] = {}
     for name in trained:
         _, dtype = arrays.shape_and_dtype(list_data(params[name])[0], f"parameter {shown(name)}")
-        by_dtype.setdefault(str(dtype), []).append(name)
-    for dtype_name, names in sorted(by_dtype.items()):
+        kinds.setdefault((store.session.infos[keys[name]].space, str(dtype)), []).append(name)
+    for (space, dtype_name), names in sorted(kinds.items()):
         shapes = [tuple(list_data(params[name])[0].shape) for name in names]
-        for name, memory in zip(names, store.zeros(shapes, dtype_name), strict=True):
+        if space == DEVICE:  # where not every library has a name for bfloat16, but all have 16 bits
+            dtype_name = "float16" if dtype_name == "bfloat16" else dtype_name  # noqa: PLW2901
+        places = store.zeros(shapes, dtype_name, device=store.device if space == DEVICE else None)
+        for name, memory in zip(names, places, strict=True):
             place_grad(params[name], memory)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mpikv.config import Config
 from mpikv.device_paths import Told
-from mpikv.errors import ConfigError, MpikvError
+from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.runtime import cuda_driver, device_choice
+from mpikv.spaces.callers import gpu_of
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.driver import Driver
 from mpikv.spaces.named import Spaces
@@ -94,6 +95,25 @@ def find(
     except MpikvError as error:
         return Found(told=Told(why_none=str(error)))
     return Found(driver, Told(driver.number, driver.uuid, driver.name, why_none=""))
+
+
+def spaces_for(arrays: Iterable[Any]) -> Spaces:
+    """Where these arrays of a program without a store are: with the GPU of the first one that is on a GPU, if any.
+
+    Without CuPy host memory alone, to which all others then come.
+    """
+    number = next((found for found in map(gpu_of, arrays) if found is not None), None)
+    try:
+        return Spaces() if number is None else Spaces(device=DeviceSpace(open_driver(number)))
+    except MpikvError as error:
+        return Spaces(missing=str(error))
+
+
+def open_driver(number: int) -> Driver:
+    """The driver of one of the GPUs that this process sees. Raises MpikvError where there is none."""
+    if not cuda_driver.has_cupy():
+        raise UnsupportedError(f"CuPy is not installed (pip install {CUPY})")
+    return _cupy_driver(number)
 
 
 def _cupy_driver(number: int) -> Driver:

@@ -78,6 +78,21 @@ class Space(Protocol):
         """New memory of any content that the caller works on: an array of this shape, which stays his own."""
         ...
 
+    def in_place(self, array: CallersArray, what: str) -> SpaceArray | None:
+        """A caller's array (of `callers`), flat, where it lies; None where it is elsewhere or has gaps.
+
+        What is done with it from now on comes behind the caller's own work; `hand_back` ends it.
+        """
+        ...
+
+    def lies_in(self, held: SpaceArray, array: CallersArray) -> bool:
+        """Whether `held`, of an earlier `in_place`, lies in this array (of `callers`). If so it is as if new."""
+        ...
+
+    def hand_back(self, arrays: Sequence[CallersArray]) -> None:
+        """Let what the caller does next with these arrays come behind what was done with them in place."""
+        ...
+
     # --- between the host and this space
 
     def to_host(self, array: SpaceArray) -> HostArray:

@@ -66,6 +66,17 @@ def on_gpu(array: Any) -> bool:
     return callable(device) and device()[0] in DLPACK_GPUS
 
 
+def gpu_of(array: Any) -> int | None:
+    """The number of the GPU that an array is on; None in host memory. 0 where its library does not say."""
+    if not on_gpu(array):
+        return None
+    if tensors.is_tensor(array):
+        return int(array.device.index)
+    if tensors.is_jax(array):
+        return int(next(iter(array.devices())).local_hardware_id)
+    return int(getattr(getattr(array, "device", None), "id", 0))
+
+
 def seen(array: Any, driver: Driver) -> Caller:
     """What is known of an array for which `on_gpu` is true. Records an event in its stream.
 

@@ -27,10 +27,20 @@ from mpikv.spaces.device_array import DeviceArray
 from mpikv.spaces.driver import Driver, Event
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
-from mpikv.spaces.pool import Pool
+from mpikv.spaces.pool import Chunk, Memory, Pool
 from mpikv.spaces.program import Program
 
 SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
+
+
+class _Keep:
+    """Keeps a caller's array for as long as memory of it is in use."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __call__(self, _memory: Memory) -> None:
+        """The memory stays the caller's."""
 
 
 class DeviceSpace:
@@ -146,6 +156,28 @@ class DeviceSpace:
         memory.written = array.at
         return DeviceArray(self, memory, 0, array.shape, array.dtype)
 
+    def in_place(self, array: Any, what: str) -> DeviceArray | None:
+        """See `Space`: work on it comes behind the caller's, as it was when the array was seen."""
+        if not isinstance(array, Caller) or array.strides is not None or array.number != self.driver.number:
+            return None
+        chunk = Chunk(-1, array.address, array.nbytes)
+        memory = Memory(chunk, array.address, array.nbytes, None, _Keep(array.array))
+        memory.written = array.at
+        return DeviceArray(self, memory, 0, (array.size,), array.dtype)
+
+    def lies_in(self, held: DeviceArray, array: Any) -> bool:
+        """See `Space`."""
+        if not isinstance(array, Caller) or array.number != self.driver.number or array.address != held.address:
+            return False
+        held.memory.written = array.at
+        return array.strides is None
+
+    def hand_back(self, arrays: Sequence[Any]) -> None:
+        """See `Space`: the streams of these arrays wait for all that the store has begun."""
+        event = self.driver.record(self.stream)
+        for stream, number in dict.fromkeys((one.stream, one.number) for one in arrays if isinstance(one, Caller)):
+            self.driver.wait(stream, event, number)
+
     # --- to the host and back
 
     def to_host(self, array: DeviceArray) -> HostArray:
@@ -256,6 +288,15 @@ class DeviceSpace:
         out = self.empty(values.size, dtype)
         self.copy(out, values)
         return out
+
+    def copy_strided(
+        self, out: DeviceArray, values: DeviceArray, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> None:
+        """Write the values, seen as an array of this shape and these strides in bytes, in C order into `out`."""
+        self._follow(out, values)
+        to = out.address, callers.contiguous(shape, out.itemsize)
+        self.driver.copy_strided(to, (values.address, strides), shape, out.itemsize, self.stream)
+        self.copies.count("device", out.nbytes)
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""

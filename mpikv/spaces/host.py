@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray, sum_devices, write
+from mpikv.arrays import HostArray, host_view, is_elsewhere, sum_devices, write
 from mpikv.spaces.base import Formula
 from mpikv.spaces.scratch import Scratch
 
@@ -57,6 +57,19 @@ class HostSpace:
     def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
         """See `Space`."""
         return np.empty(shape, dtype)
+
+    def in_place(self, array: Any, what: str) -> HostArray | None:
+        """See `Space`."""
+        view = host_view(array, what)
+        flat = view.reshape(-1)
+        return flat if not is_elsewhere(array) and np.may_share_memory(flat, view) else None
+
+    def lies_in(self, held: HostArray, array: Any) -> bool:
+        """See `Space`. `held` has no gaps, so that comparing bounds is exact."""
+        return not is_elsewhere(array) and np.may_share_memory(held, host_view(array, "an array"))
+
+    def hand_back(self, arrays: Sequence[Any]) -> None:
+        """Nothing: all is done."""
 
     def to_host(self, array: HostArray) -> HostArray:
         """The array itself."""

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import host_view
+from mpikv.arrays import host_view, sum_dtype
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
+from mpikv.spaces import squares
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
@@ -117,3 +118,57 @@ class Spaces:
             return
         there = values if space == DEVICE else self.device.from_host(values)
         self.device.write(out.array if isinstance(out, OnDevice) else out, there, what)
+
+    # --- a caller's arrays where they lie, for what workers do by themselves
+
+    def named(self, name: str) -> Space:
+        """The space of this name, which one of `where`'s is."""
+        return self.host if name == HOST or self.device is None else self.device
+
+    def where(self, array: CallersArray) -> str:
+        """The name of the space that an array (of `callers`) is in or next to."""
+        return DEVICE if isinstance(array, OnDevice) else HOST
+
+    def in_place(self, space: str, array: CallersArray, what: str) -> SpaceArray | None:
+        """See `Space.in_place`. None, too, where the array is in another space than the one of this name."""
+        return self.named(space).in_place(_bare(array), what) if self.where(array) == space else None
+
+    def lies_in(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
+        """See `Space.lies_in`."""
+        return self.where(array) == space and self.named(space).lies_in(held, _bare(array))
+
+    def hand_back(self, arrays: Sequence[CallersArray]) -> None:
+        """See `Space.hand_back`. arrays: in any space."""
+        if self.device is not None:
+            self.device.hand_back([array.array for array in arrays if isinstance(array, OnDevice)])
+
+    def scale(self, array: Any, factor: float, what: str) -> None:
+        """Multiply an array of the caller's, of any library, by a number: in the dtype of its sums, rounded once."""
+        (caller,) = self.callers([array])
+        name = self.where(caller)
+        space, values = self.named(name), self.total(name, [caller], what, on_device=True)
+        wide = space.cast(values, sum_dtype(values.dtype))
+        space.scale(wide, factor, wide)
+        self.write(name, caller, wide, what)
+
+    def sums_of_squares(self, arrays: Sequence[Any], what: Sequence[str]) -> list[list[float]]:
+        """For each array of the caller's: what `squares.sums_of_squares` finds of it, wherever it is. Blocks."""
+        callers = self.callers(arrays)
+        there = [i for i, caller in enumerate(callers) if self.where(caller) == DEVICE]
+        found: list[list[float]] = [[] for _ in arrays]
+        if there and isinstance(self.device, DeviceSpace):
+            flat = []
+            for i in there:
+                placed = self.in_place(DEVICE, callers[i], what[i])
+                flat.append(self.total(DEVICE, [callers[i]], what[i], on_device=True) if placed is None else placed)
+            for i, sums in zip(there, squares.sums_of_squares(self.device, flat), strict=True):
+                found[i] = sums
+            self.hand_back(callers)
+        for i, caller in enumerate(callers):
+            if self.where(caller) == HOST:
+                found[i] = squares.on_host(host_view(caller, what[i]))
+        return found
+
+
+def _bare(array: CallersArray) -> CallersArray:
+    return array.array if isinstance(array, OnDevice) else array

@@ -114,6 +114,13 @@ class FakeGpu(HostDriver):
     def __int__(self) -> int:
         return self.number
 
+    def __enter__(self) -> FakeGpu:
+        """As of CuPy's devices, on which an array's own work is anyhow."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing ends."""
+
     def __repr__(self) -> str:
         return f"<{self.name} {self.number}>"
 

@@ -1,0 +1,291 @@
+"""Trainers whose parameters are on a fake GPU: the host's weights to the last bit, and no copy to the host or from it.
+
+The GPU finds mistakes in the order of what the trainer, the store and the model's passes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv import worker_device
+from mpikv.assembly import local_store
+from mpikv.config import Config
+from mpikv.kvstore import KVStore
+from mpikv.parameter import Parameter
+from mpikv.spaces import pool
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import Spaces
+from mpikv.spaces.squares import PART_ELEMS, on_host
+from mpikv.spec import parse
+from mpikv.testing.device_transport import DeviceFabric
+from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+from mpikv.trainer import Trainer
+from mpikv.transports.threads import Fabric
+
+SHAPES = {"bias": (7,), "empty": (0,), "scalar": (), "weight": (30, 41)}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 1 << 16)
+
+
+def crossings(gpu: FakeGpu) -> tuple[int, int]:
+    return gpu.counts["host_to_device"], gpu.counts["device_to_host"]
+
+
+def start(name: str, dtype: Any) -> np.ndarray:
+    return (np.random.default_rng(len(name)).standard_normal(SHAPES[name])).astype(dtype)
+
+
+def gradient(name: str, step: int, place: int) -> np.ndarray:
+    return np.random.default_rng([len(name), step, place]).standard_normal(SHAPES[name]) * 3
+
+
+class Model:
+    """Parameters whose gradients a backward pass overwrites, on the host or on GPUs."""
+
+    def __init__(self, gpus: list[FakeGpu | None], dtype: Any) -> None:
+        self.gpus = gpus
+        self.params = {}
+        for name in SHAPES:
+            parameter = Parameter(start(name, dtype))
+            parameter._data = [
+                start(name, dtype) if gpu is None else gpu.array(start(name, dtype)) for gpu in self.gpus
+            ]
+            self.params[name] = parameter
+
+    def backward(self, step: int, rank: int) -> None:
+        for name, parameter in self.params.items():
+            for place, grad in enumerate(parameter.list_grad()):
+                values = gradient(name, step, 10 * rank + place).astype(parameter.dtype)
+                gpu = self.gpus[place]
+                grad[...] = values if gpu is None else gpu.array(values)
+
+    def weights(self) -> list[bytes]:
+        return [
+            (one if isinstance(one, np.ndarray) else one.get()).tobytes()
+            for parameter in self.params.values()
+            for one in parameter.list_data()
+        ]
+
+
+def train(
+    model: Model, store: KVStore | None, rank: int = 0, *, steps: int = 3, optimizer: str = "adam", **options: Any
+) -> tuple[Trainer, list[bytes]]:
+    """Steps of several kinds. No copy between host and GPU after the first step."""
+    trainer = Trainer(model.params, optimizer, {"learning_rate": 0.1, "wd": 0.01}, kvstore=store, **options)
+    gpu = model.gpus[0]
+    counted: list[tuple[int, int]] = []
+    for step in range(steps):
+        model.backward(step, rank)
+        before = None if gpu is None else crossings(gpu)
+        if step == 1:
+            trainer.step(8)
+        else:
+            trainer.step()
+        if gpu is not None and before is not None:
+            after = crossings(gpu)
+            counted.append((after[0] - before[0], after[1] - before[1]))
+    model.crossed = counted  # type: ignore[attr-defined]
+    return trainer, model.weights()
+
+
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64], ids=str)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakeGpu]], None]:
+    """Let trainers without a store find these GPUs."""
+
+    def use(gpus: list[FakeGpu]) -> None:
+        monkeypatch.setattr(worker_device, "open_driver", lambda number: gpus[number])
+
+    return use
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("n_devices", [1, 2, 3])
+def test_without_a_store(alone: Any, dtype: Any, n_devices: int, seed: int) -> None:
+    """Several devices without a store: in gluon's words kvstore=None."""
+    gpus = FakeGpus(n_devices, seed=seed, eager=0.3)
+    alone(gpus)
+    model, host = Model(list(gpus), dtype), Model([None] * n_devices, dtype)
+    assert train(model, None)[1] == train(host, None)[1]
+    assert model.crossed == [(0, 0)] * 3
+
+
+def test_without_a_store_the_weights_stay_where_they_are(alone: Any) -> None:
+    gpu = FakeGpu(eager=0.5)
+    alone([gpu])
+    model = Model([gpu], np.float32)
+    before = {name: (id(p.data), p.data.address) for name, p in model.params.items()}
+    trainer, _ = train(model, None, optimizer="sgd")
+    assert {name: (id(p.data), p.data.address) for name, p in model.params.items()} == before
+    copies = gpu.counts["device_to_device"]
+    trainer.step()
+    assert gpu.counts["device_to_device"] == copies  # gradients are read where they are
+
+
+def test_a_weight_that_moves_or_has_gaps(alone: Any) -> None:
+    gpu = FakeGpu(seed=2, eager=0.3)
+    alone([gpu])
+    found = []
+    for make in (lambda values: values, gpu.array):
+        parameter, values = Parameter(np.zeros((4, 6))), np.arange(24.0).reshape(4, 6)
+        whole = make(np.zeros((6, 4)))
+        whole[...] = make(values.T.copy())
+        parameter._data = [whole.T]
+        trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
+        for step in range(3):
+            if step == 2:
+                parameter._data = [make(values)]
+            parameter.grad[...] = make(values + step)
+            trainer.step()
+        found.append(parameter.data if isinstance(parameter.data, np.ndarray) else parameter.data.get())
+    assert np.array_equal(*found)
+
+
+def test_states_are_the_same_file(alone: Any, tmp_path: Path) -> None:
+    gpu = FakeGpu(eager=0.3)
+    alone([gpu])
+    for i, model in enumerate((Model([None], np.float16), Model([gpu], np.float16))):
+        trainer, _ = train(model, None)
+        trainer.save_states(tmp_path / f"states{i}")
+        trainer.save(tmp_path / f"checkpoint{i}")
+    for kind in ("states", "checkpoint"):
+        assert (tmp_path / f"{kind}0").read_bytes() == (tmp_path / f"{kind}1").read_bytes()
+    model = Model([gpu], np.float16)
+    trainer = Trainer(model.params, "adam", {"learning_rate": 0.1, "wd": 0.01}, kvstore=None)
+    assert trainer.resume(tmp_path / "checkpoint0") == 3
+    on_host, again = Model([None], np.float16), []
+    other = Trainer(on_host.params, "adam", {"learning_rate": 0.1, "wd": 0.01}, kvstore=None)
+    other.resume(tmp_path / "checkpoint1")
+    for side, one in ((model, trainer), (on_host, other)):
+        side.backward(9, 0)
+        one.step()
+        again.append(side.weights())
+    assert again[0] == again[1]
+
+
+@DTYPES
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize(("kind", "n_devices"), [("local", 1), ("device", 1), ("local", 2), ("device", 3)])
+def test_with_a_store_of_one_process(kind: str, n_devices: int, on_store: bool, dtype: Any) -> None:
+    gpus = FakeGpus(n_devices, eager=0.3)
+    spaces = Spaces(device=DeviceSpace(gpus[0]))
+    model, host = Model(list(gpus), dtype), Model([None] * n_devices, dtype)
+    found = train(model, local_store(kind, parse(kind), spaces=spaces), update_on_kvstore=on_store)[1]
+    assert found == train(host, local_store(kind, parse(kind)), update_on_kvstore=on_store)[1]
+    assert model.crossed == [(0, 0)] * 3
+
+
+def distributed(
+    workers: int, dtype: Any, gpus: list[FakeGpu | None], *, path: str = "auto", hosts: Any = None, **options: Any
+) -> list[list[bytes]]:
+    """The weights of all workers after some steps."""
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path=path)
+    crossed = []
+
+    def body(store: KVStore) -> list[bytes]:
+        model = Model([gpus[store.rank]], dtype)
+        found = train(model, store, store.rank, **options)[1]
+        crossed.append(model.crossed)
+        return found
+
+    drivers = None if None in gpus else gpus
+    fabric = DeviceFabric(Fabric(workers, hosts or ["localhost"] * workers), gpus) if path == "mpi" else None
+    results = spawn_stores("dist_sync", workers, body, config=config, hosts=hosts, drivers=drivers, fabric=fabric)
+    if path in {"ipc", "mpi"}:
+        assert crossed == [[(0, 0)] * 3] * workers
+    return results
+
+
+def gpus_of(workers: int, seed: int) -> list[FakeGpu | None]:
+    first = FakeGpu(seed=seed, eager=0.3)
+    return [first.view() for _ in range(workers)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("path", ["ipc", "staged", "mpi"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int) -> None:
+    gpus = gpus_of(workers, seed)
+    options = {"update_on_kvstore": on_store}
+    expected = distributed(workers, np.float32, [None] * workers, **options)
+    assert distributed(workers, np.float32, gpus, path=path, **options) == expected
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=str)
+def test_short_floats_of_workers(dtype: Any) -> None:
+    expected = distributed(2, dtype, [None] * 2)
+    assert distributed(2, dtype, gpus_of(2, 1), path="ipc") == expected
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize("path", ["staged", "mpi"])
+def test_workers_of_several_hosts(on_store: bool, path: str) -> None:
+    options = {"hosts": "aab", "update_on_kvstore": on_store}
+    expected = distributed(3, np.float32, [None] * 3, **options)
+    assert distributed(3, np.float32, gpus_of(3, 4), path=path, **options) == expected
+
+
+def test_examples_and_clipping() -> None:
+    """Gradients are scaled and measured on the device."""
+    found = []
+    for gpus in ([None] * 2, gpus_of(2, 5)):
+
+        def body(store: KVStore, gpus: Any = gpus) -> Any:
+            model = Model([gpus[store.rank]], np.float32)
+            trainer = Trainer(model.params, "sgd", {"learning_rate": 0.1}, kvstore=store, clip_global_norm=0.5)
+            norms = []
+            for step in range(3):
+                model.backward(step, store.rank)
+                trainer.step(examples=3 + 2 * store.rank)
+                norms.append(trainer.last_global_norm)
+            return norms, model.weights()
+
+        config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if gpus[0] is None else "ipc")
+        drivers = None if gpus[0] is None else gpus
+        found.append(spawn_stores("dist_sync", 2, body, config=config, drivers=drivers))
+    assert found[0] == found[1]
+
+
+def test_stale_gradients_and_frozen_parameters(alone: Any) -> None:
+    gpu = FakeGpu(eager=0.3)
+    alone([gpu])
+    found = []
+    for gpus in ([None], [gpu]):
+        model = Model(gpus, np.float32)
+        model.params["bias"].grad_req = "null"
+        trainer = Trainer(model.params, "sgd", {"learning_rate": 0.1}, kvstore=None)
+        model.backward(0, 0)
+        trainer.step(ignore_stale_grad=True)
+        trainer.zero_grad()
+        trainer.step(ignore_stale_grad=True)
+        found.append(model.weights())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, BFLOAT16], ids=str)
+def test_sums_of_squares_have_the_hosts_bits(dtype: Any) -> None:
+    gpu = FakeGpu(eager=0.5)
+    spaces = Spaces(device=DeviceSpace(gpu))
+    sizes = (3, PART_ELEMS, 0, 2 * PART_ELEMS + 77, PART_ELEMS - 1, 66 * PART_ELEMS if dtype == np.float32 else 5)
+    arrays = [np.random.default_rng(n).standard_normal(n).astype(dtype) for n in sizes]
+    theirs = [gpu.array(array) for array in arrays]
+    before = gpu.counts["device_to_host"]
+    found = spaces.sums_of_squares(theirs, [""] * len(arrays))
+    assert found == [on_host(array) for array in arrays]
+    chunks = -(-sum(n // PART_ELEMS for n in sizes) // 64)
+    assert gpu.counts["device_to_host"] - before == chunks + 1
