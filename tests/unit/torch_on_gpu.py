@@ -40,6 +40,7 @@ class TorchOnGpu:
 
     def __init__(self) -> None:
         self._local = threading.local()
+        self._kept: list[Any] = []
 
     def host_rank(self) -> None:
         """This thread has no GPU."""
@@ -66,6 +67,7 @@ class TorchOnGpu:
 
     def tensor_of(self, array: Any) -> Any:
         """A tensor in the memory of an array of the GPU."""
+        self._kept.append(array)  # as a tensor's storage does that PyTorch makes of an array
         values = array._values
         if values.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
@@ -80,7 +82,6 @@ class TorchOnGpu:
             array = gpu.array(bits.numpy())
             gpu.run_all()
             one.data = self.tensor_of(array).view(one.dtype)
-            one.in_memory_of = array
 
 
 @pytest.fixture
