@@ -213,11 +213,11 @@ def place(
         return _on_servers(members, info, whole=whole, load_bytes=load_bytes)
     size = len(members.workers)
     way: DevicePath = members.device_path if info.space == "device" else "host"
-    if members.path == "direct" or way == "ipc":
+    if way == "nccl":
+        algorithm = "nccl"
+    elif members.path == "direct" or way == "ipc":
         # A call that does not go the direct way must add in the same order: it is a matter of time which way it goes.
         algorithm = "naive"
-    elif way == "nccl":
-        algorithm = "nccl"
     else:
         forced = members.config.algorithm
         if way == "mpi" and forced == "native":  # whose collectives take no device memory

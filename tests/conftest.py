@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what not every run makes, and the tests of these folders: each starts a real job, or needs a cluster."""
     grids.thin(items)
+    grids.share_out(items)
     for item in items:
         if any(folder in item.path.parents for folder in WHOLE_JOBS):
             item.add_marker(WHOLE_JOB)

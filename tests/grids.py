@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,26 @@ def thin(items: Sequence[pytest.Item]) -> None:
         for i, case in enumerate(cases):
             if i not in kept:
                 case.add_marker("full")
+
+
+def share_out(items: Sequence[pytest.Item]) -> None:
+    """Give the mark `full` to cases on device memory, so that every run makes each test on two paths of it or three.
+
+    On the first one that the test names, on those of one process, and on one of the others, by the test's name.
+    """
+    tests: dict[str, dict[str, list[pytest.Function]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker(GRID):
+            several = [one for one in item.callspec.params.values() if getattr(one, "workers", 1) > 1]
+            on_device = [one for one in several if getattr(one, "device", "")]
+            if on_device:
+                paths = tests.setdefault(item.nodeid.partition("[")[0], {})
+                paths.setdefault(repr(on_device[0]), []).append(item)
+    for name, paths in tests.items():
+        others = list(paths.values())[1:]
+        kept = zlib.crc32(name.encode()) % len(others) if others else 0
+        for case in (case for i, cases in enumerate(others) if i != kept for case in cases):
+            case.add_marker("full")
 
 
 def covering(cases: Sequence[Mapping[str, Any]], strength: int) -> set[int]:

@@ -97,6 +97,15 @@ class CupyNccl:
         return _call(self._nccl, call, *arguments)
 
 
+def missing() -> str:
+    """Why NCCL cannot be used in this process, "" where it can as far as is known without trying."""
+    try:
+        CupyNccl(0)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 class CupyComm:
     """See `NcclComm`. nccl: CuPy's module. comm: its NcclCommunicator."""
 

@@ -143,7 +143,7 @@ class DeviceSpace:
         return self.driver.as_caller(array.address, shape, dtype, array)
 
     def inside(self, array: Any) -> DeviceArray | None:
-        """A caller's array as a flat one of this space, where it lies in memory of this store; None elsewhere.
+        """A caller's array as one of this space, where it lies in memory of this store; None elsewhere.
 
         Work on it comes behind the caller's, as it was when the array was seen. The caller has to keep the memory.
         """
@@ -154,7 +154,7 @@ class DeviceSpace:
             return None
         memory = self.pool.part(chunk, array.address, array.nbytes)
         memory.written = array.at
-        return DeviceArray(self, memory, 0, (array.size,), array.dtype)
+        return DeviceArray(self, memory, 0, array.shape, array.dtype)
 
     def in_place(self, array: Any, what: str) -> DeviceArray | None:
         """See `Space`: work on it comes behind the caller's, as it was when the array was seen."""

@@ -89,7 +89,7 @@ class Spaces:
                 found = self.device.inside(caller)
                 if found is None:
                     return None
-                seen[id(array)] = found.reshape(caller.shape)
+                seen[id(array)] = found
         return [seen[id(array)] for array in arrays]
 
     def total(

@@ -235,6 +235,8 @@ class AllreduceStrategy(Strategy):
             raise error
         if self.keys.communicators is not None:
             self.keys.communicators.free()
+        if self.keys.nccl is not None:
+            self.keys.nccl.close()
         self._session.end()
         if refused is not None:
             raise refused

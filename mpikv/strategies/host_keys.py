@@ -30,9 +30,9 @@ from mpikv.errors import MpikvError
 from mpikv.hostmemory.allocator import Segment
 from mpikv.hostmemory.counters import Counters, table_bytes
 from mpikv.hostmemory.segment import ALIGN_BYTES, ORDERED, WORD_BYTES, HostMemory, Region, aligned, fence
-from mpikv.spaces import peers
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.peers import Peers
+from mpikv.spaces.peers import table_bytes as peers_bytes
 from mpikv.topology import topology
 
 LOG_ENTRIES = 1024
@@ -69,10 +69,11 @@ class _Published(Waking):
 class HostKeys:
     """One worker's view of its host's memory. A request that is never done: it wakes whoever has something to do.
 
-    hosts: of each worker.
+    hosts: of each worker. space: the device memory of this worker that the others of its host read; None: they do not.
+    peers: what they read there of each other.
     """
 
-    def __init__(self, memory: HostMemory, hosts: Sequence[str]) -> None:
+    def __init__(self, memory: HostMemory, hosts: Sequence[str], space: DeviceSpace | None = None) -> None:
         found = topology(hosts)
         self.memory = memory
         self.rank = memory.rank
@@ -87,9 +88,10 @@ class HostKeys:
         if len(found.hosts) == 1:
             self.slots = Slots(memory, begin)
             begin = self.slots.end
-        self._peers_begin = begin
-        self._peers: Peers | None = None
-        begin += peers.table_bytes(self._most)
+        self.peers: Peers | None = None
+        if space is not None:
+            self.peers = Peers(space, memory, begin)
+            begin += peers_bytes(self._most)
         third = memory.n_bytes // 3 // ALIGN_BYTES * ALIGN_BYTES
         self._values = Region(begin, third)  # kept by worker 0 alone
         self._counters = Region(third, 2 * third)  # likewise
@@ -145,18 +147,12 @@ class HostKeys:
             on_wait=self.wait,
         )
 
-    def peers(self, space: DeviceSpace) -> Peers:
-        """What the ranks of the host read of each other's device memory. space: this rank's only one."""
-        if self._peers is None:
-            self._peers = Peers(space, self.memory, self._peers_begin)
-        return self._peers
-
     def close(self) -> Request:
         """Let go of the others' device memory. A request that is done when they have let go of this rank's.
 
-        Nothing may be under way. Collective; whoever frees device memory has to wait for it.
+        Collective; whoever frees device memory has to wait for it.
         """
-        return Done() if self._peers is None else self._peers.close()
+        return Done() if self.peers is None else self.peers.close()
 
     def room(self, n_bytes: int, *, pages: bool = False) -> HostArray:
         """(n_bytes,) of uint8 in this worker's part, which the others can read. MpikvError where it is full."""

@@ -64,8 +64,9 @@ class NcclWorkers:
         self.begun = 0  # how many rounds are in the stream
 
     def start(self, engine: Engine) -> None:
-        """Introduce the workers to each other. To be called once on each of them."""
-        engine.start(self._introduce(), "introduction to NCCL")
+        """Introduce the workers to each other, unless there is one alone. To be called once on each of them."""
+        if self._group.size > 1:
+            engine.start(self._introduce(), "introduction to NCCL")
 
     def _introduce(self) -> Steps[None]:
         unique_id = np.empty(ID_BYTES, np.uint8)

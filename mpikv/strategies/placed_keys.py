@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from mpikv.checks import shown
 from mpikv.collectives.labelled import Comparison
+from mpikv.collectives.nccl import CupyNccl
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
@@ -24,11 +25,13 @@ from mpikv.session.agreement import Disagreement
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.staged import Staged
@@ -55,6 +58,11 @@ class PlacedKeys:
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
+        self.nccl: NcclWorkers | None = None
+        device = None if session.spaces.device is None else session.spaces.device.device
+        if session.members.device_path == "nccl" and device is not None:
+            self.nccl = NcclWorkers(CupyNccl(device), session.group, session.members.config.timeout_s)
+            self.nccl.start(session.engine)
         self._follow(memory)
         agreed = None if self.communicators is None else self.communicators.agreed
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
@@ -70,12 +78,13 @@ class PlacedKeys:
             self.hosts.close()
         self.hosts = self._listening = self.direct = None
         if memory is not None:
-            self.hosts = HostKeys(memory, members.worker_hosts)
+            space = cast(DeviceSpace, session.spaces.device) if members.device_path == "ipc" else None
+            self.hosts = HostKeys(memory, members.worker_hosts, space)
             self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[tuple[int, Any, str, bool], Placement] = {}  # of keys that are alike in this
-        self._means = Means(session.group, session.spaces, self.hosts, self.communicators)
+        self._means = Means(session.group, session.spaces, self.hosts, self.communicators, nccl=self.nccl)
         self._rounds = RoundSteps(
             session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
         )
@@ -91,13 +100,15 @@ class PlacedKeys:
         Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
         or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
         UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
-        be lost, and with MPIKV_ALGORITHM=native, whose communicators are those of all workers.
+        be lost, and with MPIKV_ALGORITHM=native or NCCL, whose communicators are those of all workers.
         """
         session = self._session
         if session.optimizers():
             raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
         if self.communicators is not None:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
+        if self.nccl is not None:
+            raise UnsupportedError("regroup with keys that go by NCCL, whose communicator is that of all workers")
         members = replace(members, memory=memory is not None)
         if members.device_path == "ipc" and memory is None:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))

@@ -303,8 +303,7 @@ class Ipc(_Alone):
         assert means.hosts is not None
         self._hosts, self._place = means.hosts, place
         self._device = cast(DeviceSpace, self._space)
-        peers = means.hosts.peers(self._device)
-        self._key = means.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=peers)
+        self._key = means.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=means.hosts.peers)
 
     def share(self) -> Steps[None]:
         """The others copy it from where worker 0 says that it is."""

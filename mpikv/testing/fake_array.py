@@ -228,8 +228,9 @@ class FakeArray:
     def reshape(self, *shape: Any) -> FakeArray:
         """As NumPy's; a copy where no view has that shape."""
         view = self._values.reshape(*shape)
-        shared = not view.size or np.shares_memory(view, self._values)
-        return self._view(view) if shared else self.copy().reshape(*shape)
+        return (
+            self._view(view) if not view.size or np.shares_memory(view, self._values) else self.copy().reshape(*shape)
+        )
 
     def view(self, dtype: npt.DTypeLike) -> FakeArray:
         """Return the same bytes as another dtype."""

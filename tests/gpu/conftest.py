@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gpus
 import pytest
+from kinds import KINDS
 from report import GPU
 
 
-@pytest.fixture(params=["fake", pytest.param("cuda", marks=getattr(pytest.mark, GPU))])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """What the test runs on."""
     return request.param

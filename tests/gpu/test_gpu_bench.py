@@ -9,6 +9,7 @@ from typing import Any
 import gpus
 import pytest
 from jobs import ROOT, mpirun
+from kinds import FULL
 from report import WHOLE_JOB
 
 from mpikv import optimizers
@@ -56,6 +57,7 @@ def test_allreduce(kind: str, tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in found["goals"]] == ["ipc, 4"]
 
 
+@FULL
 def test_pushpull(kind: str, tmp_path: Path) -> None:
     words = ["-b", "12K", "-e", "12K", "--device-paths", "ipc"]
     found = bench(kind, 3, tmp_path, "pushpull", "--device", *words)
@@ -63,6 +65,7 @@ def test_pushpull(kind: str, tmp_path: Path) -> None:
     check(found, names, [12288])
 
 
+@FULL
 def test_model(kind: str, tmp_path: Path) -> None:
     found = bench(kind, 2, tmp_path, "model", "--model", "lenet", "--device", "--device-paths", "ipc,staged")
     check(found, ["ipc", "ipc, zeros", "staged", "staged, zeros", RAW], [431_080 * 4])

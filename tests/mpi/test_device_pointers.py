@@ -113,7 +113,7 @@ def test_a_store(comm, transport, algorithm: str) -> None:
     store.close()
     assert not fatal
     assert (gpu.counts["host_to_device"], gpu.counts["device_to_host"]) == (0, 0)  # `array` and `get` count apart
-    assert gpu.counts["launches"] > 0, gpu.counts
+    assert gpu.counts["device_to_device"] > 0  # keys are there
     expected = on_workers(comm, "dist_sync", every_call, algorithm=algorithm, shared_memory="off")
     assert found == expected[transport.rank]
 

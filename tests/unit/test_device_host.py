@@ -90,7 +90,8 @@ class Case:
         """Each rank's results, by key and round. The keys' rounds are under way at the same time."""
         machine = FakeGpus(self.gpus, seed=self.seed, eager=(self.seed % 3) / 4)
         spaces = [DeviceSpace(machine.view()[rank % self.gpus]) for rank in range(self.size)]
-        hosts = [HostKeys(memory, ["a"] * self.size) for memory in private_memory(self.size)]
+        memories = private_memory(self.size)
+        hosts = [HostKeys(memory, ["a"] * self.size, space) for memory, space in zip(memories, spaces, strict=True)]
         places = [hosts[0].reserve_key(0) for _ in range(self.keys)]
         placement = Placement("ipc", "naive", tuple(range(self.size)), tuple(self.bounds))
         self.counts = [{}] * self.size

@@ -12,11 +12,13 @@ import pytest
 from device_rounds import FIRST, Case, Side, run_rounds
 from fake_nccl import CallOrderError, Network
 
-from mpikv.collectives.nccl import CupyNccl, Nccl, NcclComm
+from mpikv import Config, optimizers
+from mpikv.collectives.nccl import CupyNccl, Nccl, NcclComm, missing
 from mpikv.errors import MpikvError, StallError, UnsupportedError
 from mpikv.testing.device_transport import DeviceFabric
 from mpikv.testing.fake_gpu import FakeGpus
 from mpikv.testing.ranks import RankError, spawn
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports.faulty import Faults, FaultyFabric
 from mpikv.transports.threads import Fabric
 
@@ -38,7 +40,7 @@ def by_nccl(p: int, cases: list[Case], seed: int = 0, fabric: Fabric | None = No
         return run_rounds("nccl", transport, Side(network.gpus[rank], network.of(rank)), cases)
 
     results = spawn(p, body, fabric=DeviceFabric(fabric, network.gpus), timeout_s=120)
-    assert network.destroyed == set(range(p))
+    assert network.destroyed == (set(range(p)) if p > 1 else set())
     assert not network.aborted
     return results
 
@@ -80,6 +82,40 @@ def test_labels_and_factors(p: int) -> None:
         assert found[2] == ((True, 0.5), False, mixed)
         assert found[3] == (None, True, mixed)
         assert found[4] == expected[4]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_store(monkeypatch, workers: int) -> None:
+    """Keys pushed in any order, an optimizer with state, a key with one owner; whole numbers are exact on any way."""
+    gpus = [gpu.view(rank) for rank, gpu in enumerate(FakeGpus(workers))]
+    network = Network(gpus)
+    monkeypatch.setattr("mpikv.strategies.placed_keys.CupyNccl", network.of)
+    sizes = [1001, 0, 3, 1, 64]
+
+    def body(store, made=np.array, read=np.asarray):
+        store.init(list(range(5)), [made(np.full(n, 3.0 + store.rank, np.float32)) for n in sizes])
+        found = []
+        for step in range(3):
+            if step == 1:
+                store.set_optimizer(optimizers.create("sgd", learning_rate=0.5, momentum=0.5))
+            random = np.random.default_rng([store.rank, step])
+            for key in random.permutation(5).tolist():
+                store.push(key, made(random.integers(-4, 5, sizes[key]).astype(np.float32)))
+            outs = [made(np.empty(n, np.float32)) for n in sizes]
+            store.pull(list(range(5)), outs)
+            found += [read(out).tobytes() for out in outs]
+        return found
+
+    def on_gpu(store):
+        return body(store, gpus[store.rank].array, lambda array: array.get())
+
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="nccl")
+    results = spawn_stores(
+        "dist_sync", workers, on_gpu, config=config, drivers=gpus, fabric=DeviceFabric(Fabric(workers), gpus)
+    )
+    assert results == spawn_stores("dist_sync", workers, body)
+    assert len(network.calls) == (2 * 3 * 4 if workers > 1 else 0)
+    assert network.destroyed == (set(range(workers)) if workers > 1 else set())
 
 
 def test_the_fake_finds_calls_in_different_orders() -> None:
@@ -262,7 +298,10 @@ def test_nccl_that_is_missing(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UnsupportedError, match="used through CuPy"):
         CupyNccl(0)
+    assert "used through CuPy" in missing()
     cupy_with_nccl(monkeypatch, [])
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
     with pytest.raises(UnsupportedError, match="without NCCL"):
         CupyNccl(0)
+    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", True)
+    assert not missing()

@@ -110,6 +110,50 @@ def test_among_workers(
     assert found.owners == tuple(range(len(hosts)))
 
 
+# Hosts of the workers, device path, elements, settings: path, algorithm, elements of each worker, path on the host.
+ON_DEVICES: list[tuple[str, Any, int, dict[str, Any], tuple[str, str, tuple[int, ...], str | None]]] = [
+    ("a", "ipc", 13, {}, ("messages", "naive", (13,), None)),
+    ("aaa", "ipc", 10, {}, ("ipc", "naive", (4, 3, 3), None)),
+    ("aaaaa", "ipc", 2000003, {"number": 6, **WHOLE}, ("ipc", "naive", (0, 2000003, 0, 0, 0), None)),
+    ("aaa", "mpi", 10, {}, ("mpi", "naive", (4, 3, 3), None)),
+    ("abc", "mpi", 9000, {}, ("mpi", "ring", (3000, 3000, 3000), None)),
+    ("aab", "mpi", 9000, {}, ("mpi", "hierarchical", (2250, 2250, 4500), None)),
+    ("abc", "mpi", 9000, {"algorithm": "native"}, ("mpi", "ring", (3000, 3000, 3000), None)),
+    ("aaa", "nccl", 10, {}, ("nccl", "nccl", (4, 3, 3), None)),
+    ("aaa", "staged", 10, {}, ("staged", "naive", (4, 3, 3), "direct")),
+    ("aab", "staged", 9000, {}, ("staged", "hierarchical", (2250, 2250, 4500), "hosted")),
+    ("abc", "staged", 9000, {}, ("staged", "ring", (3000, 3000, 3000), "messages")),
+    ("aaa", "staged", 7, OFF, ("staged", "naive", (3, 2, 2), "messages")),
+    ("abc", "staged", 10, {"algorithm": "native"}, ("staged", "native", (4, 3, 3), "native")),
+]
+
+
+@pytest.mark.parametrize(("hosts", "device_path", "n", "settings", "expected"), ON_DEVICES)
+def test_on_devices(
+    hosts: str,
+    device_path: Any,
+    n: int,
+    settings: dict[str, Any],
+    expected: tuple[str, str, tuple[int, ...], str | None],
+) -> None:
+    config = Config(**{name: settings[name] for name in ("algorithm", "shared_memory") if name in settings})
+    members = Members(tuple(hosts), tuple(range(len(hosts))), config=config, device_path=device_path)
+    info = key(settings.get("number", 0), n, "float32")
+    whole = settings.get("whole", False)
+    found = place(members, info._replace(space="device"), whole=whole)
+    assert (found.path, found.algorithm, tuple(np.diff(found.bounds).tolist()), found.host) == expected
+    on_host = place(members, info, whole=whole)  # keys in host memory go as they always did
+    assert on_host == place(Members(tuple(hosts), tuple(range(len(hosts))), config=config), info, whole=whole)
+    if device_path == "staged":
+        assert found == on_host._replace(path="staged", host=on_host.path)
+
+
+def test_a_staged_key_that_shared_memory_has_no_room_for() -> None:
+    members = Members(("a", "a", "b"), (0, 1, 2), device_path="staged")
+    found = place(members, key(0, 10, "float32")._replace(space="device"), room=False)
+    assert (found.path, found.host) == ("staged", "messages")
+
+
 @pytest.mark.parametrize("row", ON_SERVERS)
 def test_on_servers(row: tuple[int, int, list[int], int, int, bool, list[tuple[int, int, int]], int]) -> None:
     n, itemsize, held, bound, partition, whole, shards, part_elems = row

@@ -10,6 +10,7 @@ import pytest
 from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import MpikvError, PeerError, StallError, optimizers
+from mpikv.arrays import host_view
 
 SYNC_KINDS = pytest.mark.parametrize("mode", FEW_DIST_SYNC, ids=mode_id)
 DIST = pytest.mark.parametrize("mode", [*FEW_DIST_SYNC, *FEW_ASYNC], ids=mode_id)
@@ -218,7 +219,7 @@ def test_close_does_every_round_that_is_complete(mode, tmp_path):
 
     def noting(weight, grad, state):
         with open(tmp_path / f"{weight.size}-{threading.get_ident()}", "a") as file:
-            file.write(f"{int(grad[0])} ")
+            file.write(f"{int(host_view(grad, 'grad')[0])} ")
         return state
 
     def body(store):

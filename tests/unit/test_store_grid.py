@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 import pytest
-from store_modes import ASYNC, BOUND, DTYPES, SYNC, Mode, mode_id
+from store_modes import ASYNC, BOUND, DTYPES, FEW_ON_DEVICE, SYNC, Mode, mode_id
 
 from mpikv import optimizers
 from mpikv.testing.reference import ReferenceStore
@@ -118,7 +118,9 @@ def _compare(mode, results, grid=GRID, *, growing=False):
 
 
 # The forms share all code below the store's face: one of them runs through every mode.
-CASES = [(mode, "lists") for mode in SYNC] + [(mode, form) for mode in SYNC[::4] for form in ("one_by_one", "pushpull")]
+CASES = [(mode, "lists") for mode in (*SYNC, *FEW_ON_DEVICE)] + [
+    (mode, form) for mode in SYNC[::4] for form in ("one_by_one", "pushpull")
+]
 
 
 @pytest.mark.grid

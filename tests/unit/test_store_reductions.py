@@ -7,7 +7,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from store_modes import DTYPES, LOCAL, Mode, every_way, mode_id
+from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way, mode_id
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
 from mpikv.config import Config
@@ -21,8 +21,8 @@ OPS = ("sum", "mean", "min", "max", "prod")
 ALLREDUCE = [Mode("dist_sync", 3, 0, a, "off") for a in ("naive", "ring", "halving_doubling")]
 DIRECT = [Mode("dist_sync", workers) for workers in (1, 2, 3)]
 SERVERS = every_way(Mode("dist_sync", 2, 1), Mode("dist_sync", 3, 2))
-MODES = pytest.mark.parametrize("mode", [*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS], ids=mode_id)
-DIST = pytest.mark.parametrize("mode", [*ALLREDUCE, *DIRECT[1:], *SERVERS], ids=mode_id)
+MODES = pytest.mark.parametrize("mode", [*LOCAL, *ALLREDUCE, *DIRECT, *SERVERS, *FEW_ON_DEVICE], ids=mode_id)
+DIST = pytest.mark.parametrize("mode", [*ALLREDUCE, *DIRECT[1:], *SERVERS, *FEW_ON_DEVICE], ids=mode_id)
 LAYOUTS = ("aab", "abab", "aabbc")
 FUNCTIONS = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
