@@ -34,9 +34,19 @@ def is_tensor(array: object) -> bool:
     return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
+def device_of(tensor: Any) -> Any:
+    """Return the torch.device that a tensor of PyTorch is on."""
+    return tensor.device
+
+
+def on_gpu(array: Any) -> Any:
+    """Return a tensor of PyTorch in the memory of an array on a GPU, of CuPy or the like."""
+    return sys.modules["torch"].as_tensor(array, device=f"cuda:{array.device.id}")
+
+
 def is_elsewhere(array: Any) -> bool:
     """Return whether it is a tensor of PyTorch, not a sparse one, with values that are not in host memory."""
-    if not is_tensor(array) or array.device.type in ("cpu", "meta"):
+    if not is_tensor(array) or device_of(array).type in ("cpu", "meta"):
         return False
     return bool(array.layout == sys.modules["torch"].strided)
 

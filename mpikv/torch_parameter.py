@@ -1,14 +1,17 @@
-"""A PyTorch parameter, and a buffer of a module, as a `Trainer` sees them: NumPy arrays of weight and gradient.
+"""A PyTorch parameter, and a buffer of a module, as a `Trainer` sees them: arrays of weight and gradient.
+
+They are NumPy's, of a tensor in host memory. A tensor on a GPU is handed out itself, where the trainer has a GPU.
 
 PyTorch is not imported here. Whoever has a tensor has imported it, and that is how a tensor is recognised.
 
 Weight: the array is the tensor's own memory, and stays the same object as long as the tensor stays where it is, so that
-a store knows it again. Memory that NumPy cannot see, a GPU's, is copied to the host and back. Every update counts the
-tensor's version on: a backward pass through weights that have changed is then PyTorch's usual error.
+a store knows it again. Memory that neither NumPy nor the trainer sees is copied to the host and back. Every update
+counts the tensor's version on: a backward pass through weights that have changed is then PyTorch's usual error.
 
-Gradient: where the host's workers share memory, the trainer gives each parameter a place there. The backward pass
-puts a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon as it is complete: one copy, of
-values that are still in the cache. From then on `.grad` is that place, and later passes add to it there.
+Gradient: where the host's workers share memory, the trainer gives each parameter a place there, on a GPU in the
+store's memory. The backward pass puts a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon
+as it is complete: one copy, of values that are still in the cache. From then on `.grad` is that place, and later passes
+add to it there.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from typing import Any
 
 import numpy as np
 
+from mpikv import tensors
 from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, HostArray, host_view
 from mpikv.errors import UnsupportedError
+from mpikv.spaces.callers import gpu_of, on_gpu
 
 Tensor = Any  # torch.Tensor
 
@@ -54,11 +59,12 @@ class TorchParameter:
             raise ValueError(f"parameter {name!r} is the result of a computation, and gets no gradient of its own")
         self.tensor = tensor
         self.name = name
+        self.through_host = False  # whether a tensor on a GPU is handed out as a copy in host memory
         self._address = -1
-        self._weight: HostArray | None = None
+        self._weight: Any = None
         self._copy: Tensor = None  # of a weight that the host cannot see
         self._placed: Tensor = None  # where the gradient is to lie
-        self._memory: HostArray | None = None  # the same as an array
+        self._memory: Any = None  # the same as it is handed out
 
     @property
     def requires_grad(self) -> bool:
@@ -77,10 +83,15 @@ class TorchParameter:
 
     # --- the weight
 
-    def list_data(self) -> list[HostArray]:
+    def _stays(self, tensor: Tensor) -> bool:
+        return not self.through_host and on_gpu(tensor)
+
+    def list_data(self) -> list[Any]:
         """Return the weight's array, in a list."""
         tensor = self.tensor
-        if not _on_host(tensor):
+        if self._stays(tensor):
+            self._copy, self._weight = None, tensor.detach()
+        elif not _on_host(tensor):
             self._copy, self._weight = _host_copy(tensor, self._copy, f"parameter {self.name!r}")
         elif self._weight is None or tensor.data_ptr() != self._address:
             self._copy, self._weight = None, host_view(tensor.detach(), f"parameter {self.name!r}")
@@ -97,25 +108,35 @@ class TorchParameter:
 
     # --- the gradient
 
-    def place_grad(self, memory: HostArray) -> None:
-        """Keep the gradient in `memory`, of its shape and dtype, from now on."""
+    def place_grad(self, memory: Any) -> None:
+        """Keep the gradient in `memory`, of its shape and dtype (or as many bits), from now on.
+
+        memory: NumPy's, or an array on a GPU, of CuPy or the like; that must be the GPU that the tensor is on.
+        """
         torch = sys.modules["torch"]
-        self._memory = memory
-        bits = memory.view(np.int16) if memory.dtype == BFLOAT16 else memory
-        self._placed = torch.from_numpy(bits)
-        if memory.dtype == BFLOAT16:
+        if isinstance(memory, np.ndarray):
+            if self._stays(self.tensor):
+                return  # the key is in host memory, and the gradient goes there by itself
+            self._memory = memory
+            self._placed = torch.from_numpy(memory.view(np.int16) if memory.dtype == BFLOAT16 else memory)
+        else:
+            if not self._stays(self.tensor) or gpu_of(self.tensor) != memory.device.id:
+                return
+            self._placed = self._memory = tensors.on_gpu(memory)
+        if self.tensor.dtype == torch.bfloat16:
             self._placed = self._placed.view(torch.bfloat16)
+            self._memory = memory if isinstance(memory, np.ndarray) else self._placed
         if self.tensor.requires_grad:
             myself = weakref.ref(self)
 
             def accumulated(_: Tensor) -> None:
                 parameter = myself()
-                if parameter is not None and _on_host(parameter.tensor):
+                if parameter is not None and _together(parameter.tensor, parameter._placed):  # noqa: SLF001 - myself
                     parameter.list_grad()
 
             self.tensor.register_post_accumulate_grad_hook(accumulated)
 
-    def list_grad(self) -> list[HostArray | None]:
+    def list_grad(self) -> list[Any]:
         """Return the gradient's array in a list, in its place where it has one; [None] where there is no gradient."""
         grad = self.tensor.grad
         if grad is None:
@@ -123,12 +144,16 @@ class TorchParameter:
         if grad.layout != sys.modules["torch"].strided:
             raise UnsupportedError(f"the gradient of parameter {self.name!r} is sparse; the layer takes sparse=False")
         if self._placed is None:
+            if self._stays(grad):
+                return [grad.detach()]
             if _on_host(grad):
                 return [host_view(grad.detach(), f"the gradient of parameter {self.name!r}")]
             self._placed, self._memory = _host_copy(grad, None, f"the gradient of parameter {self.name!r}")
         elif grad is not self._placed:
             self._placed.copy_(grad.detach())
-            if _on_host(grad) and not grad.requires_grad:  # else it is of a pass that is itself differentiated
+            if (
+                _together(grad, self._placed) and not grad.requires_grad
+            ):  # else it is of a pass that is itself differentiated
                 self.tensor.grad = self._placed
         return [self._memory]
 
@@ -144,7 +169,7 @@ class TorchParameter:
             self.tensor.grad = None
             return
         if self.tensor.grad is None:
-            in_place = self._placed is not None and _on_host(self.tensor)
+            in_place = self._placed is not None and _together(self.tensor, self._placed)
             self.tensor.grad = self._placed if in_place else sys.modules["torch"].empty_like(self.tensor)
         self.tensor.grad.detach().zero_()
 
@@ -155,7 +180,8 @@ class TorchParameter:
 class TorchBuffer:
     """A buffer of a module, such as the statistics of a batch normalisation: not trained, but worker 0's at the start.
 
-    The module may put another tensor in its place at any time, so it is looked up at each use. Its values are copied.
+    The module may put another tensor in its place at any time, so it is looked up at each use. Its values are copied in
+    host memory.
     Of a dtype that no store holds the bytes are taken.
     """
 
@@ -166,6 +192,7 @@ class TorchBuffer:
         owner, _, self._attribute = name.rpartition(".")
         self._owner = module.get_submodule(owner)
         self.name = name
+        self.through_host = False
         self._copy: Tensor = None
 
     @property
@@ -173,18 +200,34 @@ class TorchBuffer:
         """The tensor that the module has now."""
         return getattr(self._owner, self._attribute)
 
-    def list_data(self) -> list[HostArray]:
+    def list_data(self) -> list[Any]:
         """Return an array of the values, in a list."""
-        self._copy, array = _host_copy(self.tensor, None, f"buffer {self.name!r}")
+        tensor = self.tensor
+        if not self.through_host and on_gpu(tensor):
+            self._copy = None if tensor.is_contiguous() else tensor.detach().contiguous()
+            array = tensor.detach() if self._copy is None else self._copy
+            return [array if _is_held(tensor) else array.reshape(-1).view(sys.modules["torch"].uint8)]
+        self._copy, array = _host_copy(tensor, None, f"buffer {self.name!r}")
         return [array]
 
     def data_written(self) -> None:
-        """Write the array's values into the module's tensor."""
-        self.tensor.detach().copy_(self._copy)
+        """Write the array's values into the module's tensor, where the array is not in its memory."""
+        if self._copy is not None:
+            self.tensor.detach().copy_(self._copy)
 
 
 def _on_host(tensor: Tensor) -> bool:
-    return bool(tensor.device.type == "cpu")
+    return bool(tensors.device_of(tensor).type == "cpu")
+
+
+def _together(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are on the same device."""
+    return bool(tensors.device_of(tensor) == tensors.device_of(other))
+
+
+def _is_held(tensor: Tensor) -> bool:
+    """Whether a store holds the dtype."""
+    return str(tensor.dtype).removeprefix("torch.") in {str(dtype) for dtype in SUPPORTED_DTYPES}
 
 
 def _host_copy(tensor: Tensor, copy: Tensor, what: str) -> tuple[Tensor, HostArray]:
@@ -197,6 +240,4 @@ def _host_copy(tensor: Tensor, copy: Tensor, what: str) -> tuple[Tensor, HostArr
     if copy is None:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     copy.copy_(tensor.detach())
-    name = str(tensor.dtype).removeprefix("torch.")
-    held = name in {str(dtype) for dtype in SUPPORTED_DTYPES}
-    return copy, host_view(copy if held else copy.reshape(-1).view(torch.uint8), what)
+    return copy, host_view(copy if _is_held(tensor) else copy.reshape(-1).view(torch.uint8), what)

@@ -133,6 +133,9 @@ class Trainer(TrainerFiles):
                 p.tensor if hasattr(p, "tensor") else list_data(p)[0] for p in self._params.values()
             )
             weakref.finalize(self, self._spaces.close).atexit = False
+        for parameter in self._params.values():
+            if isinstance(parameter, (TorchParameter, TorchBuffer)):
+                parameter.through_host = self._spaces.device is None
         self._local = LocalUpdates(self._optimizer, self._spaces)
         self._order = {name: i for i, name in enumerate(self._params)}
         self._names = {id(getattr(parameter, "tensor", parameter)): name for name, parameter in self._params.items()}

@@ -37,7 +37,9 @@ class Found(NamedTuple):
     @property
     def spaces(self) -> Spaces:
         """For a store of this worker: a device's where there is one."""
-        return Spaces() if self.driver is None else Spaces(device=DeviceSpace(self.driver))
+        if self.driver is None:
+            return Spaces(missing=self.told.why_none or Spaces.missing)
+        return Spaces(device=DeviceSpace(self.driver))
 
 
 def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | None = None) -> str:

@@ -57,7 +57,7 @@ def on_gpu(array: Any) -> bool:
     if isinstance(array, (np.ndarray, np.generic)):
         return False
     if tensors.is_tensor(array):
-        return bool(array.device.type == "cuda")
+        return bool(tensors.device_of(array).type == "cuda")
     if tensors.is_jax(array):
         return not tensors.is_traced(array) and any(one.platform in JAX_GPUS for one in array.devices())
     if hasattr(array, "__cuda_array_interface__"):
@@ -71,7 +71,7 @@ def gpu_of(array: Any) -> int | None:
     if not on_gpu(array):
         return None
     if tensors.is_tensor(array):
-        return int(array.device.index)
+        return int(tensors.device_of(array).index)
     if tensors.is_jax(array):
         return int(next(iter(array.devices())).local_hardware_id)
     return int(getattr(getattr(array, "device", None), "id", 0))
@@ -141,8 +141,9 @@ def _of_tensor(tensor: Any) -> _Found:
         )
     dtype = dtype_named(str(tensor.dtype).rpartition(".")[2])
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-    stream = torch.cuda.current_stream(tensor.device).cuda_stream or LEGACY
-    return tensor.data_ptr(), tuple(tensor.shape), strides, dtype, stream, tensor.device.index
+    device = tensors.device_of(tensor)
+    stream = torch.cuda.current_stream(device).cuda_stream or LEGACY
+    return tensor.data_ptr(), tuple(tensor.shape), strides, dtype, stream, device.index
 
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ bfloat16, which `Tensor.numpy` does not know, goes through its bits.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 
 from mpikv import tensors
 from mpikv.arrays import BFLOAT16, HostArray, dtype_named
+from mpikv.kvstore import KVStore
+from mpikv.spaces.callers import gpu_of
 
 
 def array_of(tensor: torch.Tensor) -> HostArray:
@@ -35,7 +39,26 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
     """Return whether the values can be exchanged where they are."""
-    return bool(tensor.device.type == "cpu")
+    return bool(tensors.device_of(tensor).type == "cpu")
+
+
+def on_store(tensor: torch.Tensor, store: KVStore) -> bool:
+    """Return whether a tensor is on the GPU that the store uses."""
+    return store.device is not None and gpu_of(tensor) == store.device
+
+
+def warn_of_host_memory(what: str, parameters: Iterable[torch.Tensor], store: KVStore, stacklevel: int) -> None:
+    """Warn where gradients of these parameters are on a device, and not on the one that the store uses."""
+    if all(in_host_memory(parameter) or on_store(parameter, store) for parameter in parameters):
+        return
+    if store.device is None:
+        why = f"the store uses no GPU ({store.session.spaces.missing})"
+    else:
+        why = f"the store uses GPU {store.device}: bring the model there, or set MPIKV_LOCAL_DEVICE"
+    warnings.warn(
+        f"{what}: gradients of parameters on a device go through host memory, which is slow: {why}",
+        stacklevel=stacklevel + 1,
+    )
 
 
 def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -1,20 +1,24 @@
 """Buckets: flat arrays in which gradients of several parameters lie side by side.
 
-A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it where it is.
-Each parameter has a place in one bucket, a tensor with the parameter's own strides, which becomes its `grad`.
+A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it where it is:
+in host memory, or on the store's GPU for parameters that are there. Each parameter has a place in one bucket, a tensor
+with the parameter's own strides, which becomes its `grad`.
+
+Gradients of one bucket may be produced in several streams of a GPU. A bucket knows in which ones its memory was written
+to, and a stream that uses all of it waits for these. The host waits for nothing of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from mpikv import buckets
+from mpikv import buckets, tensors
 from mpikv.arrays import HostArray, dtype_of
 from mpikv.kvstore import KVStore, Request
-from mpikv.torch.arrays import dtype_name, is_dense, tensor_of
+from mpikv.torch.arrays import dtype_name, is_dense, on_store, tensor_of
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)
 
@@ -26,6 +30,7 @@ class Form(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
+    on_gpu: bool = False  # the store's
 
     @property
     def n_elems(self) -> int:
@@ -33,25 +38,42 @@ class Form(NamedTuple):
         return int(torch.Size(self.size).numel())
 
 
-def form_of(name: str, parameter: torch.Tensor) -> Form:
+def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
     """The form of a parameter. Where its memory has gaps, the gradient lies in C order."""
     size, stride = tuple(parameter.shape), tuple(parameter.stride())
     if not is_dense(size, stride):
         stride = tuple(torch.empty(size, device="meta").stride())
-    return Form(name, size, stride, dtype_name(parameter))
+    return Form(name, size, stride, dtype_name(parameter), on_store(parameter, store))
 
 
 class Bucket:
-    """One key, its memory, and which parameters lie there."""
+    """One key, its memory, and which parameters lie there. flat: NumPy's, or a tensor on the store's GPU."""
 
-    def __init__(self, key: str, flat: HostArray, members: Sequence[int]) -> None:
+    def __init__(self, key: str, flat: Any, members: Sequence[int]) -> None:
         self.key = key
+        self.on_gpu = isinstance(flat, torch.Tensor)
+        self._streams: dict[int, Any] = {}
         self.flat = flat
         self.members = [i for i in members if i != TAIL]
         self.has_tail = TAIL in members
         self.waits_for = 0  # gradients, before it can leave
         self.left = False  # in this round
         self.request: Request | None = None
+
+    def written(self) -> None:
+        """Note that the memory was written to in the stream that is current in this thread."""
+        if self.on_gpu:
+            stream = torch.cuda.current_stream(tensors.device_of(self.flat))
+            self._streams[stream.cuda_stream] = stream
+
+    def follow(self) -> None:
+        """Let the current stream wait for all in which the memory was written to."""
+        if self.on_gpu:
+            current = torch.cuda.current_stream(tensors.device_of(self.flat))
+            for number, stream in self._streams.items():
+                if number != current.cuda_stream:
+                    current.wait_stream(stream)
+            self._streams = {current.cuda_stream: current}
 
 
 class Place(NamedTuple):
@@ -72,20 +94,23 @@ def make_buckets(
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
     dtypes = ["float32" if i == TAIL else forms[i].dtype for i in numbers]
+    kinds = [(dtype, i != TAIL and forms[i].on_gpu) for i, dtype in zip(numbers, dtypes, strict=True)]
     n_bytes = [n * dtype_of(dtype).itemsize for n, dtype in zip(sizes, dtypes, strict=True)]
     first_bytes = min(buckets.FIRST_BYTES, limit_bytes)
-    groups = buckets.plan(n_bytes, dtypes, first_bytes=first_bytes, limit_bytes=limit_bytes)
-    flats: dict[int, HostArray] = {}
-    for dtype in sorted(set(dtypes)):
-        chosen = [g for g, group in enumerate(groups) if dtypes[group[0]] == dtype]
+    named = [f"{dtype} on a GPU" if on_gpu else dtype for dtype, on_gpu in kinds]
+    groups = buckets.plan(n_bytes, named, first_bytes=first_bytes, limit_bytes=limit_bytes)
+    flats: dict[int, Any] = {}
+    for dtype, on_gpu in sorted(set(kinds)):
+        chosen = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]
         shapes = [(sum(sizes[i] for i in groups[g]),) for g in chosen]
-        flats.update(zip(chosen, store.zeros(shapes, dtype), strict=True))
+        made = _zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
+        flats.update(zip(chosen, made, strict=True))
     found = []
     places: dict[int, Place] = {}
     tail = None
     for g, group in enumerate(groups):
         bucket = Bucket(f"{name} {g}", flats[g], [numbers[i] for i in group])
-        memory = tensor_of(bucket.flat)
+        memory = bucket.flat if bucket.on_gpu else tensor_of(bucket.flat)
         begins = buckets.offsets([sizes[i] for i in group])
         for i, begin in zip(group, begins, strict=False):
             if numbers[i] == TAIL:
@@ -96,3 +121,10 @@ def make_buckets(
         found.append(bucket)
     store.init([bucket.key for bucket in found], [bucket.flat for bucket in found])
     return found, places, tail
+
+
+def _zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:
+    """Tensors of zeros in the store's memory on its GPU. Collective, blocks."""
+    # Not every version of CuPy has a name for bfloat16, but all have 16 bits.
+    made = store.zeros(list(shapes), "float16" if dtype == "bfloat16" else dtype, device=store.device)
+    return [tensors.on_gpu(array).view(getattr(torch, dtype)) for array in made]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mpikv import tensors as tensors_
 from mpikv.arrays import HostArray
 from mpikv.collective_calls import CollectiveCalls
 from mpikv.torch import arrays
@@ -34,7 +35,7 @@ class Buffers:
         self._seen = self._values()
 
     def _values(self) -> list[bytes]:
-        return [array_of(buffer).tobytes() for buffer in self._now(self._others)]
+        return [content.tobytes() for content in _bytes_of(self._now(self._others))]
 
     def _now(self, names: list[str]) -> list[torch.Tensor]:
         """Return the buffers as they are now: a module may have put others in their places."""
@@ -62,16 +63,16 @@ class Buffers:
         for view in views:
             view[:] = content[begin : begin + view.size]
             begin += view.size
-        for buffer, view in zip(self._now(self._sent), views, strict=True):
-            if not _is_plain(buffer):
-                _write(buffer, view)
+        _write(
+            [(buffer, view) for buffer, view in zip(self._now(self._sent), views, strict=True) if not _is_plain(buffer)]
+        )
 
     def _views(self) -> list[HostArray]:
         """Return the bytes of each buffer, as views if possible; these are kept, since making them takes long."""
         buffers = self._now(self._sent)
         pointers = [buffer.data_ptr() for buffer in buffers]
         if pointers != self._pointers or not all(map(_is_plain, buffers)):
-            self._kept = [np.ascontiguousarray(array_of(buffer)).reshape(-1).view(np.uint8) for buffer in buffers]
+            self._kept = _bytes_of(buffers)
             self._pointers = pointers
         return self._kept
 
@@ -97,13 +98,44 @@ def _home(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | 
 
 def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Write worker `root`'s values into these tensors on every worker. Collective, blocks."""
-    for tensor, array in zip(tensors, calls.broadcast([array_of(t) for t in tensors], root, name), strict=True):
-        if calls.store.rank != root:
-            _write(tensor, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    found = calls.broadcast([array_of(t) for t in tensors], root, name)
+    if calls.store.rank != root:
+        contents = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in found)
+        _write(list(zip(tensors, contents, strict=True)))
 
 
-def _write(tensor: torch.Tensor, content: HostArray) -> None:
-    """Set a tensor's values from their bytes, without a count of changes for which a backward pass would refuse it."""
-    if tensor.numel():
-        values = torch.from_numpy(content.copy()).view(tensor.dtype).view(tensor.shape)
-        tensor.data.copy_(values)
+def _bytes_of(tensors: list[torch.Tensor]) -> list[HostArray]:
+    """Return the bytes of tensors, as views if possible; those of tensors on a device come in one copy."""
+    found: list[HostArray | None] = [
+        np.ascontiguousarray(array_of(one)).reshape(-1).view(np.uint8) if arrays.in_host_memory(one) else None
+        for one in tensors
+    ]
+    devices = {tensors_.device_of(one): None for one, content in zip(tensors, found, strict=True) if content is None}
+    for device in devices:
+        there = [i for i, one in enumerate(tensors) if found[i] is None and tensors_.device_of(one) == device]
+        flat = [tensors[i].detach().contiguous().reshape(-1).view(torch.uint8) for i in there]
+        together, begin = torch.cat(flat).cpu().numpy(), 0
+        for i in there:
+            found[i] = together[begin : begin + tensors[i].nbytes]
+            begin += tensors[i].nbytes
+    return [content for content in found if content is not None]
+
+
+def _write(pairs: list[tuple[torch.Tensor, HostArray]]) -> None:
+    """Set tensors' values from their bytes, without a count of changes for which a backward pass would refuse them.
+
+    What goes to a device goes in one copy.
+    """
+    there = [content for tensor, content in pairs if not arrays.in_host_memory(tensor)]
+    moved, begin = None, 0
+    for tensor, content in pairs:
+        if not content.size:
+            continue
+        if arrays.in_host_memory(tensor):
+            values = torch.from_numpy(content.copy())
+        else:
+            if moved is None:
+                moved = torch.from_numpy(np.concatenate(there)).to(tensor.device)
+            values = moved[begin : begin + content.size].clone()  # which begins where its dtype can
+            begin += content.size
+        tensor.data.copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -5,6 +5,9 @@ all. From then on a gradient is copied into its place in a bucket, times the fac
 hosts a bucket leaves when it is full, while the backward pass goes on; on one host, where nothing travels, all buckets
 are added in one call at the end, which sends no message. A parameter's `grad` then is its place in the bucket.
 
+Gradients on the store's GPU stay there: buckets are in its memory, and all that is done with them is put into streams,
+so that no backward pass waits for the host. The tail then is a key of its own in host memory.
+
 A round is complete when every worker has called `finish`; what it brings for each parameter:
 
 - used by some workers: the sum, in which those that did not use it count with the `grad` that they had, or zero;
@@ -25,10 +28,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from mpikv import tensors
 from mpikv.arrays import HostArray
 from mpikv.collective_calls import CollectiveCalls
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
-from mpikv.torch import arrays
 from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.tail import Flags, Outcome, Tail
@@ -56,7 +59,7 @@ class Gradients:
         self.name = name
         self.names = [one for one, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.forms: list[Form] = [form_of(*one) for one in named]
+        self.forms: list[Form] = [form_of(*one, self._store) for one in named]
         self.scale = scale
         self.source = 0
         self._bucket_bytes = bucket_bytes
@@ -80,6 +83,7 @@ class Gradients:
         return [
             f"parameter {form.name!r}: {form.dtype} {form.size}, strides {form.stride}, "
             + ("trained" if parameter.requires_grad else "frozen")
+            + (", on the store's GPU" if form.on_gpu else "")
             for form, parameter in zip(self.forms, self.parameters, strict=True)
         ]
 
@@ -106,6 +110,7 @@ class Gradients:
             return
         self._write(i)
         bucket = self._places[i].bucket
+        bucket.written()
         if new:
             bucket.waits_for -= 1
             if self._early and not bucket.waits_for and not bucket.has_tail:
@@ -116,7 +121,7 @@ class Gradients:
         grad, view = self._grad(i), self._places[i].view
         if grad is view:
             return  # what PyTorch adds there later must come before the factor
-        if arrays.in_host_memory(grad):
+        if tensors.device_of(grad) == tensors.device_of(view):
             torch.mul(grad, self.scale, out=view)
         else:
             view.copy_(grad).mul_(self.scale)
@@ -139,6 +144,7 @@ class Gradients:
 
     def _fill(self, bucket: Bucket) -> None:
         """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
+        bucket.follow()
         for i in bucket.members:
             parameter, view = self.parameters[i], self._places[i].view
             if i in self.fired:
@@ -234,11 +240,15 @@ class Gradients:
             for bucket in chosen:
                 assert bucket.request is not None
                 bucket.request.wait()
+                bucket.follow()
             return
         for bucket in chosen:
             self._fill(bucket)
             bucket.left = True
-        self._store.pushpull([bucket.key for bucket in chosen], [bucket.flat for bucket in chosen])
+        for on_gpu in (False, True):  # a call with keys of both goes a longer way
+            same = [bucket for bucket in chosen if bucket.on_gpu == on_gpu]
+            if same:
+                self._store.pushpull([bucket.key for bucket in same], [bucket.flat for bucket in same])
 
     def _check(self, outcome: Outcome) -> None:
         if outcome.failed:
@@ -273,7 +283,7 @@ class Gradients:
         parameter, view = self.parameters[i], self._places[i].view
         if parameter.grad is view:
             return
-        if arrays.in_host_memory(parameter):
+        if tensors.device_of(parameter) == tensors.device_of(view):
             parameter.grad = view
         elif parameter.grad is None:
             parameter.grad = view.to(parameter.device)

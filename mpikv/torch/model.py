@@ -12,7 +12,6 @@ How gradients travel: gradients.py. When: passes.py. Buffers: buffers.py. Uneven
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -77,7 +76,7 @@ class DistributedModel(torch.nn.Module):
         super().__init__()
         calls = CollectiveCalls(store)
         named = list(module.named_parameters())
-        _check_parameters(module)
+        _check_parameters(module, store)
         kept = buffers.Buffers(module, calls)
         gradients = Gradients(
             calls,
@@ -251,7 +250,7 @@ def _examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     raise UnsupportedError("join: the forward pass has no tensor argument whose first dimension counts the examples")
 
 
-def _check_parameters(module: torch.nn.Module) -> None:
+def _check_parameters(module: torch.nn.Module, store: KVStore) -> None:
     for name, part in module.named_modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
             raise UnsupportedError(
@@ -259,10 +258,7 @@ def _check_parameters(module: torch.nn.Module) -> None:
             )
         if any(isinstance(one, torch.nn.UninitializedParameter) for one in part.parameters(recurse=False)):
             raise UnsupportedError(f"{name or 'the module'} has parameters without a shape; run a forward pass first")
-    if any(not arrays.in_host_memory(parameter) for parameter in module.parameters()):
-        warnings.warn(
-            "DistributedModel: gradients of parameters on a device go through host memory, which is slow", stacklevel=3
-        )
+    arrays.warn_of_host_memory("DistributedModel", module.parameters(), store, 3)
 
 
 def _lines(module: torch.nn.Module, gradients: Gradients) -> Iterator[str]:

@@ -11,7 +11,6 @@ result is an instance of the optimizer's own class, with the same groups and the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -181,11 +180,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if calls.store.num_workers > 1:
         for i, parameter in enumerate(gradients.parameters):
             hook(parameter, partial(found._mpikv_on_gradient, i))  # noqa: SLF001 - this module adds them
-        if any(not arrays.in_host_memory(parameter) for parameter in gradients.parameters):
-            warnings.warn(
-                "DistributedOptimizer: gradients of parameters on a device go through host memory, which is slow",
-                stacklevel=2,
-            )
+        arrays.warn_of_host_memory("DistributedOptimizer", gradients.parameters, calls.store, 2)
     return found
 
 

@@ -1,0 +1,207 @@
+"""PyTorch's models and optimizers with the gradients on a GPU: the same weights, no copy to the host, and the order."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import frameworks
+import numpy as np
+import pytest
+from torch_on_gpu import TorchOnGpu, cuda  # noqa: F401 - a fixture
+
+from mpikv.assembly import local_store
+from mpikv.config import Config
+from mpikv.kvstore import KVStore
+from mpikv.spaces import pool
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import Spaces
+from mpikv.spec import parse
+from mpikv.testing.fake_gpu import FakeGpu
+from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
+
+torch = frameworks.need("torch")
+from torch import nn  # noqa: E402
+
+import mpikv  # noqa: E402
+import mpikv.torch as mt  # noqa: E402
+from mpikv.torch import arrays  # noqa: E402
+from mpikv.torch.buckets import Bucket  # noqa: E402
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "CHUNK_BYTES", 1 << 16)
+
+
+def network(dtype: Any) -> Any:
+    net = nn.Sequential(nn.Linear(6, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 3))
+    random = np.random.default_rng(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.from_numpy(random.standard_normal(tuple(parameter.shape))))
+    return net.to(dtype)
+
+
+def data(step: int, rank: int, dtype: Any) -> tuple[Any, Any]:
+    random = np.random.default_rng([step, rank])
+    return torch.from_numpy(random.standard_normal((4, 6))).to(dtype), torch.from_numpy(random.integers(0, 3, 4))
+
+
+def bits(net: Any) -> list[bytes]:
+    return [
+        one.detach().contiguous().view(torch.uint8).numpy().tobytes() for one in net.state_dict().values() if one.ndim
+    ]
+
+
+def trained(
+    kind: str,
+    workers: int,
+    gpus: list[FakeGpu] | None,
+    on_gpu: TorchOnGpu,
+    *,
+    dtype: Any = torch.float32,
+    **options: Any,
+) -> tuple[list[list[bytes]], list[Any]]:
+    """The weights of all workers, and what each has copied between host and GPU in its last step."""
+    counted = [None] * workers
+
+    def body(store: KVStore) -> list[bytes]:
+        net = network(dtype)
+        if gpus is not None:
+            on_gpu.use(gpus[store.rank])
+            on_gpu.put(net)
+        else:
+            on_gpu.host_rank()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        model = net
+        if kind == "model":
+            model = mt.DistributedModel(net, store, bucket_bytes=400)
+        else:
+            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, bucket_bytes=400)
+        for step in range(STEPS):
+            before = dict(gpus[store.rank].counts) if gpus is not None else {}
+            optimizer.zero_grad()
+            x, y = data(step, store.rank, dtype)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if gpus is not None:
+                now = gpus[store.rank].counts
+                counted[store.rank] = [now[way] - before.get(way, 0) for way in ("host_to_device", "device_to_host")]
+        return bits(net)
+
+    config = Config(timeout_s=TEST_TIMEOUT_S, **options.pop("config", {}))
+    return spawn_stores("dist_sync", workers, body, config=config, drivers=gpus, **options), counted
+
+
+def gpus_of(workers: int) -> list[FakeGpu]:
+    first = FakeGpu(eager=1.0)
+    return [first.view() for _ in range(workers)]
+
+
+@pytest.mark.parametrize("hosts", [None, "aab"])
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, dtype: Any) -> None:  # noqa: F811
+    expected, _ = trained(kind, 3, None, cuda, dtype=dtype, hosts=hosts)
+    config = {"device_path": "ipc" if hosts is None else "staged"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, counted = trained(kind, 3, gpus_of(3), cuda, dtype=dtype, hosts=hosts, config=config)
+    assert found == expected
+    if hosts is None:
+        assert counted == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("hosts", [None, "ab"])
+def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hosts: Any) -> None:  # noqa: F811
+    """Gradients leave in the streams that produce them; the step is made in another one."""
+
+    def body(store: KVStore) -> list[tuple[int, list[int]]]:
+        cuda.use(gpus[store.rank])
+        net = network(torch.float32)
+        cuda.put(net)
+        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), store=store, bucket_bytes=400)
+        found = []
+        for step in range(3):
+            x, y = data(step, store.rank, torch.float32)
+            with cuda.stream() as stream:
+                nn.functional.cross_entropy(net(x), y).backward()
+            cuda.current_stream().waited.clear()
+            optimizer.step()
+            found.append((stream.cuda_stream, list(cuda.current_stream().waited)))
+        return found
+
+    gpus = gpus_of(2)
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc" if hosts is None else "staged")
+    for found in spawn_stores("dist_sync", 2, body, config=config, drivers=gpus, hosts=hosts):
+        for stream, waited in found[1:]:  # in the first step the buckets are made
+            assert set(waited) == {stream}
+
+
+def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
+    cuda.use(FakeGpu())
+    bucket = Bucket("key", torch.zeros(4), [0, 1])
+    with cuda.stream() as first:
+        bucket.written()
+    with cuda.stream() as second:
+        bucket.written()
+        bucket.follow()
+        assert second.waited == [first.cuda_stream]
+        bucket.follow()
+        assert second.waited == [first.cuda_stream]
+    bucket.follow()
+    assert cuda.current_stream().waited == [second.cuda_stream]
+
+
+def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # noqa: F811
+    cuda.use(FakeGpu())
+    with pytest.warns(UserWarning, match="go through host memory, which is slow: the store uses no GPU"):
+        mt.DistributedModel(nn.Linear(2, 1), mpikv.kv.create("local"))
+    with pytest.warns(UserWarning, match=r"here: .*the store uses GPU 1.*MPIKV_LOCAL_DEVICE"):
+        store = local_store("local", parse("local"), spaces=Spaces(device=DeviceSpace(FakeGpu(1))))
+        arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
+
+
+def stepped(gpus: list[FakeGpu] | None, cuda: TorchOnGpu, *, path: str = "auto", **options: Any) -> Any:  # noqa: F811
+    """The weights and buffers of two workers with a Trainer, and what was copied after the first step."""
+    counted = [[0, 0]] * 2
+
+    def body(store: KVStore) -> list[bytes]:
+        net = network(torch.float32)
+        if gpus is not None:
+            cuda.use(gpus[store.rank])
+            cuda.put(net)
+        else:
+            cuda.host_rank()
+        trainer = mpikv.Trainer(net, "adam", {"learning_rate": 0.1}, kvstore=store, **options)
+        for step in range(STEPS):
+            before = dict(gpus[store.rank].counts) if gpus is not None else {}
+            trainer.zero_grad()
+            x, y = data(step, store.rank, torch.float32)
+            nn.functional.cross_entropy(net(x), y).backward()
+            trainer.step()
+            if gpus is not None:
+                now = gpus[store.rank].counts
+                counted[store.rank] = [now[way] - before.get(way, 0) for way in ("host_to_device", "device_to_host")]
+        trainer.sync_buffers()
+        return bits(net)
+
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path=path)
+    return spawn_stores("dist_sync", 2, body, config=config, drivers=gpus), counted
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, on_store: bool) -> None:  # noqa: F811
+    expected, _ = stepped(None, cuda, update_on_kvstore=on_store)
+    found, counted = stepped(gpus_of(2), cuda, path="ipc", update_on_kvstore=on_store)
+    assert found == expected
+    assert counted == [[0, 0]] * 2
+
+
+def test_a_trainer_with_overlap_and_clipping(cuda: TorchOnGpu) -> None:  # noqa: F811
+    options = {"overlap": True, "clip_global_norm": 0.01}
+    expected, _ = stepped(None, cuda, **options)
+    assert stepped(gpus_of(2), cuda, path="ipc", **options)[0] == expected

@@ -1,0 +1,93 @@
+"""PyTorch on a fake GPU, of which PyTorch knows nothing: its tensors in host memory, said to be on `cuda:0`.
+
+PyTorch works on them at once, and the GPU does its work as soon as it is put in. So values are right where the calls
+are, and the GPU still finds work of the store's that is not ordered. What is checked of PyTorch is in which stream it
+hands tensors over, and which streams it lets wait for which.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import frameworks
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpikv import tensors
+from mpikv.testing.fake_gpu import FakeGpu
+
+torch = frameworks.need("torch")
+
+
+class Stream:
+    """As torch.cuda.Stream. waited: the streams that were waited for."""
+
+    def __init__(self, gpu: FakeGpu, number: int) -> None:
+        self.gpu, self.cuda_stream = gpu, number
+        self.waited: list[int] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other.cuda_stream)
+        self.gpu.wait(self.cuda_stream, self.gpu.record(other.cuda_stream))
+
+
+class TorchOnGpu:
+    """One for all ranks of a test; `here` says which GPU this thread, a rank, has."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._kept: list[Any] = []
+
+    def host_rank(self) -> None:
+        """This thread has no GPU."""
+        self._local.gpu = None
+
+    def device_of(self, tensor: Any) -> Any:
+        return torch.device("cuda:0" if getattr(self._local, "gpu", None) is not None else "cpu")
+
+    def use(self, gpu: FakeGpu) -> None:
+        self._local.gpu, self._local.streams = gpu, [Stream(gpu, 1)]
+
+    @contextmanager
+    def stream(self) -> Iterator[Stream]:
+        made = Stream(self._local.gpu, self._local.gpu.stream())
+        self._local.streams.append(made)
+        try:
+            yield made
+        finally:
+            self._local.streams.remove(made)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        streams: list[Stream] = self._local.streams
+        return streams[-1]
+
+    def tensor_of(self, array: Any) -> Any:
+        """A tensor in the memory of an array of the GPU."""
+        self._kept.append(array)  # as a tensor's storage does that PyTorch makes of an array
+        values = array._values
+        if values.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    def put(self, module: Any) -> None:
+        """Move a module's parameters and buffers to the GPU."""
+        gpu = self._local.gpu
+        for one in (*module.parameters(), *module.buffers()):
+            bits = one.detach().contiguous()
+            bits = bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits
+            array = gpu.array(bits.numpy())
+            gpu.run_all()
+            one.data = self.tensor_of(array).view(one.dtype)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> TorchOnGpu:
+    found = TorchOnGpu()
+    monkeypatch.setattr(tensors, "device_of", found.device_of)
+    monkeypatch.setattr(tensors, "on_gpu", found.tensor_of)
+    monkeypatch.setattr(torch.cuda, "current_stream", found.current_stream)
+    return found
