@@ -15,6 +15,7 @@ Every call is local. Which space a key is in all workers agree on (named.py); th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,6 +92,14 @@ class Space(Protocol):
 
     def hand_back(self, arrays: Sequence[CallersArray]) -> None:
         """Let what the caller does next with these arrays come behind what was done with them in place."""
+        ...
+
+    def lend(self, arrays: Sequence[SpaceArray]) -> AbstractContextManager[list[Any]]:
+        """Arrays of this space as those of a library that users work with there, while the context lasts.
+
+        For functions of the user's. Their work comes behind what the space has begun, and what the space does next
+        behind theirs. Blocks until what has been begun is done.
+        """
         ...
 
     # --- between the host and this space

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,18 @@ class DeviceSpace:
         event = self.driver.record(self.stream)
         for stream, number in dict.fromkeys((one.stream, one.number) for one in arrays if isinstance(one, Caller)):
             self.driver.wait(stream, event, number)
+
+    @contextmanager
+    def lend(self, arrays: Sequence[DeviceArray]) -> Iterator[list[Any]]:
+        """See `Space`: arrays of the library that callers of this driver use, in the same memory."""
+        self._follow(*arrays)
+        self.settle()
+        lent = [self.driver.as_caller(array.address, array.shape, array.dtype, array) for array in arrays]
+        try:
+            yield lent
+        finally:
+            for one in self.callers(lent):
+                self.driver.wait(self.stream, one.at)
 
     # --- to the host and back
 
