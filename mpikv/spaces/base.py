@@ -138,6 +138,10 @@ class Space(Protocol):
         """Write the values, floating point numbers, times `factor` in their dtype into `out`."""
         ...
 
+    def together(self) -> AbstractContextManager[None]:
+        """Updates in the context, of different keys, may be made in any order, and begin when it ends."""
+        ...
+
     def update(
         self,
         formula: Formula,

@@ -56,6 +56,7 @@ class DeviceSpace:
         self._host = HostSpace()
         self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
+        self._together: dict[Program, list[tuple[list[DeviceArray], Sequence[Any]]]] | None = None
 
     @property
     def device(self) -> int:
@@ -330,6 +331,20 @@ class DeviceSpace:
             self._follow(*arrays)
             self.driver.launch(what, n_elems, [array.address for array in arrays], numbers, self.stream)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Space`: those that are the same program, as those of one optimizer mostly are, are one launch."""
+        self._together = {}
+        try:
+            yield
+        finally:
+            gathered, self._together = self._together, None
+            for what, runs in gathered.items():
+                for arrays, _ in runs:
+                    self._follow(*arrays)
+                entries = [(arrays[0].size, [one.address for one in arrays], numbers) for arrays, numbers in runs]
+                self.driver.launch_many(what, entries, self.stream)
+
     def update(
         self,
         formula: Formula,
@@ -362,7 +377,11 @@ class DeviceSpace:
                 pass
             else:
                 masters = [] if master is None else [master]
-                self.launch(found, [weight, *terms, *state.values(), *masters], numbers)
+                changed = [weight, *terms, *state.values(), *masters]
+                if self._together is None or not weight.size:
+                    self.launch(found, changed, numbers)
+                else:
+                    self._together.setdefault(found, []).append((changed, numbers))
                 return
         everything = [weight, *terms, *arrays.values(), *([] if master is None else [master])]
         on_host = {id(array): self.to_host(array) for array in everything}

@@ -108,6 +108,10 @@ class HostSpace:
         """See `Space`."""
         np.multiply(values, values.dtype.type(factor), out=out)
 
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing: each is made as it comes."""
+        return nullcontext()
+
     def update(
         self,
         formula: Formula,

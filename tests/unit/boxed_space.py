@@ -103,6 +103,9 @@ class BoxedSpace:
     def settle(self) -> None:
         pass
 
+    def together(self) -> Any:
+        return contextlib.nullcontext()
+
     def lend(self, arrays: Any) -> Any:
         return contextlib.nullcontext(list(arrays))
 

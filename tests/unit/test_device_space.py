@@ -240,6 +240,30 @@ def test_an_update_has_the_hosts_bits(case: tuple[str, dict[str, Any]], dtype: s
         assert same_bits(space.to_host(found), value) if isinstance(value, np.ndarray) else found == value, part
 
 
+def test_updates_of_many_keys_are_one_launch(gpu: FakeGpu, space: DeviceSpace) -> None:
+    """Of those that are the same program; states are made on the way."""
+    optimizer = optimizers.Adam()
+    optimizer.set_lr_mult({"c": 2.0})
+    values = {name: np.arange(n, dtype=np.float32) for name, n in zip("abcd", (5, 0, 1000, 3), strict=True)}
+    held = {name: space.from_host(value) for name, value in values.items()}
+    grads = {name: space.from_host(value + 1) for name, value in values.items()}
+    states = {name: optimizer.init(value) for name, value in held.items()}
+    launches = gpu.counts["launches"]
+    with space.together():
+        for name, value in held.items():
+            states[name] = optimizer.update(name, value, grads[name], states[name])
+    assert gpu.counts["launches"] == launches + 1
+    with space.together():
+        for name, value in held.items():
+            states[name] = optimizer.update(name, value, grads[name], states[name])
+    assert gpu.counts["launches"] == launches + 2
+    for name, value in values.items():
+        state = optimizer.init(value)
+        for _ in range(2):
+            state = optimizer.update(name, value, np.arange(value.size, dtype=np.float32) + 1, state)
+        assert space.to_host(held[name]).tobytes() == value.tobytes()
+
+
 # --- a user's functions
 
 

@@ -26,7 +26,7 @@ FLOAT32 = np.dtype(np.float32)
 SPACES = [HostSpace]
 METHODS = (
     *("callers", "total", "write", "empty_for_caller", "lend", "to_host", "from_host"),
-    *("empty", "zeros", "copy", "cast", "combine", "scale", "update", "settle", "stats", "close"),
+    *("empty", "zeros", "copy", "cast", "combine", "scale", "together", "update", "settle", "stats", "close"),
 )
 
 
