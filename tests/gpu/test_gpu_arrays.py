@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,8 @@ def test_memory_is_given_back(gpu: Any) -> None:
             store.zeros(1 << 46, "uint8", device="gpu")
         store.pull("w", out := np.zeros(1 << 24, np.float32))
         assert (out == 1).all()
+    del store
+    gc.collect()
     gpu.finish()
     assert gpu.used_bytes() < before + (32 << 20)  # CUDA keeps the kernels
 
