@@ -83,12 +83,23 @@ def _check(options: argparse.Namespace) -> None:
             output.check_writable(f"--{option}", getattr(options, option))
     if options.plot:
         plot.check_matplotlib()
+    _check_device(options)
     if options.kind == "train":
         _check_training(options)
     if options.kind == "optimizers":
         _check_optimizers(options)
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
         gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    if not getattr(options, "device", False):
+        if getattr(options, "device_paths", ()):
+            raise ConfigError("--device-paths compares ways of arrays on a GPU: give --device, too")
+        return
+    for option in ("algorithms", "vs"):
+        if options.kind != "train" and getattr(options, option, ()):
+            raise ConfigError(f"--{option} is of arrays in host memory: leave it out, or --device")
 
 
 def _check_optimizers(options: argparse.Namespace) -> None:

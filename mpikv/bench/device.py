@@ -24,6 +24,7 @@ from mpikv.bench.gpu import DevicePattern, Gpu, address_of, device_store, open_g
 from mpikv.bench.job import Job, mpi_can_add
 from mpikv.bench.limits import Limit, Rates
 from mpikv.bench.measure import Contender
+from mpikv.bench.options import DEVICE_PATHS
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import RAW, checker, filler
 from mpikv.bench.report import TABLE, Row
@@ -173,7 +174,7 @@ def compare_lists(session: Session, way: Way) -> None:
 
 def usable(session: Session, gpu: Gpu) -> list[str]:
     """Return the ways that work, and note why others do not. Raises ConfigError where none does. Collective."""
-    found, paths = [], session.options.device_paths
+    found, paths = [], session.options.device_paths or DEVICE_PATHS
     for path in paths:
         why = reason_against(session.job, gpu, session.job.config.with_(num_servers=0, device_path=path))
         if why:

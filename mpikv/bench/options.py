@@ -99,20 +99,21 @@ def _sizes(parser: argparse.ArgumentParser, max_bytes: str = "256M") -> None:
     parser.add_argument("-f", "--factor", type=at_least(2), default=4, help="from size to size (default 4)")
 
 
-def _device(parser: argparse.ArgumentParser) -> None:
+def _device(parser: argparse.ArgumentParser, *, paths: bool = True) -> None:
     parser.add_argument(
         "--device",
         action="store_true",
         help="arrays on the GPU of each worker, by each way that works here, beside what the GPU's memory and "
         "page-locked copies allow",
     )
-    parser.add_argument(
-        "--device-paths",
-        type=words((*DEVICE_PATHS, "host")),
-        default=DEVICE_PATHS,
-        metavar="A,B",
-        help=f"of MPIKV_DEVICE_PATH, with --device (default {','.join(DEVICE_PATHS)})",
-    )
+    if paths:
+        parser.add_argument(
+            "--device-paths",
+            type=words((*DEVICE_PATHS, "host")),
+            default=(),
+            metavar="A,B",
+            help=f"of MPIKV_DEVICE_PATH, with --device (default {','.join(DEVICE_PATHS)})",
+        )
 
 
 def _versus(parser: argparse.ArgumentParser) -> None:
@@ -212,7 +213,7 @@ def _ps(kinds: Any) -> None:
     parser.add_argument(
         "--variants", type=words(PS_VARIANTS), default=PS_VARIANTS, metavar="A,B", help=", ".join(PS_VARIANTS)
     )
-    _device(parser)
+    _device(parser, paths=False)
 
 
 def _optimizers(kinds: Any) -> None:

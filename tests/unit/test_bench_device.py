@@ -141,6 +141,10 @@ def test_rows_of_updates() -> None:
     [
         (["optimizers", "--optimizers", "adam,none"], "--optimizers none: there are adadelta"),
         (["optimizers", "--dtype", "int32"], "--dtype int32: an optimizer needs one of float32"),
+        (["optimizers", "--plot", "x.png"], "--plot draws bandwidths over sizes"),
+        (["allreduce", "--device-paths", "ipc"], "--device-paths compares ways of arrays on a GPU: give --device, too"),
+        (["allreduce", "--device", "--algorithms", "ring"], "--algorithms is of arrays in host memory"),
+        (["model", "--device", "--vs", "gloo"], "--vs is of arrays in host memory"),
     ],
 )
 def test_bad_options(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +154,7 @@ def test_bad_options(words: list[str], text: str, capsys: pytest.CaptureFixture[
 
 def test_options() -> None:
     found = _parser().parse_args(["bench", "allreduce", "--device"])
-    assert (found.device, found.device_paths) == (True, DEVICE_PATHS)
+    assert (found.device, found.device_paths) == (True, ())
     found = _parser().parse_args(["bench", "model", "--device-paths", "staged,host"])
     assert (found.device, found.device_paths) == (False, ("staged", "host"))
 
