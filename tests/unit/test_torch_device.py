@@ -160,8 +160,8 @@ def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # 
     cuda.use(FakeGpu())
     with pytest.warns(UserWarning, match="go through host memory, which is slow: the store uses no GPU"):
         mt.DistributedModel(nn.Linear(2, 1), mpikv.kv.create("local"))
+    store = local_store("local", parse("local"), spaces=Spaces(device=DeviceSpace(FakeGpu(1))))
     with pytest.warns(UserWarning, match=r"here: .*the store uses GPU 1.*MPIKV_LOCAL_DEVICE"):
-        store = local_store("local", parse("local"), spaces=Spaces(device=DeviceSpace(FakeGpu(1))))
         arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
 
 
