@@ -17,6 +17,7 @@ from mpikv import device_paths, notices, worker_device
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble, local_store
 from mpikv.checks import wrong
+from mpikv.collectives import nccl
 from mpikv.config import Config
 from mpikv.device_paths import Told
 from mpikv.errors import ConfigError, MpikvError
@@ -237,22 +238,26 @@ def _with_device_path(
     local_rank = topology(processes.transport.hosts).local_rank[processes.transport.rank]
     trials = {
         "ipc": lambda: peers.why_not_shared(driver, local_rank, processes.gather_here),
-        "mpi": lambda: _takes_device_memory(members, processes),
-        "nccl": lambda: "this version does not use NCCL",
+        "mpi": lambda: _takes_device_memory(members, processes, driver),
+        "nccl": lambda: _first_of(processes.gather(nccl.missing().encode())),
     }
     choice = device_paths.settle(devices, members, trials)
     return replace(members, device_path=choice.path, device_reasons=choice.reasons)
 
 
-def _takes_device_memory(members: Members, processes: Processes) -> str:
+def _first_of(problems: list[bytes]) -> str:
+    return next((text.decode() for text in problems if text), "")
+
+
+def _takes_device_memory(members: Members, processes: Processes, driver: Driver | None) -> str:
     """Why MPI takes no device memory, "" where it does on every host. Collective; one rank of each host asks."""
     transport, config = processes.transport, members.config
     workers = [rank for rank in members.workers if transport.hosts[rank] == transport.hosts[transport.rank]]
     answer = ""
     if workers and workers[0] == transport.rank:
-        found = cuda_aware.find_out(config.cuda_aware)
+        found = cuda_aware.find_out(config.cuda_aware, 0 if driver is None else driver.number)
         answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
-    return next((text.decode() for text in processes.gather(answer.encode()) if text), "")
+    return _first_of(processes.gather(answer.encode()))
 
 
 def _warn_of_devices(text: str) -> None:

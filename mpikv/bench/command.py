@@ -158,7 +158,7 @@ def _progress(options: argparse.Namespace, rank: int) -> Progress:
 def _steps(options: argparse.Namespace) -> int:
     """Return how often something is measured."""
     if options.kind == "train":
-        return len(options.batch)
+        return len(options.batch or (1,) * (1 if options.device else 2))
     if options.kind == "optimizers":
         return len(options.optimizers or optimizers.names())
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):

@@ -120,7 +120,7 @@ class Device:
         found = []
         for path in self.paths:
             config, type_ = way.config.with_(device_path=path), f"{way.type_}_device"
-            for shared in (False,) if way.out else (False, True):
+            for shared in (False,) if way.out or path == "host" else (False, True):
                 what = ", ".join(filter(None, (path, ZEROS * shared, way.what)))
                 found.append(replace(way, what=what, config=config, type_=type_, shared=shared, device=True))
         return found

@@ -18,7 +18,7 @@ MODELS = ("lenet", "resnet18", "resnet50", "transformer12")
 PS_VARIANTS = ("sync", "sync-sgd", "async-sgd")
 TRAINED = {"resnet18": 224, "lenet": 28, "mlp": 28}  # and a side of their images, in pixels
 TRAIN_WAYS = ("model", "optimizer", "trainer", "ddp")
-TRAIN_VERSUS = ("gloo", "raw", "raw-each")
+TRAIN_VERSUS = ("gloo", "nccl", "raw", "raw-each")
 
 EXAMPLES = """examples:
   mpikv bench allreduce -n 2                         2 ranks here, 4 bytes to 256 MiB
@@ -190,7 +190,7 @@ def _train(kinds: Any) -> None:
         "--ways", type=words(TRAIN_WAYS), default=TRAIN_WAYS, metavar="A,B", help=f"default {','.join(TRAIN_WAYS)}"
     )
     parser.add_argument(
-        "--vs", type=words(TRAIN_VERSUS), default=TRAIN_VERSUS, metavar="A,B", help=f"default {','.join(TRAIN_VERSUS)}"
+        "--vs", type=words(TRAIN_VERSUS), default=(), metavar="A,B", help="default gloo,raw,raw-each, on GPUs nccl, too"
     )
 
 

@@ -40,7 +40,7 @@ def run(session: Session) -> None:
     comm = everybody.comm.Split(int(is_server), everybody.rank)
     session.job = job_of(comm, config)
     session.progress.say(f"# {len(roles.workers)} workers, {len(roles.servers)} servers")
-    device = None if is_server or not options.device else Device(session, paths=("host",))
+    device = None if is_server or not options.device else Device(session, paths=("auto",))
     if device is None:
         titles(session)
     host_pattern = Pattern(session.dtype, comm.Get_rank(), comm.Get_size())

@@ -22,13 +22,19 @@ import torch
 
 from mpikv import kv
 from mpikv.bench import plot, torch_models, train_report
+from mpikv.bench.gpu import device_store, open_gpu
+from mpikv.bench.job import Job
 from mpikv.bench.measure import iterations_for
-from mpikv.bench.options import TRAINED
+from mpikv.bench.options import TRAIN_VERSUS, TRAINED
 from mpikv.bench.session import Session
 from mpikv.bench.statistics import ratios, summarise
 from mpikv.bench.train_report import TrainRow
-from mpikv.bench.train_ways import WAYS, Alone, RawEach, Work
+from mpikv.bench.train_ways import DDP_TITLES, OWN_TITLES, WAYS, Alone, RawEach, Work
+from mpikv.errors import ConfigError
+from mpikv.kvstore import KVStore
 
+BATCHES = {"cpu": (4, 32), "cuda": (128,)}
+GOAL = 1.05  # of a step on a GPU: times the step without any exchange, at most
 TOLERANCE = 1e-4  # of what the weights have moved
 ROUNDINGS = 8  # how many times as far as one rounding of the first weights leads: a step has a few roundings more
 
@@ -39,15 +45,17 @@ def run(session: Session) -> None:
     pixels = options.image_size or TRAINED[options.model]
     threads = options.threads or max(1, session.job.cores // job.ranks_per_host)
     torch.set_num_threads(threads)
-    net = torch_models.make(options.model, pixels, seed=0)
+    store, device = _store_and_device(job, on_gpu=options.device)
+    net = torch_models.make(options.model, pixels, seed=0).to(device)
     values = sum(parameter.numel() for parameter in net.parameters())
     session.note(
         f"{options.model}: {len(list(net.parameters()))} arrays, {values} values; images of {pixels} x {pixels}; SGD "
-        f"with momentum; torch {torch.__version__}, {threads} thread{'s' * (threads > 1)} per rank; "
+        f"with momentum; torch {torch.__version__}, on {device}, {threads} thread{'s' * (threads > 1)} per rank; "
         f"{options.steps} steps a turn"
     )
     chosen: list[type[Alone]] = [Alone]
-    for name in (*options.ways, *options.vs):
+    versus = options.vs or [name for name in TRAIN_VERSUS if name != "nccl" or options.device]
+    for name in (*options.ways, *versus):
         reason = WAYS[name].missing()
         if reason:
             session.note(f"left out: {WAYS[name].title} ({reason})")
@@ -55,17 +63,50 @@ def run(session: Session) -> None:
             chosen.append(WAYS[name])
     session.titles(train_report.TABLE)
     session.draw = plot.step_times
-    with kv.create("dist_sync", comm=job.comm, config=job.config.with_(num_servers=0)) as store:
-        for examples in options.batch:
+    with store:
+        for examples in options.batch or BATCHES[device.type]:
             session.progress.update(what=f"batch {examples}")
             batches = [
-                torch_models.batch(options.model, pixels, examples, seed=1 + step * job.size + job.rank)
+                tuple(
+                    one.to(device)
+                    for one in torch_models.batch(options.model, pixels, examples, seed=1 + step * job.size + job.rank)
+                )
                 for step in range(options.steps)
             ]
             rows = _compare(session, Work(job, store, net), chosen, batches, values * 4)
             session.rows += rows
             session.lines(train_report.line, rows)
             session.progress.update(1)
+            if options.device:
+                session.progress.say(*(f"# {line}" for line in goal_lines(rows)))
+
+
+def _store_and_device(job: Job, *, on_gpu: bool) -> tuple[KVStore, torch.device]:
+    """Make the store, and say where the network is. Raises ConfigError on all ranks where it cannot. Collective."""
+    if not on_gpu:
+        config = job.config.with_(num_servers=0)
+        return kv.create("dist_sync", comm=job.comm, config=config), torch.device("cpu")
+    if not job.comm.allreduce(int(torch.cuda.is_available())) == job.size:
+        raise ConfigError(f"--device: torch {torch.__version__} sees no GPU on some rank; another build of it may")
+    store = device_store(job)
+    device = torch.device("cuda", open_gpu(job, store).driver.number)
+    torch.cuda.set_device(device)
+    return store, device
+
+
+def goal_lines(rows: Sequence[TrainRow]) -> list[str]:
+    """Say how the store's ways compare with what is to be reached on a GPU: the step alone, and DDP."""
+    ddp = [row.median_s for row in rows if row.what in DDP_TITLES]
+    lines = []
+    for row in rows:
+        if row.what in OWN_TITLES:
+            said = f"{row.what}, batch {row.batch}: {row.ratio_to_alone:.3f} times the step alone; to reach: {GOAL}"
+            if row.ratio_to_alone > GOAL:
+                said += ", NOT REACHED"
+            if ddp:
+                said += f"; {row.median_s / min(ddp):.3f} times DDP; to reach: 1"
+            lines.append(said)
+    return lines
 
 
 def _compare(
@@ -128,6 +169,7 @@ def _turn(comm: Any, way: Alone, batches: Sequence[Any]) -> float:
     start_s = time.perf_counter()
     for images, labels in batches:
         way.step(images, labels)
+    way.finish()
     return time.perf_counter() - start_s
 
 
@@ -136,7 +178,7 @@ def _round_once(way: Alone) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in way.net.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            signs = (torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1).to(parameter.device)
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 
 

@@ -31,6 +31,11 @@ class Work:
     store: KVStore
     net: Any  # the first weights, the same on all ranks
 
+    @property
+    def device(self) -> Any:
+        """Where the network is."""
+        return next(self.net.parameters()).device
+
 
 class Alone:
     """The step without any exchange: every rank trains for itself. It is also the base of the other ways."""
@@ -62,6 +67,11 @@ class Alone:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def finish(self) -> None:
+        """Wait for all that the last step has begun."""
+        if self.work.device.type == "cuda":
+            torch.cuda.synchronize(self.work.device)
+
     def close(self) -> None:
         """Give back what the way holds."""
 
@@ -74,7 +84,7 @@ class RawFlat(Alone):
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         parameters = list(self.net.parameters())
-        self._flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+        self._flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device=work.device)
         for parameter, part in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
             parameter.grad = part.view(parameter.shape)
 
@@ -99,10 +109,13 @@ class RawEach(Alone):
 
 
 def sum_in_place(job: Job, tensor: Any) -> None:
-    """Sum an array over the ranks by MPI_Allreduce through mpi4py."""
+    """Sum an array over the ranks by MPI_Allreduce through mpi4py; one on a GPU through host memory."""
     from mpi4py import MPI  # noqa: PLC0415
 
-    job.comm.Allreduce(MPI.IN_PLACE, tensor.detach().numpy(), MPI.SUM)
+    on_host = tensor.detach().cpu()  # itself, where it is there
+    job.comm.Allreduce(MPI.IN_PLACE, on_host.numpy(), MPI.SUM)
+    if on_host.device != tensor.device:
+        tensor.detach().copy_(on_host)
 
 
 class Model(Alone):
@@ -193,12 +206,28 @@ def _missing_in_torch(name: str) -> str:
     return "" if not name or hasattr(found, name) else f"mpikv.torch has no {name}"
 
 
+class DdpNccl(DdpGloo):
+    """The same over NCCL, which wants a GPU for each rank."""
+
+    title = "DDP, NCCL"
+    backend = "nccl"
+
+    @classmethod
+    def missing(cls) -> str:
+        if not torch.distributed.is_nccl_available():
+            return "this PyTorch has no NCCL"
+        return "" if torch.cuda.device_count() >= torch.distributed.get_world_size() else "fewer GPUs than ranks"
+
+
 WAYS: Mapping[str, type[Alone]] = {
     "model": Model,
     "optimizer": Optimizer,
     "trainer": OnTrainer,
     "ddp": DdpMpikv,
     "gloo": DdpGloo,
+    "nccl": DdpNccl,
     "raw": RawFlat,
     "raw-each": RawEach,
 }
+OWN_TITLES = (Model.title, Optimizer.title, OnTrainer.title)
+DDP_TITLES = (DdpGloo.title, DdpNccl.title)

@@ -10,8 +10,8 @@ given any work on it.
 Only sends and receives reach MPI; values are combined, and brought into this rank's units, in the store's stream.
 
 Cost: an event for each message, and the transport's own. While a message waits to be started its generator is asked in
-each step of the engine. Restrictions: MPI takes device addresses from the thread that steps; the driver's `done`, which
-is called just before, is called in the same thread.
+each step of the engine. Restrictions: the transport takes device memory. It is called in whatever thread steps the
+engine, where another GPU of the process may be the current one.
 """
 
 from __future__ import annotations

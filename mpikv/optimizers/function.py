@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray, is_space_array
+from mpikv.arrays import HostArray, is_elsewhere, own_space
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.base import Optimizer, State
 from mpikv.optimizers.identity import identity
-from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.base import Space, SpaceArray
 
 UserFunction = Callable[[HostArray, HostArray, Any], Any]
 
@@ -70,8 +70,14 @@ class Function(Optimizer):
         if self.rescale_grad != 1.0:
             factor = grad.dtype.type(self.rescale_grad) if grad.dtype.kind == "f" else self.rescale_grad
             grad = np.asarray(grad * factor) if isinstance(grad, np.ndarray) else _scaled(grad, self.rescale_grad)
-        returned = self.function(weight, grad, unpack(state))
-        return {"t": count + 1, **pack(returned)}
+        space = own_space(weight)
+        if space is None:
+            return {"t": count + 1, **pack(self.function(weight, grad, unpack(state)))}
+        parts = {name: value for name, value in state.items() if own_space(value) is not None}
+        with space.lend([weight, grad, *parts.values()]) as (weight, grad, *lent):
+            made = pack(self.function(weight, grad, unpack({**state, **dict(zip(parts, lent, strict=True))})))
+            kept = {name: _kept(space, value) for name, value in made.items()}
+        return {"t": count + 1, **kept}
 
 
 def _scaled(grad: SpaceArray, factor: float) -> SpaceArray:
@@ -82,6 +88,14 @@ def _scaled(grad: SpaceArray, factor: float) -> SpaceArray:
     scaled = space.empty(flat.size, flat.dtype)
     space.scale(flat, factor, scaled)
     return scaled.reshape(grad.shape)
+
+
+def _kept(space: Space, part: Any) -> Any:
+    """A part of a state: an array that the callable has made on the GPU becomes one of the space's."""
+    if own_space(part) is not None or not is_elsewhere(part):
+        return part
+    total = space.total(space.callers([part]), "the state that the callable returned", on_device=True)
+    return total.reshape(tuple(part.shape))
 
 
 def count_of(state: Any) -> int:
@@ -99,7 +113,7 @@ def pack(value: Any) -> State:
     """What a callable returned, as entries of a state whose names say what it was; under "other" what fits nowhere."""
     if value is None:
         return {}
-    if isinstance(value, _NUMBERS) or is_space_array(value):
+    if _is_part(value):
         return {"value": value}
     if type(value) is dict and all(isinstance(name, str) for name in value):
         items, mark = list(value.items()), "dict"
@@ -107,10 +121,14 @@ def pack(value: Any) -> State:
         items, mark = [(str(i), item) for i, item in enumerate(value)], type(value).__name__
     else:
         return {"other": value}
-    if not all(isinstance(item, _NUMBERS) or is_space_array(item) for _, item in items):
+    if not all(_is_part(item) for _, item in items):
         return {"other": value}
     # The count stands for the container itself, which may be empty.
     return {mark: len(items), **{f"{mark}:{name}": item for name, item in items}}
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (*_NUMBERS, np.ndarray)) or is_elsewhere(value)
 
 
 def unpack(state: State) -> Any:

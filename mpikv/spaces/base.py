@@ -15,6 +15,7 @@ Every call is local. Which space a key is in all workers agree on (named.py); th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,6 +94,14 @@ class Space(Protocol):
         """Let what the caller does next with these arrays come behind what was done with them in place."""
         ...
 
+    def lend(self, arrays: Sequence[SpaceArray]) -> AbstractContextManager[list[Any]]:
+        """Arrays of this space as those of a library that users work with there, while the context lasts.
+
+        For functions of the user's. Their work comes behind what the space has begun, and what the space does next
+        behind theirs. Blocks until what has been begun is done.
+        """
+        ...
+
     # --- between the host and this space
 
     def to_host(self, array: SpaceArray) -> HostArray:
@@ -127,6 +136,10 @@ class Space(Protocol):
 
     def scale(self, values: SpaceArray, factor: float, out: SpaceArray) -> None:
         """Write the values, floating point numbers, times `factor` in their dtype into `out`."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Updates in the context, of different keys, may be made in any order, and begin when it ends."""
         ...
 
     def update(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class DeviceSpace:
         self._host = HostSpace()
         self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
+        self._together: dict[Program, list[tuple[list[DeviceArray], Sequence[Any]]]] | None = None
 
     @property
     def device(self) -> int:
@@ -177,6 +179,18 @@ class DeviceSpace:
         event = self.driver.record(self.stream)
         for stream, number in dict.fromkeys((one.stream, one.number) for one in arrays if isinstance(one, Caller)):
             self.driver.wait(stream, event, number)
+
+    @contextmanager
+    def lend(self, arrays: Sequence[DeviceArray]) -> Iterator[list[Any]]:
+        """See `Space`: arrays of the library that callers of this driver use, in the same memory."""
+        self._follow(*arrays)
+        self.settle()
+        lent = [self.driver.as_caller(array.address, array.shape, array.dtype, array) for array in arrays]
+        try:
+            yield lent
+        finally:
+            for one in self.callers(lent):
+                self.driver.wait(self.stream, one.at)
 
     # --- to the host and back
 
@@ -317,6 +331,20 @@ class DeviceSpace:
             self._follow(*arrays)
             self.driver.launch(what, n_elems, [array.address for array in arrays], numbers, self.stream)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Space`: those that are the same program, as those of one optimizer mostly are, are one launch."""
+        self._together = {}
+        try:
+            yield
+        finally:
+            gathered, self._together = self._together, None
+            for what, runs in gathered.items():
+                for arrays, _ in runs:
+                    self._follow(*arrays)
+                entries = [(arrays[0].size, [one.address for one in arrays], numbers) for arrays, numbers in runs]
+                self.driver.launch_many(what, entries, self.stream)
+
     def update(
         self,
         formula: Formula,
@@ -349,7 +377,11 @@ class DeviceSpace:
                 pass
             else:
                 masters = [] if master is None else [master]
-                self.launch(found, [weight, *terms, *state.values(), *masters], numbers)
+                changed = [weight, *terms, *state.values(), *masters]
+                if self._together is None or not weight.size:
+                    self.launch(found, changed, numbers)
+                else:
+                    self._together.setdefault(found, []).append((changed, numbers))
                 return
         everything = [weight, *terms, *arrays.values(), *([] if master is None else [master])]
         on_host = {id(array): self.to_host(array) for array in everything}

@@ -8,6 +8,7 @@ on where blocks begin.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,10 @@ class HostSpace:
     def hand_back(self, arrays: Sequence[Any]) -> None:
         """Nothing: all is done."""
 
+    def lend(self, arrays: Sequence[HostArray]) -> AbstractContextManager[list[Any]]:
+        """The arrays themselves."""
+        return nullcontext(list(arrays))
+
     def to_host(self, array: HostArray) -> HostArray:
         """The array itself."""
         return array
@@ -102,6 +107,10 @@ class HostSpace:
     def scale(self, values: HostArray, factor: float, out: HostArray) -> None:
         """See `Space`."""
         np.multiply(values, values.dtype.type(factor), out=out)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Nothing: each is made as it comes."""
+        return nullcontext()
 
     def update(
         self,

@@ -10,6 +10,7 @@ same stream need not care; work in another stream has to come after `Memory.afte
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -21,12 +22,21 @@ ALIGN_BYTES = 512  # as cudaMalloc aligns at least 256; whole cache lines for ev
 CHUNK_BYTES = 32 << 20  # a longer array has a chunk of its own
 
 
-class Chunk(NamedTuple):
-    """One allocation. number: counts this store's allocations from 0."""
+class Chunk:
+    """Consecutive device memory. number: counts a store's allocations from 0. free: what gives it back; None: nobody.
 
-    number: int
-    address: int
-    n_bytes: int
+    That is called with the last reference to it, which may be that of an array that a caller has kept.
+    """
+
+    __slots__ = ("address", "free", "n_bytes", "number")
+
+    def __init__(self, number: int, address: int, n_bytes: int) -> None:
+        self.number, self.address, self.n_bytes = number, address, n_bytes
+        self.free: Callable[[int], None] | None = None
+
+    def __del__(self) -> None:
+        if self.free is not None and not sys.is_finalizing():  # then the process gives everything back
+            self.free(self.address)
 
 
 class Memory:
@@ -66,6 +76,7 @@ class Pool:
         self._rest: tuple[Chunk, int] | None = None  # the last chunk that is not full, and where its free end begins
         # A deque, since memory may be let go of at any moment, in any thread, also while the lock is held.
         self._returned: deque[tuple[Chunk, int, int, Event | None]] = deque()
+        self._closed = False
 
     @property
     def held_bytes(self) -> int:
@@ -103,6 +114,8 @@ class Pool:
         return chunk
 
     def _give(self, memory: Memory) -> None:
+        if self._closed:
+            return
         self._returned.append((memory.chunk, memory.address, memory.n_bytes, memory.written))
 
     def _sort_returned(self) -> None:
@@ -129,13 +142,14 @@ class Pool:
         return Memory(chunk, address, n_bytes, None, lambda _memory: None)
 
     def close(self) -> None:
-        """Give all chunks back. Nothing may be under way; arrays in them are of no use from now on."""
+        """Let go of all chunks: those that no array is in any more are given back. Nothing may be under way."""
         with self._lock:
-            chunks, self.chunks, self._rest = self.chunks, [], None
+            self._closed = True
+            for chunk in self.chunks:
+                chunk.free = self._driver.free
+            self.chunks, self._rest = [], None
             self._free.clear()
             self._returned.clear()
-        for chunk in chunks:
-            self._driver.free(chunk.address)
 
 
 def _rounded(n_bytes: int) -> int:

@@ -93,11 +93,12 @@ class Bucket(RoundQueue):
 
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span, factor: float | None) -> None:
         """Update the parts of the keys that lie in [begin, end)."""
-        for info in self._infos:
-            place, one = self._spans[info.id], under[info.id]
-            first, last = max(span[0], place.start), min(span[1], place.stop)
-            if first < last and one is not None:
-                owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
+        with self.space.together():
+            for info in self._infos:
+                place, one = self._spans[info.id], under[info.id]
+                first, last = max(span[0], place.start), min(span[1], place.stop)
+                if first < last and one is not None:
+                    owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
 
     def finish(self, buf: SpaceArray) -> None:
         """A round is done."""

@@ -46,7 +46,8 @@ class LocalStrategy(Strategy):
         """Update the stored value now."""
         stored = self._stored[info.id]
         if self._session.updater is not None:
-            self._session.updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
+            with self._session.spaces.of(info).lend([total.reshape(info.shape), stored.reshape(info.shape)]) as arrays:
+                self._session.updater(info.key, *arrays)
         else:
             total = self._session.spaces.of(info).cast(total, sum_dtype(info.dtype))
             self._owner.apply(info, stored, total, AS_SET)

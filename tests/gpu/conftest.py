@@ -6,10 +6,14 @@ used, and scripts/test counts it; `scripts/test --gpu` runs it alone.
 
 from __future__ import annotations
 
+import os
+
 import gpus
 import pytest
 from kinds import KINDS
 from report import GPU
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of the GPU's memory for itself
 
 
 @pytest.fixture(params=KINDS)

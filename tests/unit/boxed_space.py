@@ -7,6 +7,7 @@ without `out`. The space counts what crosses between it and the host, and takes 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, NamedTuple
 
@@ -101,6 +102,12 @@ class BoxedSpace:
 
     def settle(self) -> None:
         pass
+
+    def together(self) -> Any:
+        return contextlib.nullcontext()
+
+    def lend(self, arrays: Any) -> Any:
+        return contextlib.nullcontext(list(arrays))
 
     def stats(self) -> dict[str, int]:
         return {}

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
+import frameworks
 import numpy as np
 import pytest
+from jobs import ROOT
 
 from mpikv.__main__ import _parser, main
+from mpikv.bench import train_report
 from mpikv.bench.device import GOALS, goal_lines, limit_of, way_of
 from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit, update_bytes, update_limit
 from mpikv.bench.gpu import DevicePattern, Gpu
@@ -148,3 +153,41 @@ def test_options() -> None:
     assert (found.device, found.device_paths) == (True, DEVICE_PATHS)
     found = _parser().parse_args(["bench", "model", "--device-paths", "staged,host"])
     assert (found.device, found.device_paths) == (False, ("staged", "host"))
+
+
+def train_row(what: str, step_s: float) -> train_report.TrainRow:
+    """Of a run whose step alone takes 0.1 s."""
+    times = {"median_s": step_s, "p95_s": step_s, "min_s": step_s, "max_s": step_s}
+    more = {"ratio_to_alone": step_s / 0.1, "ratio_p95": step_s / 0.1, "difference": 0.0, "wrong": 0}
+    return train_report.TrainRow("resnet18", 128, what, 4, iterations=3, steps=2, **times, **more)
+
+
+def test_what_a_step_of_training_is_to_reach() -> None:
+    frameworks.need("torch")
+    from mpikv.bench.train import goal_lines as lines_of
+
+    found = [train_row(what, step_s) for what, step_s in (("alone", 0.1), ("Trainer", 0.104), ("raw MPI, each", 0.3))]
+    said = "Trainer, batch 128: 1.040 times the step alone; to reach: 1.05"
+    assert lines_of(found) == [said]
+    found += [train_row("DDP, Gloo", 0.208), train_row("DistributedModel", 0.2)]
+    assert lines_of(found) == [
+        f"{said}; 0.500 times DDP; to reach: 1",
+        "DistributedModel, batch 128: 2.000 times the step alone; to reach: 1.05, NOT REACHED; 0.962 times DDP; "
+        "to reach: 1",
+    ]
+
+
+def test_training_on_a_gpu_that_is_not_there() -> None:
+    torch = frameworks.need("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    job = subprocess.run(
+        [sys.executable, "-m", "mpikv", "bench", "train", "--device"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
+    assert job.returncode == 2
+    assert f"mpikv bench: error: --device: torch {torch.__version__} sees no GPU" in job.stderr

@@ -116,6 +116,8 @@ def test_memory_is_used_again_and_chunks_are_given_back(gpu: FakeGpu) -> None:
     held = space.pool.held_bytes
     space.pool.close()
     space.pool.close()
+    assert gpu.left_bytes == left + pool.CHUNK_BYTES
+    del long
     assert gpu.left_bytes == left + held
 
 
@@ -236,6 +238,72 @@ def test_an_update_has_the_hosts_bits(case: tuple[str, dict[str, Any]], dtype: s
     for part, value in state.items():
         found = device_state[part]
         assert same_bits(space.to_host(found), value) if isinstance(value, np.ndarray) else found == value, part
+
+
+def test_updates_of_many_keys_are_one_launch(gpu: FakeGpu, space: DeviceSpace) -> None:
+    """Of those that are the same program; states are made on the way."""
+    optimizer = optimizers.Adam()
+    optimizer.set_lr_mult({"c": 2.0})
+    values = {name: np.arange(n, dtype=np.float32) for name, n in zip("abcd", (5, 0, 1000, 3), strict=True)}
+    held = {name: space.from_host(value) for name, value in values.items()}
+    grads = {name: space.from_host(value + 1) for name, value in values.items()}
+    states = {name: optimizer.init(value) for name, value in held.items()}
+    launches = gpu.counts["launches"]
+    with space.together():
+        for name, value in held.items():
+            states[name] = optimizer.update(name, value, grads[name], states[name])
+    assert gpu.counts["launches"] == launches + 1
+    with space.together():
+        for name, value in held.items():
+            states[name] = optimizer.update(name, value, grads[name], states[name])
+    assert gpu.counts["launches"] == launches + 2
+    for name, value in values.items():
+        state = optimizer.init(value)
+        for _ in range(2):
+            state = optimizer.update(name, value, np.arange(value.size, dtype=np.float32) + 1, state)
+        assert space.to_host(held[name]).tobytes() == value.tobytes()
+
+
+# --- a user's functions
+
+
+def test_what_a_users_function_does_comes_in_between(gpu: FakeGpu, space: DeviceSpace) -> None:
+    weight, grad = space.from_host(np.ones(4, np.float32)), space.zeros(4, FLOAT32)
+    space.copy(grad, 3)
+    with space.lend([weight, grad.reshape(2, 2)]) as (lent, matrix), gpu.user_stream(1):
+        assert matrix.shape == (2, 2)
+        lent += matrix.reshape(-1)
+    np.add(weight, grad, out=weight)
+    assert np.array_equal(space.to_host(weight), np.full(4, 7))
+
+
+def test_an_optimizer_that_is_a_function_works_with_the_callers_library(gpu: FakeGpu, space: DeviceSpace) -> None:
+    def momentum(weight: Any, grad: Any, state: Any) -> Any:
+        step = grad.copy()
+        if state is not None:
+            step += state["step"]
+        weight += step
+        return {"step": step}
+
+    optimizer, weight = optimizers.create(momentum), space.zeros(3, FLOAT32)
+    state = optimizer.init(weight)
+    for _ in range(3):
+        state = optimizer.update("w", weight, space.from_host(np.ones(3, np.float32)), state)
+    assert np.array_equal(space.to_host(weight), np.full(3, 6))
+    assert np.array_equal(space.to_host(state["dict:step"]), np.full(3, 3))
+
+
+def test_an_array_of_the_store_outlives_it(gpu: FakeGpu) -> None:
+    left = gpu.left_bytes
+    with store_of(gpu) as store:
+        kept = store.zeros(3, device="gpu")
+        store.init("w", kept)
+    kept += 1
+    gpu.synchronize()
+    assert np.array_equal(kept.get(), np.ones(3))
+    del kept, store
+    gc.collect()
+    assert gpu.left_bytes == left
 
 
 # --- stores

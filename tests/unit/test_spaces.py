@@ -25,8 +25,9 @@ from mpikv.testing.stores import spawn_stores
 FLOAT32 = np.dtype(np.float32)
 SPACES = [HostSpace]
 METHODS = (
-    *("callers", "total", "write", "empty_for_caller", "to_host", "from_host", "in_place", "lies_in", "hand_back"),
-    *("empty", "zeros", "copy", "cast", "combine", "scale", "update", "settle", "stats", "close"),
+    *("callers", "total", "write", "empty_for_caller", "in_place", "lies_in", "hand_back", "lend"),
+    *("to_host", "from_host", "empty", "zeros", "copy", "cast", "combine", "scale", "together", "update"),
+    *("settle", "stats", "close"),
 )
 
 

@@ -395,3 +395,23 @@ def test_a_trainer_that_is_gone_gives_its_memory_back(alone: Any) -> None:
     gpu.synchronize()
     model.backward(0, 0)
     assert gpu.left_bytes == before
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
+def test_workers_with_several_gpus_each(kind: str) -> None:
+    """The gradients of a worker's devices are added on its first one."""
+    first = FakeGpus(2, seed=7, eager=0.3)
+    found = []
+    for sides in ([[None] * 2] * 2, [first.view(), first.view()]):
+
+        def body(store: KVStore, sides: Any = sides) -> list[bytes]:
+            model = Model(list(sides[store.rank]), np.float32)
+            weights = train(model, store, store.rank)[1]
+            assert sides[0][0] is None or model.crossed == [(0, 0)] * 3
+            return weights
+
+        on_host = sides[0][0] is None
+        config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if on_host else "ipc")
+        drivers = None if on_host else [side[0] for side in sides]
+        found.append(spawn_stores(kind, 2, body, config=config, drivers=drivers))
+    assert found[0] == found[1]

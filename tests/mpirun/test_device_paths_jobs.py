@@ -1,0 +1,49 @@
+"""Jobs whose workers have GPUs, made of host memory: they settle on one path, and end in order. Real `mpirun`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import find_mpi, mpirun
+
+PROGRAM = str(Path(__file__).with_name("device_path_program.py"))
+HOSTS = {"MPIKV_FAKE_HOSTS": "2"}
+
+
+def run(kind: str, ranks: int, settings: dict[str, str], *, closes: bool = True):
+    mpi = find_mpi(kind)
+    if mpi is None:
+        pytest.skip(f"no {kind} wheel here: scripts/test installs both")
+    return mpirun(
+        ranks, ["python", PROGRAM, "dist_sync_device", "closes" if closes else "stays"], env=settings, mpi=mpi
+    )
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_workers_of_a_host_open_each_others_memory(kind: str) -> None:
+    job = run(kind, 2, {})
+    assert job.status == 0, job.output
+    assert "sum [5.0] path ipc down 0 up 0" in job.stdout
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "never_closed"])
+def test_staged_where_it_is_asked_for(closes: bool) -> None:
+    job = run("openmpi", 2, {"MPIKV_DEVICE_PATH": "staged"}, closes=closes)
+    assert job.status == 0, job.output
+    assert "sum [5.0] path staged down 7 up 6" in job.stdout
+    assert "Warning" not in job.output
+
+
+def test_between_hosts_one_warning_says_why_values_are_copied() -> None:
+    job = run("openmpi", 3, {**HOSTS, "MPIKV_CUDA_AWARE": "0"})
+    assert job.status == 0, job.output
+    assert "sum [9.0] path staged" in job.stdout
+    assert job.output.count("UserWarning: mpikv: arrays on GPUs are copied through host memory") == 1
+    assert "MPIKV_CUDA_AWARE=0); docs/gpu.md says" in job.output
+
+
+def test_a_path_that_cannot_be_gone_is_an_error() -> None:
+    job = run("openmpi", 2, {"MPIKV_DEVICE_PATH": "mpi", "MPIKV_CUDA_AWARE": "0"})
+    assert job.status != 0, job.output
+    assert "ConfigError: kv.create: MPIKV_DEVICE_PATH=mpi: on " in job.output
