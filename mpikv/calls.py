@@ -30,9 +30,10 @@ from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.reductions import SUM, Reduction, named
 from mpikv.session.base import Session
 from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.callers import on_gpu
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.base import PreparedCall, Strategy
-from mpikv.tensors import new_like
+from mpikv.tensors import adopted, empty_like, new_like
 
 Array = Any  # NumPy, CuPy, or anything with DLPack
 Keys = Key | Sequence[Key]
@@ -60,7 +61,7 @@ class New(NamedTuple):
     def made(self) -> Array:
         """Return the new array, once the result has been written."""
         on_host = isinstance(self.memory, np.ndarray)
-        return new_like(self.memory, self.like, self.what) if on_host else self.memory
+        return new_like(self.memory, self.like, self.what) if on_host else adopted(self.memory, self.like)
 
 
 _NUMPY: np.ndarray[Any, Any] = np.empty(0)
@@ -211,8 +212,11 @@ class CallForms:
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
         """Make room for a result."""
         space, what = own_space(like), f"{call}: the result of key {shown(info.key)}"
-        made = np.empty if space is None else space.empty_for_caller
-        return New(made(info.shape, info.dtype), like, what)
+        if space is not None:
+            return New(space.empty_for_caller(info.shape, info.dtype), like, what)
+        there = self._session.spaces.device is not None and on_gpu(like)
+        made = empty_like(info.shape, info.dtype, like) if there else None
+        return New(np.empty(info.shape, info.dtype) if made is None else made, like, what)
 
     def outs(self, call: str, keys: Keys, out: Values, like: Values = None) -> tuple[Targets, Any]:
         """Return the arrays to write into for each key, and where `out` is None the form of what to return."""

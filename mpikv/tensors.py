@@ -120,6 +120,32 @@ def _view_of_jax(array: Any) -> HostArray:
     return np.asarray(array)
 
 
+def empty_like(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
+    """Make an array that can be written to, on the GPU of `like`, from which `adopted` makes one of its library.
+
+    None where there is no way to make one: the result then comes from host memory (`new_like`).
+    """
+    if is_tensor(like):
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=device_of(like))
+    cupy = sys.modules.get("cupy")
+    if is_jax(like):
+        if cupy is None or dtype == BFLOAT16 or len(like.devices()) > 1:  # DLPack of CuPy may know no bfloat16
+            return None
+        with cupy.cuda.Device(next(iter(like.devices())).local_hardware_id):
+            return cupy.empty(shape, dtype)
+    if cupy is not None and isinstance(like, cupy.ndarray):
+        with like.device:
+            return cupy.empty(shape, dtype)
+    namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
+    return namespace.empty(shape, dtype=dtype, device=like.device) if hasattr(namespace, "empty") else None
+
+
+def adopted(array: Any, like: Any) -> Any:
+    """Return an array of `empty_like`, in which the result is now, as one of `like`'s library, in the same memory."""
+    return sys.modules["jax"].dlpack.from_dlpack(array) if is_jax(like) and not is_jax(array) else array
+
+
 def new_like(host: HostArray, like: Any, what: str) -> Any:
     """Make an array of `like`'s library, on its device, with the values, shape and dtype of `host`.
 

@@ -530,6 +530,8 @@ class Trainer(TrainerFiles):
             for handed in self._handed.values():
                 if handed.request is not None:
                     handed.request.wait()
+                    # They may have been handed over in another stream than the one that goes on with the sums.
+                    self._spaces.hand_back(self._spaces.callers(handed.replicas))
             for name in grads if self._tensors else ():
                 parameters.grad_written(self._params[name])
             self._all_sent()

@@ -13,6 +13,9 @@ Refused, with an UnsupportedError while JAX traces: `vmap` (one exchange for all
 `shard_map` and `jit` over several devices, where each device has a part and XLA ends the process when one of its
 threads is late. Outside of `jit`, arrays may lie on several devices of this process.
 
+Outside of `jit`, sums and means of arrays on the GPU that the store uses (`store.device`) stay there; inside, and for a
+broadcast, XLA brings the values to the host.
+
 Derivatives: those of the sum over the workers of what each computes. So a cotangent is allreduced as the value was, and
 that of a broadcast is summed at `root` and zero elsewhere; the workers must differentiate alike. To average gradients,
 average what `jax.grad` returns.

@@ -3,6 +3,8 @@
 There is one `Calls` for a store. Each kind of sum (op, shapes, dtypes) has keys of its own, one for each dtype, whose
 values lie in memory that the workers of a host share: a leaf is copied there once, and added where it is. Other calls,
 and sums of further kinds when there are many, go through `CollectiveCalls`, which also compares what the workers bring.
+
+Arrays on the store's GPU have keys of their own there, and are handed to the store as they are.
 """
 
 from __future__ import annotations
@@ -59,6 +61,24 @@ class Calls:
         self.store = store
         self._calls = CollectiveCalls(store)
         self._sums: dict[Any, _Sums] = {}
+        self._on_gpu: dict[Any, list[str]] = {}  # the keys of each kind of sum there
+
+    def sums_on_gpu(self, call: Call, arrays: Sequence[Any]) -> Sequence[Any] | None:
+        """Return the sums of arrays on the store's GPU, as new arrays there. Collective, blocks.
+
+        Arrays that can be written to get the sums themselves. None, on all workers, where there are too many kinds of
+        calls already: then the values come to the host.
+        """
+        self._calls.agree([*call.lines, "on a GPU"], "a call of mpikv.jax", ShapeMismatch)
+        kind = call.op, tuple((tuple(array.shape), str(array.dtype)) for array in arrays)
+        if kind not in self._on_gpu:
+            if len(self._on_gpu) >= KINDS:
+                return None
+            keys = [f"mpikv.jax/gpu {len(self._on_gpu)}/{i}" for i in range(len(arrays))]
+            self.store.init(keys, list(arrays))
+            self._on_gpu[kind] = keys
+        results: Sequence[Any] | None = self.store.pushpull(self._on_gpu[kind], list(arrays))
+        return arrays if results is None else results
 
     def exchange(self, call: Call, arrays: Sequence[HostArray]) -> list[HostArray]:
         """Return the results, in memory that the next call may use again. Collective, blocks."""

@@ -1,6 +1,7 @@
 """The exchange as a primitive of JAX, with a rule for each way in which JAX may meet it.
 
-Outside of `jit` its arrays are exchanged at once. In a compiled program it is a callback with JAX's effect for ordered
+Outside of `jit` its arrays are exchanged at once, those on the store's GPU without a copy to the host, but for a
+broadcast. In a compiled program it is a callback with JAX's effect for ordered
 callbacks. The callback takes NumPy arrays as XLA has them: `jax.experimental.io_callback` would make JAX arrays of them
 first, which waits for a thread of XLA's, and where a process has one core (mpirun binds ranks to cores) that is the
 very thread that calls back.
@@ -23,6 +24,8 @@ from jax.interpreters import ad, batching, mlir
 
 from mpikv.errors import UnsupportedError
 from mpikv.jax.calls import ALIGNED, Call
+from mpikv.kvstore import KVStore
+from mpikv.spaces.callers import gpu_of
 
 exchange_p = Primitive("mpikv_exchange")
 exchange_p.multiple_results = True
@@ -42,8 +45,22 @@ def _at_once(*leaves: Any, call: Call) -> list[Any]:
     for leaf, line in zip(leaves, call.lines[1:], strict=True):
         if not leaf.is_fully_addressable:
             raise UnsupportedError(f"{call.lines[0]}: {line} lies partly on devices of another process")
+    store = call.calls.store
+    if leaves and call.op != "broadcast" and all(_is_on_gpu_of(store, leaf) for leaf in leaves):
+        divisor = store.num_workers if call.op == "mean" else 1
+        # Before adding, as on the host, and in the leaf's dtype.
+        scaled = [leaf if divisor == 1 else leaf / jnp.asarray(divisor, leaf.dtype) for leaf in leaves]
+        sums = call.calls.sums_on_gpu(call, scaled)
+        if sums is not None:
+            weak = [leaf.weak_type and not leaf.ndim for leaf in leaves]
+            return [_like(np.asarray(one), leaf) if w else one for one, leaf, w in zip(sums, leaves, weak, strict=True)]
     results = call.run([np.asarray(leaf) for leaf in leaves])
     return [_like(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
+
+
+def _is_on_gpu_of(store: KVStore, leaf: Any) -> bool:
+    """Whether an array is on the GPU that the store uses, and nowhere else."""
+    return store.device is not None and len(leaf.devices()) == 1 and gpu_of(leaf) == store.device
 
 
 def _like(result: np.ndarray[Any, Any], leaf: Any) -> Any:

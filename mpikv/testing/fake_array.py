@@ -318,7 +318,12 @@ def _copy(values: HostArray, out: HostArray) -> None:
 
 
 class _Namespace:
-    """The array API's functions, of which there is one."""
+    """The array API's functions, of which there are two."""
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], *, dtype: np.dtype[Any], device: FakeGpu) -> FakeArray:
+        """New memory on a GPU."""
+        return FakeArray.new(device, shape, dtype)
 
     @staticmethod
     def asarray(obj: HostArray, /, *, device: FakeGpu) -> FakeArray:

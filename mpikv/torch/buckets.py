@@ -103,7 +103,7 @@ def make_buckets(
     for dtype, on_gpu in sorted(set(kinds)):
         chosen = [g for g, group in enumerate(groups) if kinds[group[0]] == (dtype, on_gpu)]
         shapes = [(sum(sizes[i] for i in groups[g]),) for g in chosen]
-        made = _zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
+        made = zeros_on_gpu(store, shapes, dtype) if on_gpu else store.zeros(shapes, dtype)
         flats.update(zip(chosen, made, strict=True))
     found = []
     places: dict[int, Place] = {}
@@ -123,7 +123,7 @@ def make_buckets(
     return found, places, tail
 
 
-def _zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:
+def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:
     """Tensors of zeros in the store's memory on its GPU. Collective, blocks."""
     # Not every version of CuPy has a name for bfloat16, but all have 16 bits.
     made = store.zeros(list(shapes), "float16" if dtype == "bfloat16" else dtype, device=store.device)

@@ -18,7 +18,8 @@ import torch
 
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.torch.arrays import array_of, tensor_of
+from mpikv.torch import gpu_calls
+from mpikv.torch.arrays import array_of, on_store, tensor_of
 from mpikv.torch.default import calls_of
 
 Average, Sum, Min, Max, Product = "mean", "sum", "min", "max", "prod"
@@ -60,8 +61,12 @@ def grouped_allreduce(
     """
     given = _tensors("allreduce", tensors)
     scaled = [tensor.detach() if prescale_factor == 1 else tensor.detach() * prescale_factor for tensor in given]
-    results = calls_of(store).allreduce([array_of(tensor) for tensor in scaled], op, name)
-    found = [tensor_of(result).to(tensor.device) for result, tensor in zip(results, scaled, strict=True)]
+    calls = calls_of(store)
+    if given and all(on_store(tensor, calls.store) for tensor in given):
+        found = gpu_calls.allreduce(calls, scaled, op, name)
+    else:
+        results = calls.allreduce([array_of(tensor) for tensor in scaled], op, name)
+        found = [tensor_of(result).to(tensor.device) for result, tensor in zip(results, scaled, strict=True)]
     return found if postscale_factor == 1 else [one * postscale_factor for one in found]
 
 

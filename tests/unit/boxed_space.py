@@ -152,6 +152,15 @@ class BoxedSpace:
     def empty_for_caller(self, shape: tuple[int, ...], dtype: Any) -> Box:
         return self._box(np.full(shape, 77, dtype))
 
+    def in_place(self, array: Any, what: str) -> None:
+        """Nothing of the caller's is in a box."""
+
+    def lies_in(self, held: Any, array: Any) -> bool:
+        return False
+
+    def hand_back(self, arrays: Any) -> None:
+        """Nothing to wait for."""
+
     # --- the host
 
     def to_host(self, array: Any) -> np.ndarray:

@@ -25,8 +25,9 @@ from mpikv.testing.stores import spawn_stores
 FLOAT32 = np.dtype(np.float32)
 SPACES = [HostSpace]
 METHODS = (
-    *("callers", "total", "write", "empty_for_caller", "lend", "to_host", "from_host"),
-    *("empty", "zeros", "copy", "cast", "combine", "scale", "together", "update", "settle", "stats", "close"),
+    *("callers", "total", "write", "empty_for_caller", "in_place", "lies_in", "hand_back", "lend"),
+    *("to_host", "from_host", "empty", "zeros", "copy", "cast", "combine", "scale", "together", "update"),
+    *("settle", "stats", "close"),
 )
 
 
@@ -41,6 +42,18 @@ def space(request: pytest.FixtureRequest) -> Space:
 def test_the_methods_are_those_of_the_contract(space: Space) -> None:
     assert {name for name in vars(Space) if not name.startswith("_")} == {"device", *METHODS}
     assert all(callable(getattr(space, name)) for name in METHODS)
+
+
+def test_a_callers_array_in_host_memory_is_used_where_it_lies() -> None:
+    space, whole = HostSpace(), np.arange(6.0).reshape(2, 3)
+    placed = space.in_place(whole, "an array")
+    assert placed is not None
+    assert placed.shape == (6,)
+    assert space.lies_in(placed, whole)
+    assert not space.lies_in(placed, whole.copy())
+    assert space.in_place(whole.T, "an array with gaps") is None
+    with pytest.raises(TypeError, match="a list is an array"):
+        space.in_place([1.0], "a list")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

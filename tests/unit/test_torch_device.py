@@ -160,8 +160,8 @@ def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # 
     cuda.use(FakeGpu())
     with pytest.warns(UserWarning, match="go through host memory, which is slow: the store uses no GPU"):
         mt.DistributedModel(nn.Linear(2, 1), mpikv.kv.create("local"))
+    store = local_store("local", parse("local"), spaces=Spaces(device=DeviceSpace(FakeGpu(1))))
     with pytest.warns(UserWarning, match=r"here: .*the store uses GPU 1.*MPIKV_LOCAL_DEVICE"):
-        store = local_store("local", parse("local"), spaces=Spaces(device=DeviceSpace(FakeGpu(1))))
         arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
 
 
@@ -205,3 +205,29 @@ def test_a_trainer_with_overlap_and_clipping(cuda: TorchOnGpu) -> None:  # noqa:
     options = {"overlap": True, "clip_global_norm": 0.01}
     expected, _ = stepped(None, cuda, **options)
     assert stepped(gpus_of(2), cuda, path="ipc", **options)[0] == expected
+
+
+@pytest.mark.parametrize("op", [mt.Average, mt.Sum, mt.Max, mt.Product])
+def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
+    """Of several dtypes and lengths, in one call; later calls cross nothing but what they compare."""
+    gpus = gpus_of(2)
+
+    def body(store: KVStore) -> Any:
+        cuda.use(gpus[store.rank])
+        sizes = {torch.float32: 5, torch.bfloat16: 70, torch.float64: (2, 3)}
+        given = [torch.full((n,) if isinstance(n, int) else n, store.rank + 1.0, dtype=d) for d, n in sizes.items()]
+        given.append(torch.arange(float(2 * (4 << 20) // 4 + 3)) + store.rank)  # in three pieces
+        for _ in range(2):
+            before = gpus[store.rank].counts["device_to_host"]
+            found = mt.grouped_allreduce(given, op=op, store=store)
+        assert gpus[store.rank].counts["device_to_host"] == before
+        assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in given]
+        return [one.double().numpy() for one in found]
+
+    reduce = {mt.Average: lambda x, y: (x + y) / 2, mt.Sum: np.add, mt.Max: np.maximum, mt.Product: np.multiply}[op]
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc")
+    for found in spawn_stores("dist_sync", 2, body, config=config, drivers=gpus):
+        for one in found[:3]:
+            assert np.array_equal(one, np.full(one.shape, reduce(1.0, 2.0)))
+        long = np.arange(found[3].size, dtype=np.float32)
+        assert np.array_equal(found[3], reduce(long, long + np.float32(1)).astype(np.float32))

@@ -5,6 +5,7 @@ The GPU finds mistakes in the order of what the trainer, the store and the model
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,128 @@ def test_sums_of_squares_have_the_hosts_bits(dtype: Any) -> None:
     assert found == [on_host(array) for array in arrays]
     chunks = -(-sum(n // PART_ELEMS for n in sizes) // 64)
     assert gpu.counts["device_to_host"] - before == chunks + 1
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_gradients_that_leave_early_and_weights_that_come_late(on_store: bool) -> None:
+    found = []
+    for gpus in ([None] * 2, gpus_of(2, 3)):
+
+        def body(store: KVStore, gpus: Any = gpus) -> list[bytes]:
+            model = Model([gpus[store.rank]], np.float32)
+            trainer = Trainer(model.params, "sgd", {"learning_rate": 0.1}, kvstore=store, update_on_kvstore=on_store)
+            for step in range(3):
+                model.backward(step, store.rank)
+                for parameter in reversed(model.params.values()):
+                    trainer.push_grad(parameter, 4)
+                trainer.step(4, wait=not on_store)
+            for parameter in model.params.values():
+                trainer.wait(parameter)
+            return model.weights()
+
+        config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if gpus[0] is None else "staged")
+        drivers = None if gpus[0] is None else gpus
+        found.append(spawn_stores("dist_sync", 2, body, config=config, drivers=drivers, hosts="ab"))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_a_checkpoint_is_read_by_either(tmp_path: Path, on_store: bool) -> None:
+    """Saved on the host, gone on with on GPUs, and the other way round: the same weights and the same file."""
+    path, sides = tmp_path / "checkpoint", {"host": [None] * 2, "gpu": gpus_of(2, 6)}
+
+    def run(side: str, body: Callable[[KVStore, Model, Trainer], Any]) -> Any:
+        def rank(store: KVStore) -> Any:
+            model = Model([sides[side][store.rank]], np.float32)
+            options = {"learning_rate": 0.1}
+            trainer = Trainer(model.params, "adam", options, kvstore=store, update_on_kvstore=on_store)
+            return body(store, model, trainer)
+
+        config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if side == "host" else "ipc")
+        return spawn_stores("dist_sync", 2, rank, config=config, drivers=None if side == "host" else sides[side])
+
+    def begin(store: KVStore, model: Model, trainer: Trainer) -> None:
+        for step in range(2):
+            model.backward(step, store.rank)
+            trainer.step()
+        trainer.save(path)
+
+    def go_on(store: KVStore, model: Model, trainer: Trainer) -> list[bytes]:
+        assert trainer.resume(path) == 2
+        model.backward(5, store.rank)
+        trainer.step()
+        return model.weights()
+
+    files, found = [], []
+    for first, second in (("host", "gpu"), ("gpu", "host")):
+        run(first, begin)
+        files.append(path.read_bytes())
+        found.append(run(second, go_on))
+    assert files[0] == files[1]
+    assert found[0] == found[1]
+
+
+def test_assigning_to_a_parameter_on_a_gpu() -> None:
+    gpu = FakeGpu(eager=0.3)
+    parameter = Parameter(gpu.array(np.ones(3, np.float32)), "w")
+    parameter.data = np.full(3, 2.0)
+    parameter.grad = gpu.array(np.full(3, 5.0, np.float32))
+    assert (parameter.data.get().tolist(), parameter.grad.get().tolist()) == ([2.0] * 3, [5.0] * 3)
+    with pytest.raises(ValueError, match=r"must have shape \(3,\)"):
+        parameter.data = gpu.array(np.ones(2))
+
+
+def test_a_gradient_is_placed_on_the_weights_gpu_alone() -> None:
+    gpu, other = FakeGpus(2, eager=0.3)
+    for memory, placed in ((gpu.array(np.zeros(3)), True), (other.array(np.zeros(3)), False), (np.zeros(3), False)):
+        parameter = Parameter(gpu.array(np.ones(3)))
+        parameter.place_grad(memory)
+        assert (parameter.grad is memory) is placed
+
+
+def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_device.cuda_driver, "has_cupy", lambda: False)
+    gpu = FakeGpu(eager=0.3)
+    parameter = Parameter(gpu.array(np.ones(3)))
+    trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
+    parameter.grad[...] = 1.0
+    trainer.step()
+    assert parameter.data.get().tolist() == [0.5] * 3
+    found = worker_device.spaces_for([np.zeros(2), parameter.data])
+    assert found.device is None
+    assert "pip install" in found.missing
+
+
+def test_a_trainer_that_is_gone_gives_its_memory_back(alone: Any) -> None:
+    gpu = FakeGpu(eager=0.3)
+    alone([gpu])
+    model = Model([gpu], np.float32)
+    model.backward(0, 0)
+    before = gpu.left_bytes
+    trainer, _ = train(model, None)
+    assert gpu.left_bytes < before
+    del trainer
+    gc.collect()
+    gpu.synchronize()
+    model.backward(0, 0)
+    assert gpu.left_bytes == before
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
+def test_workers_with_several_gpus_each(kind: str) -> None:
+    """The gradients of a worker's devices are added on its first one."""
+    first = FakeGpus(2, seed=7, eager=0.3)
+    found = []
+    for sides in ([[None] * 2] * 2, [first.view(), first.view()]):
+
+        def body(store: KVStore, sides: Any = sides) -> list[bytes]:
+            model = Model(list(sides[store.rank]), np.float32)
+            weights = train(model, store, store.rank)[1]
+            assert sides[0][0] is None or model.crossed == [(0, 0)] * 3
+            return weights
+
+        on_host = sides[0][0] is None
+        config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if on_host else "ipc")
+        drivers = None if on_host else [side[0] for side in sides]
+        found.append(spawn_stores(kind, 2, body, config=config, drivers=drivers))
+    assert found[0] == found[1]
