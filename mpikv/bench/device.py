@@ -41,7 +41,10 @@ THROUGH_HOST = ("staged", "host", RAW)  # ways whose arrays go down and up
 
 @dataclass(frozen=True)
 class Goal:
-    """What a way is to reach on one GPU: times of its limit, or seconds, at most. From `least` bytes to `most`."""
+    """What a way is to reach with two ranks on one GPU: times of its limit, or seconds, at most.
+
+    Of arrays from `least` bytes to `most`.
+    """
 
     kind: str
     way: str
@@ -53,6 +56,7 @@ class Goal:
     def said(self, rows: Sequence[Row]) -> str:
         """Say how the rows of this goal compare with it; "" without any."""
         mine = [row for row in rows if way_of(row.what) == self.way and self.least <= row.n_bytes <= self.most]
+        mine = [row for row in mine if row.limit_s]  # one rank alone has none
         if not mine:
             return ""
         sizes = "" if self.kind == "model" else f", {short(min(row.n_bytes for row in mine))} and more"
