@@ -104,7 +104,6 @@ def test_memory_is_used_again_and_chunks_are_given_back(gpu: FakeGpu) -> None:
         array = space.from_host(np.arange(1000, dtype=np.float32))
         addresses.add(array.address)
         del array
-        gc.collect()
     assert len(addresses) == 1
     assert gpu.counts["allocations"] == 1
     long = space.empty(pool.CHUNK_BYTES // 4 + 1, FLOAT32)
@@ -116,8 +115,6 @@ def test_memory_is_used_again_and_chunks_are_given_back(gpu: FakeGpu) -> None:
     held = space.pool.held_bytes
     space.pool.close()
     space.pool.close()
-    assert gpu.left_bytes == left + pool.CHUNK_BYTES
-    del long
     assert gpu.left_bytes == left + held
 
 
@@ -270,9 +267,9 @@ def test_updates_of_many_keys_are_one_launch(gpu: FakeGpu, space: DeviceSpace) -
 def test_what_a_users_function_does_comes_in_between(gpu: FakeGpu, space: DeviceSpace) -> None:
     weight, grad = space.from_host(np.ones(4, np.float32)), space.zeros(4, FLOAT32)
     space.copy(grad, 3)
-    with space.lend([weight, grad.reshape(2, 2)]) as (lent, matrix), gpu.user_stream(1):
-        assert matrix.shape == (2, 2)
-        lent += matrix.reshape(-1)
+    with space.lend([weight, grad.reshape(2, 2)]) as lent, gpu.user_stream(1):
+        assert lent[1].shape == (2, 2)
+        lent[0] += lent[1].reshape(-1)
     np.add(weight, grad, out=weight)
     assert np.array_equal(space.to_host(weight), np.full(4, 7))
 
