@@ -22,7 +22,8 @@ epoch, whole or not at all; --resume goes on from there as if nothing had happen
 devices (and a synchronous store), and also with others. MPIKV_STOP_SIGNALS=TERM makes a signal end the run after the
 step in which it comes, saved in --save's file, or in MPIKV_STOP_FILE=FILE, from which the next run goes on by itself.
 
-Devices. --gpus 0,1 gives every worker GPUs, --num-devices 2 as many replicas on the CPU. A batch is split over them.
+Devices. --gpus gives every worker the GPU that its store uses, --gpus 0,1 these two, and --num-devices 2 as many
+replicas on the CPU. A batch is split over them.
 """
 
 from __future__ import annotations
@@ -75,15 +76,22 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no-augment", action="store_true", help="train on the images as they are, not cut and mirrored at random")
     add("--seed", type=int, default=0, help="of the first weights, the order of the images and their changes (0)")
     add("--num-devices", type=int, default=1, help="replicas of the model per worker, on the CPU (1)")
-    add("--gpus", help="GPUs of each worker, as in 0,1; then --num-devices does not count")
+    add(
+        "--gpus",
+        nargs="?",
+        const="auto",
+        help="GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count",
+    )
     add("--save", type=Path, metavar="FILE", help="write everything into FILE after every epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     options = parser.parse_args(line)
     try:
         options.lr_steps = [float(epoch) for epoch in options.lr_steps.split(",") if epoch]
-        gpus = [int(gpu) for gpu in options.gpus.split(",")] if options.gpus else []
+        gpus = [int(gpu) for gpu in options.gpus.split(",")] if options.gpus not in (None, "auto") else []
     except ValueError as error:
         parser.error(f"--lr-steps and --gpus are numbers with commas between them ({error})")
+    if options.gpus == "auto" and not torch.cuda.is_available():
+        parser.error("--gpus: PyTorch sees no GPU here")
     if gpus and max(gpus) >= torch.cuda.device_count():
         parser.error(f"--gpus {options.gpus}: PyTorch sees {torch.cuda.device_count()} GPUs here, from 0")
     for name in ("batch_size", "epochs", "max_steps", "num_examples", "num_devices"):
@@ -299,6 +307,10 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
 def main() -> None:
     options = arguments()
     with kv.create(options.kv_store, num_servers=options.num_servers) as store:  # a server rank stays in here
+        if options.gpus == "auto":
+            if store.device is None:
+                raise MpikvError("--gpus: the store uses no GPU; `mpikv info` says why")
+            options.devices = [torch.device("cuda", store.device)]
         run = prepare(options, store)
         if store.rank == 0:
             print(f"data: {run.images.source}", flush=True)

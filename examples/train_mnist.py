@@ -22,6 +22,7 @@ also with another number of workers: each example that is left of the epoch come
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from fetched import load_images
 from networks import NETWORKS, Network
 from usage import Parser
 
-from mpikv import KVStore, Trainer, kv, optimizers
+from mpikv import KVStore, MpikvError, Trainer, kv, optimizers
 from mpikv.data import Images, SplitSampler, split_and_load
 from mpikv.devices import use
 from mpikv.progress import Progress
@@ -73,7 +74,12 @@ def arguments() -> argparse.Namespace:
     add(
         "--num-devices", type=int, default=1, help="replicas per worker in host memory, each with its part of the batch"
     )
-    add("--gpus", help="GPUs of each worker, as in 0,1; then --num-devices does not count")
+    add(
+        "--gpus",
+        nargs="?",
+        const="auto",
+        help="GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count",
+    )
     add("--save", type=Path, metavar="FILE", help="write weights and optimizer states after every epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     add("--dump-weights", type=Path, metavar="FILE", help="write the final weights as .npz")
@@ -84,9 +90,11 @@ def arguments() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     try:
         options.lr_step_epochs = [int(epoch) for epoch in options.lr_step_epochs.split(",") if epoch]
-        gpus = [f"gpu:{int(gpu)}" for gpu in options.gpus.split(",")] if options.gpus else []
+        gpus = [f"gpu:{int(gpu)}" for gpu in options.gpus.split(",")] if options.gpus not in (None, "auto") else []
     except ValueError as error:
         parser.error(f"--lr-step-epochs and --gpus are numbers with commas between them ({error})")
+    if options.gpus is not None and importlib.util.find_spec("cupy") is None:
+        parser.error("--gpus needs CuPy: pip install 'mpikv[cuda12]', or cuda13")
     options.devices = gpus or [f"cpu:{i}" for i in range(options.num_devices)]
     return options
 
@@ -240,7 +248,13 @@ class Run:
 
 def main() -> None:
     options = arguments()
+    if options.gpus:
+        importlib.import_module("cupy")  # so that the store looks for a GPU
     with kv.create(options.kv_store, num_servers=options.num_servers) as store:  # a server rank stays in here
+        if options.gpus == "auto":
+            if store.device is None:
+                raise MpikvError("--gpus: this worker has no GPU; `mpikv info` says why")
+            options.devices = [f"gpu:{store.device}"]
         images = load_images(options.data_dir)
         if options.num_examples is not None:
             images = images.first(options.num_examples)

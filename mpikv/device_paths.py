@@ -132,8 +132,11 @@ def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str
 
 def describe(choice: Choice) -> str:
     """One line for a reader: the path, and why it is none of the better ones."""
-    why = "; ".join(f"not {path}: {why}" for path, why in choice.reasons)
-    return choice.path + (f" ({why})" if why else "")
+    by_reason: dict[str, list[str]] = {}
+    for path, why in choice.reasons:
+        by_reason.setdefault(why, []).append(path)
+    text = "; ".join(f"not {', '.join(paths)}: {why}" for why, paths in by_reason.items())
+    return choice.path + (f" ({text})" if text else "")
 
 
 def advice(members: Members) -> str:

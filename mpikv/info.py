@@ -16,15 +16,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mpikv import placement_map
+from mpikv import device_paths, placement_map, worker_device
 from mpikv._version import __version__
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
 from mpikv.hostmemory import segment
+from mpikv.placement import Members
 from mpikv.placement_map import ranges
 from mpikv.runtime import cuda_aware, cuda_driver, device_choice, interface, launcher, library
 from mpikv.server.roles import assign
-from mpikv.topology import pretended
+from mpikv.spec import parse as spec_of
+from mpikv.topology import pretended, topology
 
 # What each array library's packages are called: CuPy's name says which CUDA it was built for.
 ARRAY_LIBRARIES = {
@@ -148,7 +150,7 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
         Row("started by", str(started_by) if started_by else "itself, without mpirun"),
         Row("thread level", found.thread_level),
         Row("fault tolerance", _FAULT_TOLERANCE[found.fault_tolerance]),
-        *([_cuda_row(config, hosts)] if comm.Get_rank() == 0 else []),
+        *_device_rows(comm, hosts, config),
         _progress_row(config, found.thread_level),
         _memory_row(comm, hosts, config),
         *_network_rows({host: text for host, _, text in told}, choice, config),
@@ -158,11 +160,31 @@ def _mpi_rows(environ: Mapping[str, str], model: str, *, every_rank: bool) -> tu
     return comm.Get_rank(), rows
 
 
-def _cuda_row(config: Config, hosts: list[str]) -> Row:
-    """Say whether MPI takes device memory; rank 0 finds out, and perhaps tries, while the others wait for its row."""
+def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
+    """Say at rank 0 whether MPI takes device memory, and how arrays on GPUs travel in a `dist_sync_device` store.
+
+    Rank 0 finds the first out, and perhaps tries it, while the others wait for its row. That workers of a host can open
+    each other's memory, which a store tries when it is made, is taken for granted.
+    """
+    rank, spec = comm.Get_rank(), spec_of("dist_sync_device")
+    told = comm.allgather(worker_device.find(spec, config, topology(hosts).local_rank[rank]).told)
+    if rank:
+        return []
     device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
     where = f"; asked on {hosts[0]}" if len(set(hosts)) > 1 else ""
-    return Row("CUDA-aware MPI", f"{cuda_aware.find_out(config.cuda_aware, device)}{where}")
+    answer = cuda_aware.find_out(config.cuda_aware, device)
+    rows = [Row("CUDA-aware MPI", f"{answer}{where}")]
+    try:
+        places = pretended(hosts, config.fake_hosts)
+        roles = assign(places, config.num_servers, config.server_placement)
+        members = Members(places, roles.workers, roles.servers, config=config)
+        outcomes = {"mpi": "" if answer.aware else answer.why}
+        choice = device_paths.choose([told[worker] for worker in roles.workers], members, outcomes)
+    except ConfigError as error:
+        # No mistake yet on a machine without a GPU, such as a login node; and the row of the roles says of servers.
+        serious = str(error).startswith("kv.create") and not cuda_driver.ask().problem
+        return [*rows, Row("arrays on GPUs", str(error), problem=serious)]
+    return [*rows, Row("arrays on GPUs", device_paths.describe(choice))]
 
 
 _FAULT_TOLERANCE = {

@@ -150,3 +150,7 @@ class DevicePattern:
     def finish(self) -> None:
         """Wait for all that was begun with arrays."""
         self._gpu.finish()
+
+    def delivered(self) -> None:
+        """Wait until the stream that a user's work is in has come so far."""
+        self._gpu.finish(LEGACY)

@@ -39,6 +39,10 @@ class Values(Protocol):
         """Wait for all that was begun with arrays."""
         ...
 
+    def delivered(self) -> None:
+        """Wait until results of calls that have returned are in the user's arrays."""
+        ...
+
 
 class Pattern:
     """The values of rank `rank` of `size` in `dtype`, and their sum. Raises ValueError where no exact sum exists."""
@@ -61,6 +65,9 @@ class Pattern:
 
     def finish(self) -> None:
         """Wait for all that was begun with arrays: nothing, in host memory."""
+
+    def delivered(self) -> None:
+        """Wait until results of calls that have returned are in the user's arrays: they are, in host memory."""
 
     def fill(self, array: HostArray, sign: int = 1) -> None:
         """Write this rank's values, times `sign`, which may be 0, into `array`, contiguous and of any shape."""

@@ -78,7 +78,7 @@ class _Use:
 
     def run(self) -> None:
         self.store.pushpull(*self._call)
-        self._pattern.finish()
+        self._pattern.delivered()
 
     def check(self) -> bool:
         results = self._results

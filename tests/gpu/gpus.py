@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mpikv.arrays import BFLOAT16
 
 SLOW_CYCLES = 400_000_000  # of a kernel that takes some 0.2 s
@@ -112,10 +114,14 @@ class Cuda:
             return self._cupy.asarray(values)
 
     def holds(self, dtype: Any) -> bool:
-        return dtype != BFLOAT16 or int(self._cupy.__version__.partition(".")[0]) >= 14
+        if dtype != BFLOAT16:
+            return True
+        with contextlib.suppress(TypeError, ValueError):  # CuPy before 14
+            return self._cupy.asarray(np.ones(1, BFLOAT16)).get().dtype == BFLOAT16
+        return False
 
     def slow(self) -> None:
-        self._spin((1,), (1,), (SLOW_CYCLES,))
+        self._spin((1,), (1,), (np.int64(SLOW_CYCLES),))
 
     def used_bytes(self) -> int:
         """By all processes."""

@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lamb": {},  # of no elementwise formula
 }
 FEW = [(np.dtype("float32"), ""), (np.dtype("float16"), "sgd"), (BFLOAT16, ""), (np.dtype("float32"), "lamb")]
+BEGINS = [("dist_sync", False), ("dist_sync_device", True), ("dist_sync", True)]
+"""Types of stores, and whether first values are in host memory: keys of the last are there, and pushed from the GPU."""
 ROUNDS = 3
 TIMEOUT_S = 60.0
 
@@ -92,30 +94,29 @@ def train(side: Side, dtype: np.dtype[Any], *, host_first: bool) -> list[bytes]:
 def modes(gpu: Any, path: str) -> None:
     """Synchronous stores whose keys are where their first values are, and stores whose keys are on the GPU."""
     cases = [(dtype, optimizer) for dtype in DTYPES for optimizer in OPTIMIZERS if dtype.kind != "i" or not optimizer]
-    for dtype, optimizer in cases if gpu.real else FEW:
+    for i, (dtype, optimizer) in enumerate(cases if gpu.real else FEW):
         if gpu.holds(dtype):
-            for host_first in (False, True) if gpu.real else (dtype == BFLOAT16,):
-                type_ = "dist_sync_device" if host_first else "dist_sync"
-                compare(gpu, path, type_, dtype, optimizer)
+            for begin in BEGINS if gpu.real else BEGINS[i % 3 : i % 3 + 1]:
+                compare(gpu, path, begin, dtype, optimizer)
 
 
 def servers(gpu: Any, path: str) -> None:
     """The same with a server, which holds its keys in host memory."""
     for dtype, optimizer in FEW:
         if gpu.holds(dtype):
-            compare(gpu, path, "dist_sync_device", dtype, optimizer, servers=1)
+            compare(gpu, path, BEGINS[1], dtype, optimizer, servers=1)
 
 
-def compare(gpu: Any, path: str, type_: str, dtype: Any, optimizer: str, *, servers: int = 0) -> None:
+def compare(gpu: Any, path: str, begin: tuple[str, bool], dtype: Any, optimizer: str, *, servers: int = 0) -> None:
     """Train on the host and on the GPU, with the same bits."""
-    results = []
+    results, (type_, host_first) = [], begin
     for on in (None, gpu):
         try:
             side = Side(type_, optimizer, path, on, servers=servers)
         except SystemExit:  # this rank has been the server of that store, and is that of the next one
             continue
         with side.store:
-            results.append(train(side, dtype, host_first=type_.endswith("device")))
+            results.append(train(side, dtype, host_first=host_first))
             if on is not None:
                 assert side.store.stats()["device_path"] == ("host" if servers else path)
                 assert side.store.device == 0
@@ -124,6 +125,30 @@ def compare(gpu: Any, path: str, type_: str, dtype: Any, optimizer: str, *, serv
     assert results[0] == results[1], (type_, optimizer, dtype, path)
     if side.store.rank == 0:
         print(f"{type_}, {optimizer or 'no optimizer'}, {dtype}, {path}: the same", flush=True)
+
+
+def streams(gpu: Any, path: str) -> None:
+    """Gradients that a stream is still computing, and results that another one reads; nobody waits in between."""
+    config = Config(timeout_s=TIMEOUT_S, device_path=path)
+    n, outs = 100_003, []
+    with kv.create("dist_sync_device", config=config) as store:
+        keys = list(range(4))
+        store.init(keys, [np.zeros(n, np.float32)] * len(keys))
+        for turn in range(ROUNDS):
+            for key in keys:
+                with gpu.stream():
+                    array = gpu.array(np.full(n, key, np.float32))
+                    gpu.slow()
+                    array += turn + store.rank
+                    store.push(key, array)
+                    array[...] = -1  # the push has been of what was there
+                with gpu.stream():
+                    store.pull(key, out := gpu.array(np.zeros(n, np.float32)))
+                    out += 1
+                    outs.append((out, store.num_workers * (key + turn) + sum(range(store.num_workers)) + 1))
+        gpu.finish()
+        for out, expected in outs:
+            assert (out.get() == expected).all(), (out.get(), expected)
 
 
 def asynchronous(gpu: Any, _path: str) -> None:
@@ -168,7 +193,7 @@ def too_much(gpu: Any, path: str) -> None:
 
 
 def main(kind: str, work: str, path: str) -> None:
-    works = {one.__name__: one for one in (modes, servers, asynchronous, endless, too_much)}
+    works = {one.__name__: one for one in (modes, servers, streams, asynchronous, endless, too_much)}
     works[work](gpus.use(kind), path)
 
 

@@ -72,6 +72,7 @@ def test_model(kind: str, tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in found["goals"]] == ["ipc"]
 
 
+@FULL
 def test_servers(kind: str, tmp_path: Path) -> None:
     found = bench(kind, 3, tmp_path, "ps", "-b", "4K", "-e", "4K", "--device")
     assert [row["what"] for row in found["rows"]] == ["sync", RAW, "sync-sgd", "async-sgd"]

@@ -48,6 +48,11 @@ def test_device_pointers_in_messages() -> None:
     assert same(store_job("fake", 3, "modes", "mpi")) >= 4
 
 
+@pytest.mark.parametrize("path", [pytest.param("ipc"), pytest.param("staged", marks=pytest.mark.full)])
+def test_streams_under_load(kind: str, path: str) -> None:
+    store_job(kind, 2, "streams", path)
+
+
 @FULL
 def test_servers(kind: str) -> None:
     assert same(store_job(kind, 3, "servers")) == 4

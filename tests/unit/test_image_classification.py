@@ -215,6 +215,7 @@ def test_what_is_wrong_is_said_in_one_line(data: Path, tmp_path: Path, capsys: p
         (["--batch-size", "2", "--num-devices", "3"], "less than the number of devices, 3"),
         (["--lr-steps", "1,x"], "numbers with commas between them"),
         (["--gpus", "99"], "PyTorch sees"),
+        (["--gpus", "1,a"], "numbers with commas between them"),
         (["--model", "alexnet"], "invalid choice: 'alexnet'"),
         (["--optimizer", "gradient"], "invalid choice: 'gradient'"),
     ):
