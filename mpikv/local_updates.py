@@ -57,19 +57,21 @@ class LocalUpdates:
         spaces = self._spaces
         seen = [spaces.callers([update.grad, *update.weights]) for update in updates]
         with spaces.together():
-            for update, (grad, weight, *_) in zip(updates, seen, strict=True):
-                self._apply(update.key, weight, grad)
-        for update, (_, *weights) in zip(updates, seen, strict=True):
-            space, held = self._session.infos[update.key].space, self._held[update.key]
-            for weight in weights:
-                if not spaces.lies_in(space, held, weight):
-                    spaces.write(space, weight, held, f"the weight of {shown(update.key)}")
+            in_place = [
+                self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, seen, strict=True)
+            ]
+        for update, (_, *weights), done in zip(updates, seen, in_place, strict=True):
+            for weight in weights[done:]:
+                space = self._session.infos[update.key].space
+                spaces.write(space, weight, self._held[update.key], f"the weight of {shown(update.key)}")
         spaces.hand_back([array for arrays in seen for array in arrays])
 
-    def _apply(self, key: Key, weight: Any, grad: Any) -> None:
+    def _apply(self, key: Key, weight: Any, grad: Any) -> bool:
+        """Update the key's first weight. Returns whether that was made in its own memory."""
         spaces, info = self._spaces, self._session.infos[key]
         space, held, what = info.space, self._held[key], f"the weight of {shown(key)}"
-        if not spaces.lies_in(space, held, weight):
+        in_place = spaces.lies_in(space, held, weight)
+        if not in_place:
             # The model may have changed it, or moved it to other memory.
             spaces.named(space).copy(held, spaces.total(space, [weight], what, on_device=True))
         of_grad = f"the gradient of {shown(key)}"
@@ -77,6 +79,7 @@ class LocalUpdates:
         if total is None:
             total = spaces.total(space, [grad], of_grad, on_device=True)
         self._strategy.push(info, total)
+        return in_place
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""

@@ -132,10 +132,14 @@ class Spaces:
 
     def in_place(self, space: str, array: CallersArray, what: str) -> SpaceArray | None:
         """See `Space.in_place`. None, too, where the array is in another space than the one of this name."""
+        if self.device is None:
+            return self.host.in_place(array, what)
         return self.named(space).in_place(_bare(array), what) if self.where(array) == space else None
 
     def lies_in(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
         """See `Space.lies_in`."""
+        if self.device is None:
+            return self.host.lies_in(held, array)
         return self.where(array) == space and self.named(space).lies_in(held, _bare(array))
 
     @contextmanager
