@@ -74,8 +74,9 @@ class Function(Optimizer):
         if space is None:
             return {"t": count + 1, **pack(self.function(weight, grad, unpack(state)))}
         parts = {name: value for name, value in state.items() if own_space(value) is not None}
-        with space.lend([weight, grad, *parts.values()]) as (weight, grad, *lent):
-            made = pack(self.function(weight, grad, unpack({**state, **dict(zip(parts, lent, strict=True))})))
+        with space.lend([weight, grad, *parts.values()]) as (lent, lent_grad, *held):
+            held_state = {**state, **dict(zip(parts, held, strict=True))}
+            made = pack(self.function(lent, lent_grad, unpack(held_state)))
             kept = {name: _kept(space, value) for name, value in made.items()}
         return {"t": count + 1, **kept}
 

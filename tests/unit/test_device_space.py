@@ -270,9 +270,9 @@ def test_updates_of_many_keys_are_one_launch(gpu: FakeGpu, space: DeviceSpace) -
 def test_what_a_users_function_does_comes_in_between(gpu: FakeGpu, space: DeviceSpace) -> None:
     weight, grad = space.from_host(np.ones(4, np.float32)), space.zeros(4, FLOAT32)
     space.copy(grad, 3)
-    with space.lend([weight, grad.reshape(2, 2)]) as (lent, matrix), gpu.user_stream(1):
-        assert matrix.shape == (2, 2)
-        lent += matrix.reshape(-1)
+    with space.lend([weight, grad.reshape(2, 2)]) as lent, gpu.user_stream(1):
+        assert lent[1].shape == (2, 2)
+        lent[0] += lent[1].reshape(-1)
     np.add(weight, grad, out=weight)
     assert np.array_equal(space.to_host(weight), np.full(4, 7))
 

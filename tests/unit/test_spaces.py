@@ -324,13 +324,7 @@ def test_keys_that_travel_together() -> None:
         return found
 
     found, _ = recorded(Mode("dist_sync", 2, 0, "naive", "off"), body=body)
-    step = {
-        "callers": 1 + 2,
-        "total": 2,
-        "copy": 2 + 1,
-        "write": 2,
-        "together": 1,
-    }  # two are packed, one of them is updated here
+    step = {"callers": 1 + 2, "total": 2, "copy": 2 + 1, "together": 1, "write": 2}  # two are packed, one updated
     assert found == [[step | {"empty": 1}, step]] * 2
 
 
