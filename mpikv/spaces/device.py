@@ -9,6 +9,7 @@ stream, behind the caller's work as it was when the call was made; and the calle
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,9 @@ class DeviceSpace:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.stream = driver.stream()
-        self.pool = Pool(driver, self.stream)
+        numbers = itertools.count()
+        self.pool = Pool(driver, self.stream, numbers)
+        self.callers_pool = Pool(driver, self.stream, numbers)  # of arrays that callers may keep beyond the end
         self.pinned = Pinned(driver)
         self.copies = Copies()
         self._host = HostSpace()
@@ -72,7 +75,7 @@ class DeviceSpace:
 
     def stats(self) -> dict[str, int]:
         """See `Space`."""
-        return {**self.copies.stats(), "device_bytes": self.pool.held_bytes}
+        return {**self.copies.stats(), "device_bytes": self.pool.held_bytes + self.callers_pool.held_bytes}
 
     def close(self) -> None:
         """See `Space`. No other process may have the memory open."""
@@ -83,6 +86,7 @@ class DeviceSpace:
             self.settle()
             self.pinned.close()
             self.pool.close()
+            self.callers_pool.leave()
 
     # --- a caller's arrays
 
@@ -147,7 +151,8 @@ class DeviceSpace:
 
     def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """See `Space`: an array of the library that callers of this driver use. Raises UnsupportedError."""
-        array = self.empty(math.prod(shape), dtype)
+        n_elems = math.prod(shape)
+        array = DeviceArray(self, self.callers_pool.take(n_elems * dtype.itemsize), 0, (n_elems,), dtype)
         self.settle()  # what had the memory before is done with it: nobody knows in which stream the caller works
         return self.driver.as_caller(array.address, shape, dtype, array)
 
@@ -158,7 +163,7 @@ class DeviceSpace:
         """
         if not isinstance(array, Caller) or array.strides is not None:
             return None
-        chunk = self.pool.find(array.address, array.nbytes)
+        chunk = self.callers_pool.find(array.address, array.nbytes)
         if chunk is None:
             return None
         memory = self.pool.part(chunk, array.address, array.nbytes)

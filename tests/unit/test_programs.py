@@ -345,7 +345,7 @@ def test_whole_numbers_are_not_divided() -> None:
 def test_sums(dtype: np.dtype[Any], to: np.dtype[Any], n: int, op: Any) -> None:
     """As workers on one host make them; some of the workers' arrays are scaled before."""
     if op.is_mean and dtype.kind in "iu":
-        pytest.skip("whole numbers have no mean")
+        op = REDUCTIONS["sum"]  # whole numbers have no mean
     ratios = dict.fromkeys(range(0, n, 2), 0.3) if dtype.kind not in "iu" else {}
     sources = [hard_values(N, dtype, 20 + i) for i in range(n)]
     expected, found = np.zeros(N, to), np.zeros(N, to)
