@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--lr-step-epochs and --gpus are numbers with commas between them ({error})")
     if options.gpus is not None and importlib.util.find_spec("cupy") is None:
-        parser.error("--gpus needs CuPy: pip install 'mpikv[cuda12]', or cuda13")
+        parser.error("--gpus needs CuPy: pip install cupy-cuda12x (or cupy-cuda13x for CUDA 13)")
     options.devices = gpus or [f"cpu:{i}" for i in range(options.num_devices)]
     return options
 

@@ -54,27 +54,32 @@ class LocalUpdates:
 
     def apply(self, updates: Sequence[Update]) -> None:
         """Make one update of each key; each of its weights gets the new value."""
-        seen = []
-        for update in updates:
-            seen += self._apply(update)
-        self._spaces.hand_back(seen)
+        spaces = self._spaces
+        seen = [spaces.callers([update.grad, *update.weights]) for update in updates]
+        with spaces.together():
+            in_place = [
+                self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, seen, strict=True)
+            ]
+        for update, (_, *weights), done in zip(updates, seen, in_place, strict=True):
+            for weight in weights[done:]:
+                space = self._session.infos[update.key].space
+                spaces.write(space, weight, self._held[update.key], f"the weight of {shown(update.key)}")
+        spaces.hand_back([array for arrays in seen for array in arrays])
 
-    def _apply(self, update: Update) -> list[Any]:
-        spaces, info = self._spaces, self._session.infos[update.key]
-        space, held, what = info.space, self._held[update.key], f"the weight of {shown(update.key)}"
-        grad, *weights = callers = spaces.callers([update.grad, *update.weights])
-        if not spaces.lies_in(space, held, weights[0]):
+    def _apply(self, key: Key, weight: Any, grad: Any) -> bool:
+        """Update the key's first weight. Returns whether that was made in its own memory."""
+        spaces, info = self._spaces, self._session.infos[key]
+        space, held, what = info.space, self._held[key], f"the weight of {shown(key)}"
+        in_place = spaces.lies_in(space, held, weight)
+        if not in_place:
             # The model may have changed it, or moved it to other memory.
-            spaces.named(space).copy(held, spaces.total(space, weights[:1], what, on_device=True))
-        of_grad = f"the gradient of {shown(update.key)}"
+            spaces.named(space).copy(held, spaces.total(space, [weight], what, on_device=True))
+        of_grad = f"the gradient of {shown(key)}"
         total = spaces.in_place(space, grad, of_grad)
         if total is None:
             total = spaces.total(space, [grad], of_grad, on_device=True)
         self._strategy.push(info, total)
-        for weight in weights:
-            if not spaces.lies_in(space, held, weight):
-                spaces.write(space, weight, held, what)
-        return callers
+        return in_place
 
     def save_states(self, path: str) -> None:
         """Write the states into one file, whole or not at all, in the format of a store's file."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,12 @@ class _Keep:
         """The memory stays the caller's."""
 
 
+class _Gathered(threading.local):
+    """The updates that this thread makes together, by their programs; None: it makes each at once."""
+
+    runs: dict[Program, list[tuple[list[DeviceArray], Sequence[Any]]]] | None = None
+
+
 class DeviceSpace:
     """The memory of one GPU, for one store."""
 
@@ -59,7 +66,7 @@ class DeviceSpace:
         self._host = HostSpace()
         self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
-        self._together: dict[Program, list[tuple[list[DeviceArray], Sequence[Any]]]] | None = None
+        self._together = _Gathered()
 
     @property
     def device(self) -> int:
@@ -339,11 +346,11 @@ class DeviceSpace:
     @contextmanager
     def together(self) -> Iterator[None]:
         """See `Space`: those that are the same program, as those of one optimizer mostly are, are one launch."""
-        self._together = {}
+        self._together.runs = {}
         try:
             yield
         finally:
-            gathered, self._together = self._together, None
+            gathered, self._together.runs = self._together.runs, None
             for what, runs in gathered.items():
                 for arrays, _ in runs:
                     self._follow(*arrays)
@@ -383,10 +390,11 @@ class DeviceSpace:
             else:
                 masters = [] if master is None else [master]
                 changed = [weight, *terms, *state.values(), *masters]
-                if self._together is None or not weight.size:
+                gathered = self._together.runs
+                if gathered is None or not weight.size:
                     self.launch(found, changed, numbers)
                 else:
-                    self._together.setdefault(found, []).append((changed, numbers))
+                    gathered.setdefault(found, []).append((changed, numbers))
                 return
         everything = [weight, *terms, *arrays.values(), *([] if master is None else [master])]
         on_host = {id(array): self.to_host(array) for array in everything}

@@ -62,12 +62,18 @@ class HostSpace:
     def in_place(self, array: Any, what: str) -> HostArray | None:
         """See `Space`."""
         view = host_view(array, what)
-        flat = view.reshape(-1)
+        flat: HostArray = view.reshape(-1)
+        if view is array and view.flags.c_contiguous:  # as nearly all are
+            return flat
         return flat if not is_elsewhere(array) and np.may_share_memory(flat, view) else None
 
     def lies_in(self, held: HostArray, array: Any) -> bool:
         """See `Space`. `held` has no gaps, so that comparing bounds is exact."""
-        return not is_elsewhere(array) and np.may_share_memory(held, host_view(array, "an array"))
+        if not isinstance(array, np.ndarray):
+            if is_elsewhere(array):
+                return False
+            array = host_view(array, "an array")
+        return np.may_share_memory(held, array)
 
     def hand_back(self, arrays: Sequence[Any]) -> None:
         """Nothing: all is done."""

@@ -6,7 +6,8 @@ live side by side in one store, and each takes a caller's arrays from wherever t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,11 +132,21 @@ class Spaces:
 
     def in_place(self, space: str, array: CallersArray, what: str) -> SpaceArray | None:
         """See `Space.in_place`. None, too, where the array is in another space than the one of this name."""
+        if self.device is None:
+            return self.host.in_place(array, what)
         return self.named(space).in_place(_bare(array), what) if self.where(array) == space else None
 
     def lies_in(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
         """See `Space.lies_in`."""
+        if self.device is None:
+            return self.host.lies_in(held, array)
         return self.where(array) == space and self.named(space).lies_in(held, _bare(array))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See `Space.together`: of keys in any space."""
+        with self.host.together(), nullcontext() if self.device is None else self.device.together():
+            yield
 
     def hand_back(self, arrays: Sequence[CallersArray]) -> None:
         """See `Space.hand_back`. arrays: in any space."""

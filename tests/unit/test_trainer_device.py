@@ -132,9 +132,10 @@ def test_without_a_store_the_weights_stay_where_they_are(alone: Any) -> None:
     before = {name: (id(p.data), p.data.address) for name, p in model.params.items()}
     trainer, _ = train(model, None, optimizer="sgd")
     assert {name: (id(p.data), p.data.address) for name, p in model.params.items()} == before
-    copies = gpu.counts["device_to_device"]
+    copies, launches = gpu.counts["device_to_device"], gpu.counts["launches"]
     trainer.step()
     assert gpu.counts["device_to_device"] == copies  # gradients are read where they are
+    assert gpu.counts["launches"] == launches + 1  # all keys in one
 
 
 def test_a_weight_that_moves_or_has_gaps(alone: Any) -> None:
