@@ -36,6 +36,10 @@ from mpikv.spaces.program import Program
 SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
 
 
+_Place = tuple[int, "tuple[int, ...] | None"]
+"""An address, and strides in bytes; None: in C order."""
+
+
 class _Keep:
     """Keeps a caller's array for as long as memory of it is in use."""
 
@@ -116,13 +120,7 @@ class DeviceSpace:
         stream = array.stream if here else self.stream
         if not here:  # no stream of another GPU works on this one's memory
             self.driver.wait(stream, array.at)
-        if array.strides is None:
-            self.driver.copy(copied.address, array.address, array.nbytes, stream)
-        else:
-            to = copied.address, callers.contiguous(array.shape, array.dtype.itemsize)
-            source = array.address, array.strides
-            self.driver.copy_strided(to, source, array.shape, array.dtype.itemsize, stream)
-        self.copies.count("device", array.nbytes)
+        self._transfer((copied.address, None), (array.address, array.strides), array, stream)
         event = self.driver.record(stream)
         if here:
             copied.memory.written = self._written_by[stream] = event
@@ -140,14 +138,18 @@ class DeviceSpace:
         values = self.cast(values.reshape(-1), out.dtype)
         self._follow(values)
         self.driver.wait(self.stream, out.at)
-        if out.strides is None:
-            self.driver.copy(out.address, values.address, out.nbytes, self.stream)
-        else:
-            source = values.address, callers.contiguous(out.shape, out.dtype.itemsize)
-            to = out.address, out.strides
-            self.driver.copy_strided(to, source, out.shape, out.dtype.itemsize, self.stream)
-        self.copies.count("device", out.nbytes)
+        self._transfer((out.address, out.strides), (values.address, None), out, self.stream)
         self.driver.wait(out.stream, self.driver.record(self.stream), out.number)
+
+    def _transfer(self, to: _Place, source: _Place, like: Caller, stream: int) -> None:
+        """Copy between arrays of one shape and dtype, those of the caller's array `like`."""
+        if like.strides is None:
+            self.driver.copy(to[0], source[0], like.nbytes, stream)
+        else:
+            in_order = callers.contiguous(like.shape, like.dtype.itemsize)
+            ends = [(address, strides or in_order) for address, strides in (to, source)]
+            self.driver.copy_strided(ends[0], ends[1], like.shape, like.dtype.itemsize, stream)
+        self.copies.count("device", like.nbytes)
 
     def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """See `Space`: an array of the library that callers of this driver use. Raises UnsupportedError."""
@@ -373,14 +375,14 @@ class DeviceSpace:
 
         Any other formula, and one that no program can say, runs on the host: its arrays go there and come back.
         """
-        state = dict(arrays)
+        masters = [] if master is None else [master]
         if elementwise:
             try:
                 found, numbers = program.update_program(
                     formula,
                     weight.dtype,
                     [term.dtype for term in terms],
-                    {name: array.dtype for name, array in state.items()},
+                    {name: array.dtype for name, array in arrays.items()},
                     master=master is not None,
                     dtype=dtype,
                     temporaries=temporaries,
@@ -388,16 +390,14 @@ class DeviceSpace:
             except program.NotAProgram:
                 pass
             else:
-                masters = [] if master is None else [master]
-                changed = [weight, *terms, *state.values(), *masters]
+                changed = [weight, *terms, *arrays.values(), *masters]
                 gathered = self._together.runs
                 if gathered is None or not weight.size:
                     self.launch(found, changed, numbers)
                 else:
                     gathered.setdefault(found, []).append((changed, numbers))
                 return
-        everything = [weight, *terms, *arrays.values(), *([] if master is None else [master])]
-        on_host = {id(array): self.to_host(array) for array in everything}
+        on_host = {id(array): self.to_host(array) for array in (weight, *terms, *arrays.values(), *masters)}
         self._host.update(
             formula,
             on_host[id(weight)],
@@ -408,5 +408,5 @@ class DeviceSpace:
             temporaries=temporaries,
             elementwise=elementwise,
         )
-        for array in (weight, *arrays.values(), *([] if master is None else [master])):
+        for array in (weight, *arrays.values(), *masters):
             self.copy(array, self.from_host(on_host[id(array)]))

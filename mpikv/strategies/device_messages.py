@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
@@ -30,57 +29,35 @@ from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.key_way import DeviceWay
 
 if TYPE_CHECKING:
     from mpikv.strategies.ways import Means
 
 
-class DeviceMessages:
-    """See `Way`. Its arrays are those of a `DeviceSpace`."""
-
-    shared = False
+class DeviceMessages(DeviceWay):
+    """See `Way`."""
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
-        space: Any = means.spaces.of(info)
-        assert isinstance(space, DeviceSpace)
-        self.placement = placement
-        self._space, self._key_id, self._host = space, info.id, means.group
-        self._group = DeviceGroup(means.group.transport, means.group.ranks, space)
-        self.value: SpaceArray = self._group.empty(info.n_elems, info.dtype)
-
-    @property
-    def held_bytes(self) -> int:
-        """The value, on the GPU."""
-        return int(self.value.nbytes)
-
-    def cut(self, placement: Placement) -> None:
-        """From the next round on the owners own other parts."""
-        self.placement = placement
-
-    def share_now(self) -> bool:
-        """By messages it takes time."""
-        return False
-
-    def _tag(self, use: int) -> int:
-        return wire.key_tag(self._key_id, use)
+        super().__init__(means, info, placement)
+        self._device_group = DeviceGroup(means.group.transport, means.group.ranks, self._space)
 
     def share(self) -> Steps[None]:
         """By a tree."""
-        return broadcast(self._group, self.value, 0, self._tag(0))
+        return broadcast(self._device_group, self.value, 0, self._tag(0))
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
         """In place, once what the caller was writing when he pushed is there: the stream does not wait for that."""
         yield self._space.arrived(values)
-        group = self._group
+        group = self._device_group
         if comparison is not None:
             # Under the tag of the messages that follow: those between two ranks stay in their order.
-            said = yield from notes.exchange(self._host, comparison.own, self._tag(1))
-            ratios = {self._host.ranks[rank]: comparison.ratio(one) for rank, one in enumerate(said)}
+            said = yield from notes.exchange(self._group, comparison.own, self._tag(1))
+            ratios = {self._group.ranks[rank]: comparison.ratio(one) for rank, one in enumerate(said)}
             if comparison.mixed:
-                group = DeviceGroup(self._host.transport, self._host.ranks, self._space, ratios)
+                group = DeviceGroup(self._group.transport, self._group.ranks, self._space, ratios)
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
         yield from algorithm.reduce_scatter(group, values, self.placement.bounds, self._tag(1), combine)
         return None
@@ -88,5 +65,5 @@ class DeviceMessages:
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """In place. All know already what is to be known of labels."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        steps: Steps[None] = algorithm.allgather(self._group, self.value, self.placement.bounds, self._tag(2))
+        steps: Steps[None] = algorithm.allgather(self._device_group, self.value, self.placement.bounds, self._tag(2))
         return steps

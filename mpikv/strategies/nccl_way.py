@@ -38,7 +38,7 @@ from mpikv.errors import MpikvError, StallError
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.device import DeviceSpace
+from mpikv.strategies.key_way import DeviceWay
 from mpikv.transports.base import Group
 
 if TYPE_CHECKING:
@@ -119,36 +119,15 @@ class NcclWorkers:
         self._comm = None
 
 
-class NcclWay:
+class NcclWay(DeviceWay):
     """See `Way`. Its arrays are those of a `DeviceSpace`; the workers own parts of any length."""
 
-    shared = False
-
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
-        space: Any = means.spaces.of(info)
-        assert isinstance(space, DeviceSpace)
+        super().__init__(means, info, placement)
         assert means.nccl is not None
-        self.placement = placement
-        self._space, self._info, self._group, self._workers = space, info, means.group, means.nccl
-        self.value: SpaceArray = space.empty(info.n_elems, info.dtype)
+        self._info, self._workers = info, means.nccl
         # With nobody to add with, or nothing to add, nothing is asked of NCCL.
         self._alone = means.group.size == 1 or info.n_elems == 0
-
-    @property
-    def held_bytes(self) -> int:
-        """The value, on the GPU."""
-        return int(self.value.nbytes)
-
-    def cut(self, placement: Placement) -> None:
-        """From the next round on the owners own other parts."""
-        self.placement = placement
-
-    def share_now(self) -> bool:
-        """By messages it takes time."""
-        return False
-
-    def _tag(self, use: int) -> int:
-        return wire.key_tag(self._info.id, use)
 
     def share(self) -> Steps[None]:
         """By a tree, through host memory. Then the key waits for the communicator."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
@@ -29,6 +28,7 @@ from mpikv.spaces.named import Spaces
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.device_messages import DeviceMessages
 from mpikv.strategies.host_keys import HostKeys
+from mpikv.strategies.key_way import KeyWay
 from mpikv.strategies.nccl_way import NcclWay, NcclWorkers
 from mpikv.transports.base import Group
 
@@ -101,27 +101,17 @@ class Way(Protocol):
         ...
 
 
-class _OfKey:
-    """What all ways have in common."""
-
-    shared = False
+class _OfKey(KeyWay):
+    """What the ways here have in common."""
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
-        self.placement = placement
-        self._group, self._key_id = means.group, info.id
+        super().__init__(means, info, placement)
         self._labelled: tuple[Group, Group] | None = None
 
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts."""
-        self.placement = placement
+        super().cut(placement)
         self._labelled = None
-
-    def share_now(self) -> bool:
-        """By messages it takes time."""
-        return False
-
-    def _tag(self, use: int) -> int:
-        return wire.key_tag(self._key_id, use)
 
     def _groups(self, comparison: Comparison | None) -> tuple[Group, Group]:
         """For the messages of a reduce-scatter and of an allgather. Made by the first round, which may come late."""

@@ -1,0 +1,51 @@
+"""What the ways of keys (ways.py) have in common, and what those have whose values are on a GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpikv import wire
+from mpikv.keys import KeyInfo
+from mpikv.placement import Placement
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
+
+if TYPE_CHECKING:
+    from mpikv.strategies.ways import Means
+
+
+class KeyWay:
+    """Of one key. See `Way`."""
+
+    shared = False
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement) -> None:
+        self.placement = placement
+        self._group, self._key_id = means.group, info.id
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts."""
+        self.placement = placement
+
+    def share_now(self) -> bool:
+        """By messages it takes time."""
+        return False
+
+    def _tag(self, use: int) -> int:
+        return wire.key_tag(self._key_id, use)
+
+
+class DeviceWay(KeyWay):
+    """Of a key whose arrays are those of a `DeviceSpace`."""
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement) -> None:
+        super().__init__(means, info, placement)
+        space: Any = means.spaces.of(info)
+        assert isinstance(space, DeviceSpace)
+        self._space = space
+        self.value: SpaceArray = space.empty(info.n_elems, info.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """The value, on the GPU."""
+        return int(self.value.nbytes)
