@@ -101,8 +101,7 @@ class Spaces:
         if device is None or (space == HOST and not any(isinstance(array, OnDevice) for array in arrays)):
             return self.host.total(arrays, what, on_device=on_device, combine=combine)
         if space == DEVICE or all(isinstance(array, OnDevice) for array in arrays):
-            bare = [array.array if isinstance(array, OnDevice) else array for array in arrays]
-            total = device.total(bare, what, on_device=on_device, combine=combine)
+            total = device.total([_bare(array) for array in arrays], what, on_device=on_device, combine=combine)
             return total if space == DEVICE else device.to_host(total)
         flat = [
             device.to_host(device.total([array.array], what, on_device=on_device))
@@ -118,7 +117,7 @@ class Spaces:
             self.host.write(out, values, what)
             return
         there = values if space == DEVICE else self.device.from_host(values)
-        self.device.write(out.array if isinstance(out, OnDevice) else out, there, what)
+        self.device.write(_bare(out), there, what)
 
     # --- a caller's arrays where they lie, for what workers do by themselves
 
