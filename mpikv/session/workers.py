@@ -17,7 +17,7 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
-from mpikv.codecs.named import Codecs
+from mpikv.codecs.compression import NONE, Compressions
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -59,7 +59,7 @@ class KeyEvents(NamedTuple):
 class Workers(Session):
     """The session of one worker of several. links: the transport through memory to servers of this host, if any.
 
-    codecs: those that it knows; the same on all workers and servers.
+    compressions: how the values of its keys travel.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Workers(Session):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
-        codecs: Codecs | None = None,
+        compressions: Compressions | None = None,
         spaces: Spaces | None = None,
     ) -> None:
         super().__init__(name, members.config.stop_file, spaces)
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
-        self.codecs = Codecs() if codecs is None else codecs
+        self.compressions = Compressions() if compressions is None else compressions
         self._go_with(members)
         self.attributes = AttributeLog()
         self._events: KeyEvents
@@ -183,10 +183,10 @@ class Workers(Session):
         different values.
         """
         names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
-        codec = self.codecs.of_new_keys
-        items = [
-            ("init", key, [list(shape), names_of[value.dtype], codec, space]) for key, shape, value, space in values
-        ]
+        items = []
+        for key, shape, value, space in values:
+            codec = (NONE if value.dtype.kind in "iu" else self.compressions.of(key)).text
+            items.append(("init", key, [list(shape), names_of[value.dtype], codec, space]))
         proposal = self.control.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))

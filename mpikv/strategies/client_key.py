@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.codecs.base import Codec
-from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs import compression
+from mpikv.codecs.base import State
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
 
@@ -34,10 +34,11 @@ class Route(NamedTuple):
 
 
 class ClientKey:
-    """One key as its client sees it. codec: what its pushes travel as, out of host memory."""
+    """One key as its client sees it. states: of its codec, by the first element of the piece."""
 
-    def __init__(self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY) -> None:
-        self.info, self.codec = info, codec
+    def __init__(self, info: KeyInfo, placement: Placement) -> None:
+        self.info, self.compression = info, compression.of_text(info.codec)
+        self.states: dict[int, State] = {}
         self.pushed = 0
         self.move(placement)
 
@@ -47,9 +48,16 @@ class ClientKey:
         self.routes = []
         for shard in placement.shards:
             parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = sum(self.codec.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
+            n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
         self.small = len(self.routes) == 1 and self.routes[0].inline
+
+    def encode(self, total: HostArray, begin: int, end: int) -> HostArray:
+        """What travels of elements [begin, end) of a push."""
+        codec = self.compression.push
+        if (state := self.states.get(begin)) is None:
+            state = self.states[begin] = codec.init(end - begin)
+        return codec.encode(total[begin:end], state)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """What tells each server that it owns a part of the key, and the values there: server, header, payload."""

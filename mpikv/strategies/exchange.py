@@ -177,7 +177,9 @@ class Client:
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
         header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code)
-        self.send(route.owner, [(header, None if item.total is None else key.codec.encode(item.total))])
+        self.send(
+            route.owner, [(header, None if item.total is None else key.encode(item.total, route.begin, route.end))]
+        )
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -288,7 +290,7 @@ class _Transfer:
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
         apart = client.through_memory[server] or total is None or value is None
         one_array = not apart and np.may_share_memory(total, value)
-        pieces = [] if total is None else [item.key.codec.encode(total[begin:end]) for begin, end in route.parts]
+        pieces = [] if total is None else [item.key.encode(total, begin, end) for begin, end in route.parts]
         if self._many:
             sender = Sender(
                 client,
@@ -341,7 +343,7 @@ class _Small(NamedTuple):
     def payload(self) -> HostArray | None:
         """What it pushes."""
         total = self.item.total
-        return None if total is None else self.item.key.codec.encode(total[self.route.begin : self.route.end])
+        return None if total is None else self.item.key.encode(total, self.route.begin, self.route.end)
 
 
 def _chunks(small: list[_Small]) -> list[list[_Small]]:

@@ -104,9 +104,8 @@ class PsStrategy(Strategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        session = self._session
         placement = as_told(self._members, info, reserved)
-        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info))
+        key = self._keys[info.id] = ClientKey(info, placement)
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
