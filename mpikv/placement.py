@@ -13,6 +13,11 @@ The paths:
   between hosts alone.
 - `messages`: the workers own the keys and send messages, also within a host.
 - `native`: the workers own the keys, and MPI's own collectives move them.
+- `encoded`: the workers own the keys, and each sends its piece of a value straight to the piece's owner, as the key's
+  codec encodes it. The owner decodes the pieces, adds them in the order of the workers and sends the new piece to all
+  (algorithm `owners`). Or each worker sends all of its values to all others, who all decode and add them (`gather`).
+  Keys with compression go it where that is fewer bytes over the links between hosts (`Wire`), or where it is forced;
+  keys of half precision, whose "codec" is to send them as they are, in place of `messages`.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
 Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), with the
@@ -28,6 +33,7 @@ Cost: one pass over the ranks. Input and output: none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +45,7 @@ from mpikv.config import Config
 from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bounds
 from mpikv.topology import topology
 
-Path = Literal["direct", "hosted", "messages", "native", "servers", "ipc", "mpi", "nccl", "staged"]
+Path = Literal["direct", "hosted", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"]
 DevicePath = Literal["ipc", "mpi", "nccl", "staged", "host"]  # "host": no key is in device memory
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
@@ -176,6 +182,28 @@ MOST_PARTS = 64
 SHORT_PART_BYTES = 1 << 16  # from here on what a piece costs is little beside its bytes
 
 
+class Wire(NamedTuple):
+    """How a key's values travel where they travel encoded.
+
+    push_bytes, pull_bytes: of all elements, as a worker sends them, and as owners send them back. codec: whether the
+    first are encoded by a codec. back: whether the second are. force: the user wants it at all costs.
+    """
+
+    push_bytes: int
+    pull_bytes: int
+    codec: bool = False
+    back: bool = False
+    force: bool = False
+
+    def gathers(self, n_bytes: int, size: int) -> bool:
+        """Whether `size` workers send fewer bytes, or as many in half the messages, where each sends all to all others.
+
+        n_bytes: of the value as owners would send it back. For what leaves a worker both ways differ by one factor,
+        the share that its host's workers have in all, so that this holds for each link, too.
+        """
+        return not self.back and size * self.push_bytes <= self.push_bytes + n_bytes
+
+
 class Placement(NamedTuple):
     """One key's. Part i of its flat value, `[bounds[i], bounds[i+1])`, belongs to `owners[i]`; it may be empty.
 
@@ -202,17 +230,36 @@ class Placement(NamedTuple):
 
 
 def place(
-    members: Members, info: KeyInfo, *, whole: bool = False, room: bool = True, load_bytes: Sequence[int] = ()
+    members: Members,
+    info: KeyInfo,
+    *,
+    whole: bool = False,
+    room: bool = True,
+    load_bytes: Sequence[int] = (),
+    wire: Wire | None = None,
+    updated: bool = False,
+    encoded: bool | None = None,
 ) -> Placement:
     """Where a key lives and which way it goes.
 
     whole: one owner has all of it, since its optimizer's formula needs the whole value. room: whether the memory that a
-    host's workers share has room for it. load_bytes: for servers: what each of them holds already.
+    host's workers share has room for it. load_bytes: for servers: what each of them holds already. wire: how its values
+    travel encoded; None: they do not. updated: an optimizer serves it, so that it has owners. encoded: whether its
+    values go encoded, where that is settled; None: it is settled now.
     """
     if members.path == "servers":
         return _on_servers(members, info, whole=whole, load_bytes=load_bytes)
     size = len(members.workers)
     way: DevicePath = members.device_path if info.space == "device" else "host"
+    on_host: Path = members.path if room or not members.shares_memory else "messages"
+    if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):
+        # A key on a GPU has its owners: one worker's copy of the sum comes up to the device, not all.
+        gathers = way == "host" and not updated and wire.gathers(info.n_bytes, size)
+        bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else even_bounds(info.n_elems, size)
+        algorithm = "gather" if gathers else "owners"
+        if way == "host":
+            return Placement("encoded", algorithm, tuple(range(size)), bounds)
+        return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if way == "nccl":
         algorithm = "nccl"
     elif members.path == "direct" or way == "ipc":
@@ -228,11 +275,41 @@ def place(
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
-    on_host: Path = members.path if room or not members.shares_memory else "messages"
     path: Path = on_host if way == "host" else way
     if way == "ipc" and size == 1:
         path = "messages"  # of which there are none
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
+
+
+def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:
+    """Whether a key's values go encoded. on_host: the path that they would go on the host else."""
+    if not wire.codec and not wire.back:
+        halves = sum_dtype(info.dtype) != info.dtype
+        staged = info.space != "device" or members.device_path == "staged"
+        return (
+            halves
+            and staged
+            and on_host == "messages"
+            and members.config.algorithm == "auto"
+            and len(members.workers) > 1
+        )
+    if info.space == "device" and wire.back:
+        return False  # the owner's exact values would be on the host, and it updates those on the device
+    return wire.force or encoded_bytes(members, info, wire, updated=updated) < plain_bytes(members, info)
+
+
+def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool) -> float:
+    """What the busiest host sends to other hosts in a round whose values go encoded, cut evenly over the workers."""
+    size, n_bytes = len(members.workers), info.n_bytes
+    gathers = not updated and wire.gathers(n_bytes, size)
+    each = wire.push_bytes if gathers else (wire.push_bytes + wire.pull_bytes) / size
+    return max(n * (size - n) * each for n in Counter(members.worker_hosts).values())
+
+
+def plain_bytes(members: Members, info: KeyInfo) -> float:
+    """What each host sends to other hosts in a round whose values go as they are: sums that way, the result back."""
+    n_hosts = len(set(members.worker_hosts))
+    return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)
 
 
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:

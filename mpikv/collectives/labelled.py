@@ -124,6 +124,10 @@ class Comparison:
             return said.factor / self.own.factor
         return 1.0
 
+    def ratio_from(self, rank: int) -> float:
+        """`ratio` for values of which this rank has said something by now, or has nothing to say."""
+        return self.ratio(self._heard.get(rank, self._first))
+
     def ratio_of_all(self, said: Sequence[Said]) -> float:
         """What this rank's values are to be multiplied by where all know of all before they add. said: by rank."""
         for one in said:
@@ -155,6 +159,14 @@ class AddingGroup(Group):
     def part(self, ranks: Sequence[int]) -> AddingGroup:
         """Some of them."""
         return AddingGroup(self.transport, [self.ranks[rank] for rank in ranks], self._comparison)
+
+
+class DecodingGroup(AddingGroup):
+    """For a reduce-scatter of values that have to be decoded: whoever does scales them then (`ratio_from`)."""
+
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+        """buf: data, then `room`."""
+        return _Heard(self, buf, source, tag, self._comparison)
 
 
 class SharingGroup(Group):
@@ -228,6 +240,11 @@ class _Added(_Noted):
         ratio = self._comparison.hear(self._source, said)
         if ratio != 1.0:
             self._values *= self._values.dtype.type(ratio)
+
+
+class _Heard(_Noted):
+    def _take(self, said: Said | None) -> None:
+        self._comparison.hear(self._source, said)
 
 
 class _Shared(_Noted):

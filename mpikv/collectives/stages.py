@@ -33,6 +33,14 @@ HOST_WINDOW = 2
 Span = tuple[int, int]  # elements [begin, end) of a buffer
 
 
+class Segments(Protocol):
+    """What is sent to whom: a list, or an object that makes what it is asked for, each once and in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> tuple[int, HostArray]: ...
+
+
 class Ends(Protocol):
     """Where messages go to and come from: a group, or an object that has its own numbers for the ranks it talks to."""
 
@@ -106,13 +114,11 @@ class Sender:
     segments: (rank of the group, array). ready: how many of them, from the first on, may be sent by now.
     """
 
-    def __init__(
-        self, group: Ends, segments: Sequence[tuple[int, HostArray]], tag: int, window: int, ready: Callable[[], int]
-    ) -> None:
+    def __init__(self, group: Ends, segments: Segments, tag: int, window: int, ready: Callable[[], int]) -> None:
         self._group, self._segments, self._tag, self._window, self._ready = group, segments, tag, window, ready
         self._under_way: deque[Request] = deque()
         self._sent = 0
-        self.done = not segments
+        self.done = not len(segments)
 
     @property
     def left(self) -> int:

@@ -19,8 +19,6 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
-from mpikv.codecs import compression
-from mpikv.codecs.added import added
 from mpikv.collectives import blobs
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
@@ -77,7 +75,7 @@ class AllreduceStrategy(Strategy):
             if total is not None:
                 queue = self._queues[info.id]
                 with self._session.engine.lock:
-                    running = self._push(queue, info, Round(added(info, total, spaces.of(info)), op=op))
+                    running = self._push(queue, info, Round(spaces.of(info).cast(total, queue.way.dtype), op=op))
                     if running is not None:
                         queue.running = self._session.engine.take(running)
             if sink is not None:
@@ -107,8 +105,6 @@ class AllreduceStrategy(Strategy):
 
         None where other arrays than these are to be added.
         """
-        if not all(compression.of_text(info.codec).plain for info in infos):
-            return None
         paths = {self._queues[info.id].way.placement.path for info in infos}
         if self.keys.direct is not None and paths == {"direct"}:
             return self.keys.direct.prepare(infos, values, outs, op)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.reductions import Reduction
@@ -67,12 +67,13 @@ def in_place_round(
     queue: RoundQueue, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], spaces: Spaces
 ) -> tuple[Round, Sink]:
     """The round of a key whose caller waits for its end, and where the result is still to be written to then."""
-    wire_dtype = sum_dtype(info.dtype)
-    if isinstance(queue, Bucket) or value.dtype != wire_dtype:
-        return Round(queue.space.cast(value, wire_dtype)), Sink(info, outs, spaces)  # copied on its way, there or here
+    dtype = queue.way.dtype
+    if isinstance(queue, Bucket) or value.dtype != dtype:
+        return Round(queue.space.cast(value, dtype)), Sink(info, outs, spaces)  # copied on its way, there or here
     in_place = any(address_of(value) == address_of(out) for out in outs)
     if queue.way.shared:
         return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
-    if not in_place:
-        queue.space.copy(outs[0], value)
-    return Round(value if in_place else outs[0], callers=True), Sink(info, outs, spaces)
+    if in_place or not queue.way.changes:
+        return Round(value, callers=True), Sink(info, outs, spaces)
+    queue.space.copy(outs[0], value)
+    return Round(outs[0], callers=True), Sink(info, outs, spaces)

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from mpikv import buckets
-from mpikv.arrays import sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives.stages import Span
 from mpikv.errors import MpikvError
@@ -24,21 +23,30 @@ from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders
+from mpikv.strategies.ways import Way
 
 
 class Bucket(RoundQueue):
-    """A queue of several keys of one dtype, in one space."""
+    """A queue of several keys of one dtype, which travel by one codec, in one space."""
 
     def __init__(self, infos: Sequence[KeyInfo], space: Space) -> None:
         begins = buckets.offsets([info.n_elems for info in infos])
         # It goes by the number of its first key, whose tags it uses.
         name = f"{infos[0].key}, {infos[1].key}{', ...' if len(infos) > 2 else ''}"
-        super().__init__(KeyInfo(name, infos[0].id, (begins[-1],), infos[0].dtype, space=infos[0].space), space)
+        first = infos[0]
+        super().__init__(KeyInfo(name, first.id, (begins[-1],), first.dtype, first.codec, first.space), space)
         self._infos = tuple(infos)
         self._spans = {info.id: slice(*begins[i : i + 2]) for i, info in enumerate(infos)}
         self._counts = dict.fromkeys(self._spans, 0)
         self._open: deque[Round] = deque()  # those that lack keys
         self._spare: SpaceArray | None = None
+
+    def go(self, way: Way) -> None:
+        """With what was pushed of rounds that are not complete, in the dtype of the new way."""
+        super().go(way)
+        self._spare = None
+        for i, round_ in enumerate(self._open):
+            self._open[i] = round_._replace(values=self.space.cast(round_.values, way.dtype))
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
@@ -85,7 +93,7 @@ class Bucket(RoundQueue):
 
     def _buffer(self) -> SpaceArray:
         spare, self._spare = self._spare, None
-        return self.space.empty(self.info.n_elems, sum_dtype(self.info.dtype)) if spare is None else spare
+        return self.space.empty(self.info.n_elems, self.way.dtype) if spare is None else spare
 
     def labels(self, under: Unders) -> Labels:
         """Of a round, key by key."""
@@ -111,7 +119,9 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
 
     ConfigError on every worker where workers name different keys.
     """
-    groups = buckets.plan([info.n_bytes for info in infos], [f"{info.dtype} {info.space}" for info in infos])
+    groups = buckets.plan(
+        [info.n_bytes for info in infos], [f"{info.dtype} {info.space} {info.codec}" for info in infos]
+    )
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
         session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mpikv import wire
+from mpikv.arrays import sum_dtype
+from mpikv.collectives.stages import Span
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
 from mpikv.spaces.base import SpaceArray
@@ -18,14 +22,22 @@ class KeyWay:
     """Of one key. See `Way`."""
 
     shared = False
+    changes = True
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement) -> None:
         self.placement = placement
+        self.dtype: np.dtype[Any] = sum_dtype(info.dtype)
         self._group, self._key_id = means.group, info.id
 
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts."""
         self.placement = placement
+
+    @property
+    def updates(self) -> Span:
+        """The elements that this worker updates: those that it owns."""
+        begin, end = self.placement.bounds[self._group.rank : self._group.rank + 2]
+        return begin, end
 
     def share_now(self) -> bool:
         """By messages it takes time."""

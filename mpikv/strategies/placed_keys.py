@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from mpikv.checks import shown
-from mpikv.codecs.added import can_be_added
+from mpikv.codecs import compression
+from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.nccl import CupyNccl
 from mpikv.engine.running import Running
@@ -21,8 +21,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
-from mpikv.placement import Members, Path, Placement, place
-from mpikv.session.agreement import Disagreement
+from mpikv.placement import Members, Path, Placement, Wire, place
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
@@ -31,14 +30,15 @@ from mpikv.spaces.named import DEVICE
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
+from mpikv.strategies.encoded import Encoded
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
-from mpikv.strategies.staged import Staged
-from mpikv.strategies.ways import WAYS, Make, Means
+from mpikv.strategies.staged import HOST_WAYS, Staged
+from mpikv.strategies.ways import Make, Means
 
-ALL_WAYS: Mapping[Path, Make] = {**WAYS, "staged": Staged}
+ALL_WAYS: Mapping[Path, Make] = {**HOST_WAYS, "staged": Staged}
 
 
 class PlacedKeys:
@@ -84,11 +84,9 @@ class PlacedKeys:
             self._listening = session.engine.serve(self.hosts.listen(), "counters of this host")
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
-        self._placements: dict[tuple[int, Any, str, bool], Placement] = {}  # of keys that are alike in this
+        self._placements: dict[Any, Placement] = {}  # of keys that are alike
         self._means = Means(session.group, session.spaces, self.hosts, self.communicators, nccl=self.nccl)
-        self._rounds = RoundSteps(
-            session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
-        )
+        self._rounds = RoundSteps(session.num_workers, self.owner, self._comparison, session.control.comparing.dispute)
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
         """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
@@ -125,22 +123,22 @@ class PlacedKeys:
         places = session.agree("regroup", [sorted(map(list, self._pushes().items())), places], "regroup")
         with session.engine.lock:
             for queue, reserved in zip(queues, places, strict=True):
-                value = queue.own
+                value, way = queue.own, queue.way
                 self._place(queue, reserved)
                 queue.space.copy(queue.own, value)
+                if isinstance(way, Encoded) and isinstance(queue.way, Encoded):
+                    queue.way.go_on_from(way)
 
     # --- keys as they are agreed on
 
-    def _reserve(self, info: KeyInfo) -> Any:
-        """The key's place in shared memory; all else follows from what all workers know."""
-        if not can_be_added(info):
-            raise Disagreement(
-                UnsupportedError,
-                f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "
-                "and without servers workers add what travels",
-            )
+    def _reserve(self, info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> Any:
+        """The key's place in shared memory; all else follows from what all workers know. keys: of a bucket."""
         on_device, path = info.space == DEVICE, self._session.members.device_path
-        if self.hosts is None or (on_device and path not in {"ipc", "staged"}):
+        if (
+            self.hosts is None
+            or (on_device and path not in {"ipc", "staged"})
+            or _is_encoded(self._placement(info, keys or (info,), room=True))
+        ):
             return None
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
@@ -169,18 +167,29 @@ class PlacedKeys:
 
     def _place(self, queue: RoundQueue, reserved: Any) -> None:
         """Which way its rounds go, and where its value lives. reserved: its place in the host's memory, or None."""
-        placement = self._placement(queue.info, room=reserved is not None)
-        way = ALL_WAYS[placement.path](self._means, queue.info, placement, reserved)
-        queue.way, queue.own, queue.comparison = way, way.value, None
+        placement = self._placement(queue.info, queue.keys, room=reserved is not None)
+        queue.go(ALL_WAYS[placement.path](self._means, queue.info, placement, reserved))
 
-    def _placement(self, info: KeyInfo, *, room: bool) -> Placement:
-        """With the optimizer that serves the key."""
-        optimizer = self.owner.optimizer_of(info.id)
-        if optimizer is not None and not optimizer.elementwise:
-            return place(self._session.members, info, whole=True, room=room)
-        alike = info.n_elems, info.dtype, info.space, room
-        if alike not in self._placements:
-            self._placements[alike] = place(self._session.members, info, room=room)
+    def _placement(
+        self, info: KeyInfo, keys: Sequence[KeyInfo], *, room: bool, encoded: bool | None = None
+    ) -> Placement:
+        """With the optimizers that serve the keys of a queue."""
+        optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
+        whole = not all(optimizer.elementwise for optimizer in optimizers)
+        alike = info.n_elems, info.dtype, info.codec, info.space, room, bool(optimizers), encoded
+        if whole or alike not in self._placements:
+            placement = place(
+                self._session.members,
+                info,
+                whole=whole,
+                room=room,
+                wire=_wire(info),
+                updated=bool(optimizers),
+                encoded=encoded,
+            )
+            if whole:
+                return placement  # whose owner depends on the key
+            self._placements[alike] = placement
         return self._placements[alike]
 
     def _comparison(self, queue: RoundQueue) -> Comparison | None:
@@ -246,7 +255,8 @@ class PlacedKeys:
             if self.direct is not None:
                 self.direct.reset()
             for queue in self.all():
-                queue.way.cut(self._placement(queue.info, room=queue.way.shared))
+                encoded = _is_encoded(queue.way.placement)
+                queue.way.cut(self._placement(queue.info, queue.keys, room=queue.way.shared, encoded=encoded))
                 queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
@@ -255,7 +265,7 @@ class PlacedKeys:
         places: Sequence[Any] = [None] * len(buckets)
         if self.hosts is not None:
             if session.rank == 0:
-                places = [self._reserve(bucket.info) for bucket in buckets]
+                places = [self._reserve(bucket.info, bucket.keys) for bucket in buckets]
             places = session.agree("empty", ["buckets", places], "bucket")
         self._settle(buckets)
         with session.engine.lock:
@@ -276,3 +286,14 @@ class PlacedKeys:
                 end = max(begin, min(queue.bounds[rank + 1], span.stop))
                 owned.append((info, begin - span.start, end - span.start))
         return owned
+
+
+def _wire(info: KeyInfo) -> Wire:
+    """How a key's values travel where they travel encoded."""
+    travels = compression.of_text(info.codec)
+    push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
+    return Wire(push_bytes, pull_bytes, travels.push != IDENTITY, travels.pull != IDENTITY, travels.force)
+
+
+def _is_encoded(placement: Placement) -> bool:
+    return "encoded" in (placement.path, placement.host)

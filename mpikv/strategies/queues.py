@@ -67,6 +67,10 @@ class RoundQueue:
         self.refused: ConfigError | None = None  # the round after the last one that is done
         self.deliveries: list[Delivery] = []
 
+    def go(self, way: Way) -> None:
+        """Its rounds go this way from now on. Not during a round."""
+        self.way, self.own, self.comparison = way, way.value, None
+
     @property
     def bounds(self) -> tuple[int, ...]:
         """What each worker owns of the value."""

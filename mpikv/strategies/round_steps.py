@@ -20,19 +20,18 @@ from mpikv.strategies.queues import Round, RoundQueue
 class RoundSteps:
     """What the rounds of all queues of a worker need.
 
-    rank, size: of the worker, among so many. comparison: makes that of a queue's labels; None: there is nothing to
+    size: how many workers there are. comparison: makes that of a queue's labels; None: there is nothing to
     compare. dispute: brings the labels of a round to worker 0.
     """
 
     def __init__(
         self,
-        rank: int,
         size: int,
         owner: Owner,
         comparison: Callable[[RoundQueue], Comparison | None],
         dispute: Callable[[int, int, Labels], Dispute],
     ) -> None:
-        self._rank, self._size, self._owner = rank, size, owner
+        self._size, self._owner = size, owner
         self._comparison, self._dispute = comparison, dispute
 
     def run(self, queue: RoundQueue) -> Steps[None]:
@@ -65,7 +64,7 @@ class RoundSteps:
             queue.deliver()
 
     def _apply(self, queue: RoundQueue, totals: HostArray, round_: Round) -> None:
-        begin, end = queue.bounds[self._rank], queue.bounds[self._rank + 1]
+        begin, end = queue.way.updates
         comparison = queue.comparison
         if begin == end or (comparison is not None and comparison.wrong):
             return  # what is handed round then is the old value

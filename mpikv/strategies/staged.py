@@ -15,22 +15,26 @@ host. Page-locked: the value and two arrays of n, or fewer where workers share m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.labelled import Comparison
+from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
-from mpikv.placement import Placement
+from mpikv.placement import Path, Placement
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import HOST, Spaces
 from mpikv.spaces.pinned import Pinned
-from mpikv.strategies.ways import WAYS, Means
+from mpikv.strategies.encoded import Encoded
+from mpikv.strategies.ways import WAYS, Make, Means
+
+HOST_WAYS: Mapping[Path, Make] = {**WAYS, "encoded": Encoded}
 
 
 class PinnedSpace(HostSpace):
@@ -49,18 +53,19 @@ class Staged:
     """See `Way`. place: the key's, of the way on the host."""
 
     shared = False
+    changes = True
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         space = means.spaces.of(info)
         assert isinstance(space, DeviceSpace)
         self._space, self._hosts, self._rank = space, means.hosts, means.group.rank
-        self._n_elems, self._dtype = info.n_elems, sum_dtype(info.dtype)
+        self._n_elems, self.dtype = info.n_elems, sum_dtype(info.dtype)
         self.placement = placement
         self.value = space.empty(info.n_elems, info.dtype)
         assert placement.host is not None
         on_host = placement._replace(path=placement.host, host=None)
         means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True)
-        self._inner = WAYS[on_host.path](means, info._replace(space=HOST), on_host, place)
+        self._inner = HOST_WAYS[on_host.path](means, info._replace(space=HOST), on_host, place)
         self._sent: HostArray | None = None
 
     @property
@@ -69,22 +74,26 @@ class Staged:
         round on.
         """
         if self._sent is None:
-            n_bytes = self._n_elems * self._dtype.itemsize
+            n_bytes = self._n_elems * self.dtype.itemsize
             if self._inner.shared:
                 assert self._hosts is not None
                 memory = self._hosts.room(n_bytes, pages=True)
             else:
                 memory = self._space.pinned.take(n_bytes)
-            self._sent = memory[:n_bytes].view(self._dtype)
+            self._sent = memory[:n_bytes].view(self.dtype)
         return self._sent
 
     def _locked(self, array: HostArray) -> HostArray:
         """Memory of the way on the host, ready to be copied from and to."""
         return self._space.pinned.lock(array) if self._inner.shared else array
 
+    @property
+    def updates(self) -> Span:
+        """What the way on the host does."""
+        return self._inner.updates
+
     def _own(self) -> slice:
-        begin, end = self.placement.bounds[self._rank : self._rank + 2]
-        return slice(begin, end)
+        return slice(*self.updates)
 
     @property
     def held_bytes(self) -> int:

@@ -19,6 +19,7 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import TOTALS, HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
 from mpikv.collectives.select import ALGORITHMS
+from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Path, Placement
@@ -54,11 +55,19 @@ class Way(Protocol):
     """The way of one key.
 
     value: the key's value, (n,). shared: ranks of this host read each other's memory: what is pushed is read where it
-    is, and `allgather` writes the value to the caller's arrays as it comes.
+    is, and `allgather` writes the value to the caller's arrays as it comes. dtype: of what is pushed. changes: whether
+    what is pushed is changed.
     """
 
     value: SpaceArray
     shared: bool
+    changes: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def updates(self) -> Span:
+        """The elements that this worker updates in a round, between its two halves; by default those that it owns."""
+        ...
 
     @property
     def placement(self) -> Placement:
@@ -85,9 +94,9 @@ class Way(Protocol):
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray | None]:
-        """Combine `values` of all workers. Returns (n,) with the result in this worker's part; None: it is in `values`.
+        """Combine `values` of all workers. Returns (n,) with the result in what it `updates`; None: it is in `values`.
 
-        values: (n,), in the dtype of the sums; not to be changed by the caller until `allgather` of the same round has
+        values: (n,), in `dtype`; not to be changed by the caller until `allgather` of the same round has
         ended, and by the way only where it is `changeable` or not `shared`. comparison: of the labels that they were
         pushed under, the same one until `cut`; None: there are none to be compared. Collective.
         """
@@ -101,8 +110,10 @@ class Way(Protocol):
         ...
 
 
-class _OfKey(KeyWay):
+class OfKey(KeyWay):
     """What the ways here have in common."""
+
+    _adding: type[AddingGroup] = AddingGroup
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement)
@@ -121,13 +132,13 @@ class _OfKey(KeyWay):
             if comparison is not None:
                 owners = frozenset(rank for i, rank in enumerate(group.ranks) if bounds[i] < bounds[i + 1])
                 self._labelled = (
-                    AddingGroup(group.transport, group.ranks, comparison),
+                    self._adding(group.transport, group.ranks, comparison),
                     SharingGroup(group.transport, group.ranks, comparison, owners),
                 )
         return self._labelled
 
 
-class _Alone(_OfKey):
+class Alone(OfKey):
     """A way with the value in this worker's own memory."""
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
@@ -141,7 +152,7 @@ class _Alone(_OfKey):
         return int(self.value.nbytes)
 
 
-class _InMemory(_OfKey):
+class _InMemory(OfKey):
     """A way with the value in memory that the ranks of this host share. place: where all ranks know it to be."""
 
     shared = True
@@ -171,7 +182,7 @@ class _InMemory(_OfKey):
 # frame between every message and its call.
 
 
-class Messages(_Alone):
+class Messages(Alone):
     """By messages, with the algorithm that the placement names. They say under which labels values were pushed."""
 
     def share(self) -> Steps[None]:
@@ -197,7 +208,7 @@ class Messages(_Alone):
         return steps
 
 
-class Native(_Alone):
+class Native(Alone):
     """By MPI's own collectives, on a communicator of the key's own."""
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
@@ -283,7 +294,7 @@ class Hosted(_InMemory):
         return hosted.allgather(self._groups(comparison)[1], self.placement.bounds, self._tag(2), self._key, outs)
 
 
-class Ipc(_Alone):
+class Ipc(Alone):
     """Through the device memory of workers of one host, who read each other's. Each has a copy of the value."""
 
     shared = True  # `allgather` writes to the caller's arrays

@@ -13,7 +13,6 @@ from store_modes import DTYPES, Mode, every_way, long_messages, mode_id
 from mpikv import ShapeMismatch, UnsupportedError, optimizers, wire
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import registry
-from mpikv.codecs.added import added
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import Compressions, make
 from mpikv.codecs.identity import IDENTITY

@@ -1,0 +1,211 @@
+"""The way of keys whose values travel encoded: each worker sends pieces straight to whoever adds them.
+
+What is encoded cannot be added on its way, as a ring adds. So each worker encodes its values piece by piece and sends
+each piece to the piece's owner, who decodes those of all workers and adds them in float32 (float64 for float64), in the
+order of the workers, its own one through the codec like the others: bits do not depend on who owns what, and are those
+of a server. Then the owner updates its part, and sends it to all: as it is, or encoded by the codec for the way back;
+then the owner, too, goes on with what the others decode, and keeps the exact values for its next update. (`owners`)
+
+Where few workers send few bytes and nothing updates the key, each sends its pieces to all others instead, and every
+worker adds all of them in the same order: nothing has to come back. (`gather`)
+
+Keys of half precision go this way without a codec: two bytes for each element, added in float32, rounded once.
+
+Sending, receiving and adding run side by side, with a limited number of messages under way; a piece is encoded when it
+is its turn to be sent, and added when those of all workers before have been. Messages are compared and scaled as those
+of other ways are (collectives/labelled).
+
+Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
+each element encoded once and decoded once; `gather` (W-1) w bytes, decoded W times. Memory: the codec's states, the sum
+of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.codecs import compression
+from mpikv.codecs.identity import IDENTITY
+from mpikv.collectives.broadcast import broadcast
+from mpikv.collectives.labelled import Comparison, DecodingGroup
+from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
+from mpikv.engine.request import Done, Request, Steps
+from mpikv.keys import KeyInfo
+from mpikv.placement import Placement
+from mpikv.strategies.pieces import Encoding, Pieces
+from mpikv.strategies.ways import Alone, Means
+from mpikv.transports.base import Group
+
+_BYTES = np.dtype(np.uint8)
+
+
+class _AndOwn:
+    """A group in whose order of receives a rank's own turn comes, too."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+        return self._group.isend(buf, dest, tag)
+
+    def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
+        return Done() if source == self._group.rank else self._group.irecv(buf, source, tag)
+
+
+class Encoded(Alone):
+    """See `Way`. pushed, returned: what travels to the owners and back."""
+
+    changes = False
+    _adding = DecodingGroup
+
+    def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
+        super().__init__(means, info, placement, place)
+        self._sum_dtype, self.dtype = self.dtype, info.dtype
+        travels = compression.of_text(info.codec)
+        self.pushed, self.returned = Pieces(info, travels.push), Pieces(info, travels.pull)
+        self._sends_back_encoded = travels.pull != IDENTITY
+        self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
+
+    @property
+    def _gathers(self) -> bool:
+        return self.placement.algorithm == "gather"
+
+    @property
+    def updates(self) -> Span:
+        """All elements, where every worker adds all."""
+        return (0, self.value.size) if self._gathers else super().updates
+
+    @property
+    def held_bytes(self) -> int:
+        """The value, what the codecs remember, and exact values."""
+        exact = 0 if self._exact is None else self._exact.nbytes
+        return super().held_bytes + self.pushed.held_bytes + self.returned.held_bytes + exact
+
+    def cut(self, placement: Placement) -> None:
+        """From the next round on the owners own other parts, or there are owners at last."""
+        if self.placement.bounds != placement.bounds:
+            self._exact = None
+            self.returned.recut(None)  # of parts that are others' now
+        if self.placement[1:] != placement[1:]:
+            self.pushed.recut(self.pushed.whole_state())
+        super().cut(placement)
+
+    def go_on_from(self, other: Encoded) -> None:
+        """What this worker owes of the key stays owed when the key is placed among other workers."""
+        self.pushed.recut(other.pushed.whole_state())
+
+    def share(self) -> Steps[None]:
+        """By a tree, as it is."""
+        return broadcast(self._group, self.value, 0, self._tag(0))
+
+    # --- a round
+
+    @property
+    def _others(self) -> list[int]:
+        """All other workers, from the next one on, so that not all send to worker 0 first."""
+        return [(self._group.rank + step) % self._group.size for step in range(1, self._group.size)]
+
+    def _of_owners(self, pieces: Pieces) -> list[tuple[int, Span]]:
+        """Owners and their pieces: the first one of each owner, the second of each, and so on; this worker's last."""
+        bounds, ranks = self.placement.bounds, [*self._others, self._group.rank]
+        of_each = [[(rank, piece) for piece in pieces.of((bounds[rank], bounds[rank + 1]))] for rank in ranks]
+        return [one for row in zip_longest(*of_each) for one in row if one is not None]
+
+    def reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
+    ) -> Steps[HostArray]:
+        """In new memory."""
+        group, pieces = self._groups(comparison)[0], self.pushed
+        mine = pieces.of(self.updates)
+        if self._exact is not None:
+            self.value[slice(*self.updates)] = self._exact
+        if self._gathers:
+            encoding = Encoding(pieces, values, [(rank, one) for one in mine for rank in self._others], group.size)
+        else:
+            encoding = Encoding(pieces, values, [one for one in self._of_owners(pieces) if one[0] != group.rank], 1)
+        # Of this memory only what this worker updates is ever touched; the rest of a long array takes none.
+        totals: HostArray = np.empty(self.value.size, self._sum_dtype)
+
+        def add(source: int, piece: Span, data: HostArray) -> None:
+            ratio = 1.0
+            if comparison is not None and source != group.rank:
+                ratio = comparison.ratio_from(group.ranks[source])
+            total = totals[slice(*piece)]
+            if source and combine is np.add and ratio == 1.0:
+                pieces.add(data, total)
+                return
+            term = np.empty_like(total) if source else total
+            pieces.decode(data, term)
+            if ratio != 1.0:
+                term *= term.dtype.type(ratio)
+            if source:
+                combine(total, term, out=total)
+
+        incoming = [(source, piece) for piece in mine for source in range(group.size)]
+        yield from self._move(group, 1, encoding, incoming, take=add)
+        return totals
+
+    def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
+        """Nothing has to be sent, where every worker has added all."""
+        if self._gathers:
+            return
+        group, pieces, sends_encoded = self._groups(comparison)[1], self.returned, self._sends_back_encoded
+        outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._others]
+        encoding = Encoding(pieces, self.value, outgoing, group.size if sends_encoded else group.size - 1)
+        incoming = [one for one in self._of_owners(pieces) if one[0] != group.rank or sends_encoded]
+        if not sends_encoded:
+            yield from self._move(group, 2, encoding, incoming, into=self.value)
+            return
+        if self._exact is None:
+            begin, end = self.updates
+            self._exact = np.empty(end - begin, self.value.dtype)
+        self._exact[...] = self.value[slice(*self.updates)]
+
+        def put(source: int, piece: Span, data: HostArray) -> None:
+            target = self.value[slice(*piece)]
+            values = target if target.dtype == self._sum_dtype else np.empty(target.size, self._sum_dtype)
+            pieces.decode(data, values)
+            if values is not target:
+                np.copyto(target, values, casting="same_kind")
+
+        yield from self._move(group, 2, encoding, incoming, take=put)
+
+    def _move(
+        self,
+        group: Group,
+        use: int,
+        encoding: Encoding,
+        incoming: Sequence[tuple[int, Span]],
+        *,
+        take: Callable[[int, Span, HostArray], None] | None = None,
+        into: HostArray | None = None,
+    ) -> Steps[None]:
+        """Send what is encoded, and receive, in this order, pieces from ranks, of which this one may be one.
+
+        use: of the tag. take: called with each piece that has come, and its data; where they come as they are, they are
+        received `into` an array instead.
+        """
+        tag, window = self._tag(use), max(LINK_WINDOW, 2 * group.size)
+        if take is None:
+            assert into is not None
+            receiver = Receiver(group, [(source, into[slice(*piece)]) for source, piece in incoming], tag, window)
+        else:
+            call, room = take, group.room(_BYTES)
+            sizes = [encoding.pieces.wire_bytes(piece) for _, piece in incoming]
+            n_rows = min(window, len(sizes))
+            rows = [np.empty(max(sizes) + room, np.uint8) for _ in range(n_rows)]
+
+            def take_one(i: int) -> None:
+                source, piece = incoming[i]
+                own = source == group.rank
+                call(source, piece, encoding.data(piece) if own else rows[i % n_rows][: sizes[i]])
+
+            targets = [(source, rows[i % n_rows][: sizes[i] + room]) for i, (source, _) in enumerate(incoming)]
+            receiver = Receiver(_AndOwn(group), targets, tag, window, take=take_one)
+        sender = Sender(group, encoding, tag, window, lambda: len(encoding))
+        yield from drive(receiver, sender)
