@@ -129,6 +129,8 @@ class Staged:
         yield self._space.begun()
         found = yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)
         totals = sent if found is None else found
+        if found is not None and not self._inner.shared:  # in memory that is not page-locked
+            sent[own], totals = found[own], sent
         if own.start < own.stop:
             self._space.bring(values[own], self._locked(totals[own]))
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
+import codecs_of_tests
 import ml_dtypes
 import numpy as np
 from device_store import DeviceStore
 
 from mpikv import spec
 from mpikv.assembly import local_store
+from mpikv.codecs.compression import make
 from mpikv.config import Config
 from mpikv.hostmemory import rings
 from mpikv.spaces.device import DeviceSpace
@@ -44,7 +46,8 @@ class Mode(NamedTuple):
     """A store: its name, its workers and servers, the algorithm without servers, and how it gets to servers.
 
     memory: `auto`, `off` (only messages), or `long` (as `auto`, with `long_messages`). device: the path of keys in
-    device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy.
+    device memory, where the test's arrays are on fake GPUs; "" for arrays of NumPy. codec: of codecs_of_tests, by which
+    all values travel, also within a host.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Mode(NamedTuple):
     algorithm: str = "auto"
     memory: str = "auto"
     device: str = ""
+    codec: str = ""
 
     @property
     def synchronous(self) -> bool:
@@ -93,6 +97,7 @@ class Mode(NamedTuple):
                 config=self.config(**changes),
                 fabric=fabric,
                 drivers=gpus,
+                compression=make({"type": self.codec, "force": True}) if self.codec else None,
             )
 
     def _run_alone(self, body: Callable[[Any], Any]) -> Any:
@@ -108,7 +113,7 @@ class Mode(NamedTuple):
 
 def mode_id(mode: Mode) -> str:
     found = f"{mode.name}-{mode.workers}w{mode.servers}s-{mode.algorithm}-{mode.memory}"
-    return f"{found}-{mode.device}" if mode.device else found
+    return "-".join([found, *filter(None, (mode.device, mode.codec))])
 
 
 def every_way(*modes: Mode) -> tuple[Mode, ...]:
@@ -133,6 +138,7 @@ FEW_ON_DEVICE = (
 )
 FEW_DIST_SYNC = (
     *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
+    Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
     *FEW_ON_DEVICE,
 )
 FEW_ASYNC = every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))

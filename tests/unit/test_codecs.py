@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from store_modes import DTYPES, Mode, every_way, long_messages, mode_id
 
-from mpikv import ShapeMismatch, UnsupportedError, optimizers, wire
+from mpikv import ShapeMismatch, optimizers, wire
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import Compressions, make
 from mpikv.codecs.identity import IDENTITY
-from mpikv.keys import KeyInfo
-from mpikv.spaces.host import HostSpace
 from mpikv.strategies.client_key import INLINE_BYTES
 from mpikv.testing.stores import spawn_stores
 
@@ -100,9 +98,7 @@ def test_the_contract(codec: Any, dtype: np.dtype[Any], n: int) -> None:
 
 def test_the_identity_copies_nothing() -> None:
     values = np.ones(5, np.float32)
-    info = KeyInfo("w", 0, (5,), FLOAT32)
     assert IDENTITY.encode(values, {}) is values
-    assert added(info, values, HostSpace()) is values
 
 
 # --- in a store
@@ -112,7 +108,7 @@ SIZES = (1, 5, 8, 9, 40, 67)  # float32: 8 make a partition
 MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
 
 
-def run(mode: Mode, body: Any, codec: str, **changes: Any) -> list[Any]:
+def run(mode: Mode, body: Any, codec: Any, **changes: Any) -> list[Any]:
     with long_messages() if mode.memory == "long" else contextlib.nullcontext():
         return spawn_stores(
             mode.name,
@@ -270,7 +266,7 @@ def test_workers_add_what_travels(mode: Mode) -> None:
             found += [value.tobytes() for value in values]
         return found
 
-    halves = run(mode, body, "half")
+    halves = run(mode, body, {"type": "half", "force": True})
     assert halves == run(mode._replace(servers=1, algorithm="auto"), body, "half")
     assert halves != run(mode, body, "none")
 
@@ -283,21 +279,4 @@ def test_keys_that_travel_together_keep_their_codecs() -> None:
         store.pushpull(["v", "w"], values)
         return [np.unique(value).tolist() for value in values]
 
-    assert run(Mode("dist_sync", 2, 0, "naive"), body, "half") == [[[2.0], [2.0]]] * 2
-
-
-@pytest.mark.parametrize("mode", WAYS, ids=mode_id)
-def test_what_must_be_decoded_first_is_refused_without_servers(mode: Mode) -> None:
-    """On every worker, before anything of the key is there; the store goes on."""
-
-    def body(store: Any) -> Any:
-        with pytest.raises(UnsupportedError, match=r"'w': what 'packed' encodes must be decoded before it is added"):
-            store.init("w", np.zeros(5, np.float32))
-        store.session.compressions.of_new_keys = make("none")
-        store.barrier()
-        store.init("w", np.zeros(5, np.float32))
-        value = np.ones(5, np.float32)
-        store.pushpull("w", value)
-        return value.tolist()
-
-    assert run(mode, body, "packed") == [[mode.workers] * 5] * mode.workers
+    assert run(Mode("dist_sync", 2, 0, "naive"), body, {"type": "half", "force": True}) == [[[2.0], [2.0]]] * 2

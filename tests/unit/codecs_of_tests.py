@@ -1,0 +1,58 @@
+"""Codecs of the tests' own: one that loses nothing, and ones that cannot be added before they are decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpikv.codecs import registry
+from mpikv.codecs.base import Codec, State
+
+
+@registry.register
+@dataclass(frozen=True)
+class Reversed(Codec):
+    """The bytes of the values, last first, behind one byte: nothing is lost, and nothing can be added."""
+
+    name = "reversed"
+    exact = True
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        return 1 + n_elems * dtype.itemsize
+
+    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
+        return np.concatenate([np.array([42], np.uint8), values.view(np.uint8)[::-1]])
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        assert data.dtype == np.uint8
+        assert data[0] == 42
+        flat = np.ascontiguousarray(data[1:][::-1])
+        item_bytes = flat.size // max(1, out.size)
+        np.copyto(out, flat.view(out.dtype if item_bytes == out.itemsize else np.float16))
+
+
+@registry.register
+@dataclass(frozen=True)
+class Sign(Codec):
+    """One bit for each, the sign of what is owed, times a threshold; the rest stays owed."""
+
+    name = "sign"
+    threshold: float = 0.5
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        return -(-n_elems // 8)
+
+    def init(self, n_elems: int) -> State:
+        return {"residual": np.zeros(n_elems, np.float32)}
+
+    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
+        owed = state["residual"]
+        owed += values
+        positive = owed > 0
+        owed -= np.where(positive, np.float32(self.threshold), np.float32(-self.threshold))
+        return np.packbits(positive)
+
+    def decode(self, data: np.ndarray, out: np.ndarray) -> None:
+        out[...] = np.where(np.unpackbits(data, count=out.size), self.threshold, -self.threshold)
