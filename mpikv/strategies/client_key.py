@@ -99,9 +99,9 @@ class ClientKey:
         """Whether answers to a pull come as they are: also before this worker's first push."""
         return self._comes_as_it_is or not self.pushed
 
-    def encode(self, total: HostArray, begin: int, end: int) -> HostArray:
-        """What travels of elements [begin, end) of a push."""
-        if self.sends_as_it_is:
+    def encode(self, total: HostArray, begin: int, end: int, *, plain: bool = False) -> HostArray:
+        """What travels of elements [begin, end) of a push. plain: the values as they are."""
+        if self.sends_as_it_is or plain:
             return total[begin:end]
         codec, values = self.compression.push, total[begin:end]
         if (state := self.states.get(begin)) is None:
