@@ -92,7 +92,8 @@ class AllreduceStrategy(Strategy):
         label = session.attributes.label(slot)
         if round_.op is not SUM:
             label = label._replace(op=round_.op.name)
-        complete = queue.add(info, round_._replace(under=Under(number, label)))
+        plain = session.compressions.suspended or not round_.op.adds  # sums alone are compressed
+        complete = queue.add(info, round_._replace(under=Under(number, label), plain=plain))
         if self.keys.direct is not None:
             self.keys.direct.pushed(queue)
         session.control.activity.note(f"push of key {shown(info.key)}")
@@ -133,7 +134,10 @@ class AllreduceStrategy(Strategy):
         return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
 
     def stats(self) -> dict[str, int]:
-        """What went the direct way, and the memory held."""
+        """What went the direct way, the memory held, and what was encoded.
+
+        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
+        """
         held = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
         if self.keys.hosts is not None:
             on_host = (queue for queue in self.keys.all() if queue.way.shared and queue.info.space == HOST)
@@ -141,7 +145,8 @@ class AllreduceStrategy(Strategy):
         if self.keys.direct is not None:
             direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
-        return held
+        before, after = (sum(queue.way.encoded_bytes[i] for queue in self.keys.all()) for i in (0, 1))
+        return held | ({"encoded_from_bytes": before, "encoded_bytes": after} if before else {})
 
     def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
         queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self.keys.pushed(info))

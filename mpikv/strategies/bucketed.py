@@ -74,6 +74,8 @@ class Bucket(RoundQueue):
                     f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
                 )
             whole = self._open[place] = whole._replace(op=round_.op)
+        if round_ is not None and round_.plain:
+            whole = self._open[place] = whole._replace(plain=True)
         self._counts[info.id] += 1
         self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
         whole.under[info.id] = None if round_ is None else round_.under

@@ -68,12 +68,24 @@ class Encoded(Alone):
         self._sum_dtype, self.dtype = self.dtype, info.dtype
         travels = compression.of_text(info.codec)
         self.pushed, self.returned = Pieces(info, travels.push), Pieces(info, travels.pull)
-        self._sends_back_encoded = travels.pull != IDENTITY
+        self._codecs = travels
+        self._as_it_is, self._plain = Pieces(info, IDENTITY), False
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
+
+    def begin(self, *, plain: bool) -> None:
+        """A plain round goes by the owners: it is long."""
+        self._plain = plain
 
     @property
     def _gathers(self) -> bool:
-        return self.placement.algorithm == "gather"
+        return self.placement.algorithm == "gather" and not self._plain
+
+    @property
+    def encoded_bytes(self) -> tuple[int, int]:
+        """By the key's codec."""
+        if self._codecs.push == IDENTITY:
+            return 0, 0
+        return self.pushed.encoded_from_bytes, self.pushed.encoded_bytes
 
     @property
     def updates(self) -> Span:
@@ -120,7 +132,7 @@ class Encoded(Alone):
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray]:
         """In new memory."""
-        group, pieces = self._groups(comparison)[0], self.pushed
+        group, pieces = self._groups(comparison)[0], self._as_it_is if self._plain else self.pushed
         mine = pieces.of(self.updates)
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
@@ -154,12 +166,14 @@ class Encoded(Alone):
         """Nothing has to be sent, where every worker has added all."""
         if self._gathers:
             return
-        group, pieces, sends_encoded = self._groups(comparison)[1], self.returned, self._sends_back_encoded
+        group, sends_encoded = self._groups(comparison)[1], self._codecs.pull != IDENTITY and not self._plain
+        pieces = self.returned if sends_encoded else self._as_it_is
         outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._others]
         encoding = Encoding(pieces, self.value, outgoing, group.size if sends_encoded else group.size - 1)
         incoming = [one for one in self._of_owners(pieces) if one[0] != group.rank or sends_encoded]
         if not sends_encoded:
             yield from self._move(group, 2, encoding, incoming, into=self.value)
+            self._exact = None  # it is in the value
             return
         if self._exact is None:
             begin, end = self.updates

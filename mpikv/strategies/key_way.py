@@ -34,6 +34,14 @@ class KeyWay:
         self.placement = placement
 
     @property
+    def encoded_bytes(self) -> tuple[int, int]:
+        """Nothing is."""
+        return 0, 0
+
+    def begin(self, *, plain: bool) -> None:
+        """All values travel as they are."""
+
+    @property
     def updates(self) -> Span:
         """The elements that this worker updates: those that it owns."""
         begin, end = self.placement.bounds[self._group.rank : self._group.rank + 2]

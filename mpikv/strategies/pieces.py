@@ -34,13 +34,14 @@ def piece_elems(codec: Codec, dtype: np.dtype[Any]) -> int:
 
 
 class Pieces:
-    """One key's, by one codec. states: of its pieces, by their first elements."""
+    """One key's, by one codec. encoded_from_bytes, encoded_bytes: all that was, before and after. states: by piece."""
 
     def __init__(self, info: KeyInfo, codec: Codec) -> None:
         self._codec, self._dtype, self._n_elems = codec, info.dtype, info.n_elems
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
+        self.encoded_from_bytes = self.encoded_bytes = 0
         self._whole: State | None = None
 
     def of(self, span: Span) -> list[Span]:
@@ -57,7 +58,11 @@ class Pieces:
             n = piece[1] - piece[0]
             state = self._codec.init(n) if self._whole is None else slice_state(self._whole, *piece, self._n_elems)
             self.states[piece] = state
-        return self._codec.encode(values[slice(*piece)].astype(self._dtype, copy=False), state)
+        given = values[slice(*piece)].astype(self._dtype, copy=False)
+        data = self._codec.encode(given, state)
+        self.encoded_from_bytes += given.nbytes
+        self.encoded_bytes += data.nbytes
+        return data
 
     def _seen(self, data: HostArray) -> HostArray:
         """What a codec decodes, of bytes."""

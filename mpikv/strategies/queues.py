@@ -40,7 +40,7 @@ Unders = Any  # of a round: what it was pushed under, or by its number for each 
 
 
 class Round(NamedTuple):
-    """One push of a queue's values."""
+    """One push of a queue's values. plain: they travel as they are, whatever the key's codec."""
 
     values: SpaceArray
     under: Unders = None
@@ -48,6 +48,7 @@ class Round(NamedTuple):
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
     op: Reduction = SUM
+    plain: bool = False
 
 
 class RoundQueue:

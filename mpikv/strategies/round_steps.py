@@ -48,6 +48,7 @@ class RoundSteps:
             round_ = queue.waiting[0]
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
+            way.begin(plain=round_.plain)
             totals = yield from way.reduce_scatter(
                 round_.values, round_.op.combine, comparison, changeable=round_.changeable
             )

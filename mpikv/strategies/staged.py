@@ -87,6 +87,15 @@ class Staged:
         """Memory of the way on the host, ready to be copied from and to."""
         return self._space.pinned.lock(array) if self._inner.shared else array
 
+    def begin(self, *, plain: bool) -> None:
+        """So does the way on the host."""
+        self._inner.begin(plain=plain)
+
+    @property
+    def encoded_bytes(self) -> tuple[int, int]:
+        """By the way on the host."""
+        return self._inner.encoded_bytes
+
     @property
     def updates(self) -> Span:
         """What the way on the host does."""
