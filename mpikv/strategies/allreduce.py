@@ -26,7 +26,7 @@ from mpikv.hostmemory.segment import HostMemory
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
@@ -145,8 +145,7 @@ class AllreduceStrategy(Strategy):
         if self.keys.direct is not None:
             direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
-        before, after = (sum(queue.way.encoded_bytes[i] for queue in self.keys.all()) for i in (0, 1))
-        return held | ({"encoded_from_bytes": before, "encoded_bytes": after} if before else {})
+        return held | self.keys.encoded_bytes()
 
     def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
         queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self.keys.pushed(info))
@@ -221,6 +220,15 @@ class AllreduceStrategy(Strategy):
             for part in parts_from_bytes(scattering.result or b""):
                 self.keys.owner.take_state(self._session.infos[part.key], part.state)
         return keys, configs
+
+    def codec_states(self, call: str) -> list[Part]:
+        """After the rounds that this worker has pushed."""
+        self.keys.drain(call)
+        return self.keys.codec_states()
+
+    def take_codec_states(self, parts: Sequence[Part]) -> None:
+        """Each key its own; `load_states` has waited for all rounds."""
+        self.keys.take_codec_states(parts)
 
     # --- the end
 

@@ -22,14 +22,15 @@ of what is owned (of all for `gather`), a window of messages; with a codec for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs import compression
+from mpikv.codecs.base import State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import Comparison, DecodingGroup
@@ -68,7 +69,7 @@ class Encoded(Alone):
         self._sum_dtype, self.dtype = self.dtype, info.dtype
         travels = compression.of_text(info.codec)
         self.pushed, self.returned = Pieces(info, travels.push), Pieces(info, travels.pull)
-        self._codecs = travels
+        self._sends_back_encoded = travels.pull != IDENTITY
         self._as_it_is, self._plain = Pieces(info, IDENTITY), False
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
 
@@ -79,13 +80,6 @@ class Encoded(Alone):
     @property
     def _gathers(self) -> bool:
         return self.placement.algorithm == "gather" and not self._plain
-
-    @property
-    def encoded_bytes(self) -> tuple[int, int]:
-        """By the key's codec."""
-        if self._codecs.push == IDENTITY:
-            return 0, 0
-        return self.pushed.encoded_from_bytes, self.pushed.encoded_bytes
 
     @property
     def updates(self) -> Span:
@@ -102,14 +96,14 @@ class Encoded(Alone):
         """From the next round on the owners own other parts, or there are owners at last."""
         if self.placement.bounds != placement.bounds:
             self._exact = None
-            self.returned.recut(None)  # of parts that are others' now
-        if self.placement[1:] != placement[1:]:
-            self.pushed.recut(self.pushed.whole_state())
+            self.returned.states = {}  # of parts that are others' now
         super().cut(placement)
+        self.remember(self.pushed.states)
 
-    def go_on_from(self, other: Encoded) -> None:
-        """What this worker owes of the key stays owed when the key is placed among other workers."""
-        self.pushed.recut(other.pushed.whole_state())
+    def remember(self, states: Mapping[Span, State]) -> None:
+        """Of what this worker pushes, in place of what its codec remembers. states: of these pieces or others."""
+        whole = [(0, self.value.size)] if self._gathers else pairwise(self.placement.bounds)
+        self.pushed.recut(states, [piece for span in whole for piece in self.pushed.of(span)])
 
     def share(self) -> Steps[None]:
         """By a tree, as it is."""
@@ -166,7 +160,7 @@ class Encoded(Alone):
         """Nothing has to be sent, where every worker has added all."""
         if self._gathers:
             return
-        group, sends_encoded = self._groups(comparison)[1], self._codecs.pull != IDENTITY and not self._plain
+        group, sends_encoded = self._groups(comparison)[1], self._sends_back_encoded and not self._plain
         pieces = self.returned if sends_encoded else self._as_it_is
         outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._others]
         encoding = Encoding(pieces, self.value, outgoing, group.size if sends_encoded else group.size - 1)

@@ -33,11 +33,6 @@ class KeyWay:
         """From the next round on the owners own other parts."""
         self.placement = placement
 
-    @property
-    def encoded_bytes(self) -> tuple[int, int]:
-        """Nothing is."""
-        return 0, 0
-
     def begin(self, *, plain: bool) -> None:
         """All values travel as they are."""
 

@@ -2,24 +2,24 @@
 
 A piece is encoded, sent and decoded by itself, in one message: long enough that a message costs little beside its
 bytes, short enough that one is under way while the next is encoded. A codec's states belong to pieces. Where a key is
-cut anew they are joined, and cut again as its new pieces need them, so that nothing that is owed is lost.
+cut anew, what is owed of each element goes with it (codecs/residuals).
 
 Cost: one pass over the values in each direction. Memory: the states; of a round what is encoded and not sent yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import Codec, State
+from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.residuals import cut_anew
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, Span, cut
 from mpikv.keys import KeyInfo
-from mpikv.optimizers.states import join_states, slice_state
 
 MOST_ELEMS = 1 << 18  # of a piece: 1 MiB of float32, some milliseconds to encode
 STEP_ELEMS = 1 << 10  # pieces end at multiples of it: no codec has bytes there that belong to two of them
@@ -37,12 +37,11 @@ class Pieces:
     """One key's, by one codec. encoded_from_bytes, encoded_bytes: all that was, before and after. states: by piece."""
 
     def __init__(self, info: KeyInfo, codec: Codec) -> None:
-        self._codec, self._dtype, self._n_elems = codec, info.dtype, info.n_elems
+        self._codec, self._dtype = codec, info.dtype
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
         self.encoded_from_bytes = self.encoded_bytes = 0
-        self._whole: State | None = None
 
     def of(self, span: Span) -> list[Span]:
         """The pieces of elements [begin, end)."""
@@ -55,13 +54,12 @@ class Pieces:
     def encode(self, values: HostArray, piece: Span) -> HostArray:
         """What travels of a piece. values: (n,), in the key's dtype or a wider one that they were brought to."""
         if (state := self.states.get(piece)) is None:
-            n = piece[1] - piece[0]
-            state = self._codec.init(n) if self._whole is None else slice_state(self._whole, *piece, self._n_elems)
-            self.states[piece] = state
+            state = self.states[piece] = self._codec.init(piece[1] - piece[0])
         given = values[slice(*piece)].astype(self._dtype, copy=False)
         data = self._codec.encode(given, state)
-        self.encoded_from_bytes += given.nbytes
-        self.encoded_bytes += data.nbytes
+        if self._codec != IDENTITY:
+            self.encoded_from_bytes += given.nbytes
+            self.encoded_bytes += data.nbytes
         return data
 
     def _seen(self, data: HostArray) -> HostArray:
@@ -81,23 +79,19 @@ class Pieces:
     @property
     def held_bytes(self) -> int:
         """Of the states."""
-        states = [*self.states.values(), *([] if self._whole is None else [self._whole])]
-        return sum(array.nbytes for state in states for array in state.values())
+        return sum(array.nbytes for state in self.states.values() for array in state.values())
 
-    def whole_state(self) -> State | None:
-        """The states as that of one piece of the whole key; None where there is nothing to remember of all of it."""
-        parts = [(*piece, state) for piece, state in self.states.items() if state]
-        if self._whole is not None:  # of what has not travelled since the last cut
-            ends = sorted({0, self._n_elems, *(bound for begin, end, _ in parts for bound in (begin, end))})
-            there = {begin for begin, _, _ in parts}
-            gaps = [(a, b) for a, b in pairwise(ends) if a not in there]
-            parts += [(a, b, slice_state(self._whole, a, b, self._n_elems)) for a, b in gaps]
-        covered = sum(end - begin for begin, end, _ in parts)
-        return join_states(parts, self._n_elems) if parts and covered == self._n_elems else None
+    def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
+        """From now on these pieces travel. states: what is remembered of others that they may have been cut from."""
+        self.states = cut_anew(self._codec, states, pieces)
 
-    def recut(self, state: State | None) -> None:
-        """From now on pieces are others. state: what is remembered of the whole key."""
-        self._whole, self.states = state, {}
+    def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:
+        """What is remembered of elements of a span alone: begin and end there, and the state."""
+        inside = ((max(begin, span.start), min(end, span.stop)) for begin, end in sorted(self.states))
+        cuts = [(begin, end) for begin, end in inside if begin < end]
+        for (begin, end), state in cut_anew(self._codec, self.states, cuts).items():
+            if state:
+                yield begin - span.start, end - span.start, state
 
 
 class Encoding:

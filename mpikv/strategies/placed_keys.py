@@ -21,6 +21,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.states import Part, part_of
 from mpikv.placement import Members, Path, Placement, Wire, place
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
@@ -36,7 +37,7 @@ from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.staged import HOST_WAYS, Staged
-from mpikv.strategies.ways import Make, Means
+from mpikv.strategies.ways import Make, Means, Way
 
 ALL_WAYS: Mapping[Path, Make] = {**HOST_WAYS, "staged": Staged}
 
@@ -126,8 +127,8 @@ class PlacedKeys:
                 value, way = queue.own, queue.way
                 self._place(queue, reserved)
                 queue.space.copy(queue.own, value)
-                if isinstance(way, Encoded) and isinstance(queue.way, Encoded):
-                    queue.way.go_on_from(way)
+                if (new := _encoder(queue.way)) and (old := _encoder(way)):
+                    new.remember(old.pushed.states)
 
     # --- keys as they are agreed on
 
@@ -246,6 +247,37 @@ class PlacedKeys:
         if refused is not None:
             raise refused
 
+    # --- codecs
+
+    def _encoders(self) -> list[tuple[RoundQueue, Encoded]]:
+        """The queues whose values travel encoded."""
+        found = ((queue, _encoder(queue.way)) for queue in self.all())
+        return [(queue, encoder) for queue, encoder in found if encoder is not None]
+
+    def encoded_bytes(self) -> dict[str, int]:
+        """What was encoded of pushes, before and after; nothing where no key is compressed."""
+        pushed = [encoder.pushed for _, encoder in self._encoders()]
+        before = sum(one.encoded_from_bytes for one in pushed)
+        after = sum(one.encoded_bytes for one in pushed)
+        return {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
+
+    def codec_states(self) -> list[Part]:
+        """What is remembered of this worker's pushes. Not while rounds are under way."""
+        return [
+            part_of(info, begin, end, state)
+            for queue, encoder in self._encoders()
+            for info in queue.keys
+            for begin, end, state in encoder.pushed.states_in(queue.span(info))
+        ]
+
+    def take_codec_states(self, parts: Sequence[Part]) -> None:
+        """Remember this instead. Not while rounds are under way."""
+        with self._session.engine.lock:
+            for queue, encoder in self._encoders():
+                begins = {info.key: queue.span(info).start for info in queue.keys}
+                mine = [(begins[part.key], part) for part in parts if part.key in begins]
+                encoder.remember({(at + part.begin, at + part.end): part.state for at, part in mine})
+
     # --- what changes owners
 
     def set_optimizer(self, slot: int, optimizer: Optimizer, key_ids: list[int]) -> None:
@@ -293,6 +325,12 @@ def _wire(info: KeyInfo) -> Wire:
     travels = compression.of_text(info.codec)
     push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
     return Wire(push_bytes, pull_bytes, travels.push != IDENTITY, travels.pull != IDENTITY, travels.force)
+
+
+def _encoder(way: Way) -> Encoded | None:
+    """What encodes a key's values on this way; None: nothing does."""
+    on_host = way.on_host if isinstance(way, Staged) else way
+    return on_host if isinstance(on_host, Encoded) else None
 
 
 def _is_encoded(placement: Placement) -> bool:

@@ -32,7 +32,7 @@ from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import HOST, Spaces
 from mpikv.spaces.pinned import Pinned
 from mpikv.strategies.encoded import Encoded
-from mpikv.strategies.ways import WAYS, Make, Means
+from mpikv.strategies.ways import WAYS, Make, Means, Way
 
 HOST_WAYS: Mapping[Path, Make] = {**WAYS, "encoded": Encoded}
 
@@ -92,9 +92,9 @@ class Staged:
         self._inner.begin(plain=plain)
 
     @property
-    def encoded_bytes(self) -> tuple[int, int]:
-        """By the way on the host."""
-        return self._inner.encoded_bytes
+    def on_host(self) -> Way:
+        """The way of its values on the host."""
+        return self._inner
 
     @property
     def updates(self) -> Span:

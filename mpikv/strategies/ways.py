@@ -79,11 +79,6 @@ class Way(Protocol):
         """Memory of this worker's own that is held for the value, or for what it adds."""
         ...
 
-    @property
-    def encoded_bytes(self) -> tuple[int, int]:
-        """What has been encoded of pushes, before and after."""
-        ...
-
     def begin(self, *, plain: bool) -> None:
         """A round begins; a `plain` one's values travel as they are, whatever the key's codec."""
         ...

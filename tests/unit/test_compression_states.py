@@ -43,6 +43,7 @@ MODES = [
     Mode("dist_sync", 3, 2),
     Mode("dist_sync", 2, 1, memory="off"),
     Mode("dist_async", 2, 0),
+    Mode("dist_sync", 3, 0),
 ]
 
 

@@ -291,28 +291,6 @@ def test_what_is_owed_stays_owed_when_owners_come() -> None:
     assert gathered == owners
 
 
-@pytest.mark.parametrize("n_before", [0, 1, 3])
-def test_states_are_cut_anew(n_before: int) -> None:
-    """`whole_state` and `recut` keep each element's residual, whichever pieces have travelled since."""
-    info, n = KeyInfo("w", 0, (10,), F32), 10
-    one = Pieces(info, registry.create(SIGN))
-    whole = Pieces(info, registry.create(SIGN))
-    for round_ in range(n_before):
-        for piece in ((0, 4), (4, 10)):
-            one.encode(numbers(n, 0, round_), piece)
-        whole.encode(numbers(n, 0, round_), (0, n))
-    one.recut(one.whole_state())
-    one.encode(numbers(n, 0, 9), (7, 10))  # another worker's piece has not travelled yet
-    one.recut(one.whole_state())
-    whole.encode(numbers(n, 0, 9), (0, n))
-    state = one.whole_state()
-    if n_before == 0:
-        assert state is None  # nothing is known of [0, 7)
-    else:
-        assert state is not None
-        assert state["residual"][7:].tolist() == whole.states[0, n]["residual"][7:].tolist()
-
-
 # --- the way back
 
 
