@@ -288,19 +288,15 @@ def place(
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:
     """Whether a key's values go encoded. on_host: the path that they would go on the host else."""
+    fewer = encoded_bytes(members, info, wire, updated=updated) < plain_bytes(members, info)
     if not wire.codec and not wire.back:
-        halves = sum_dtype(info.dtype) != info.dtype
+        halves = sum_dtype(info.dtype) != info.dtype and len(members.workers) > 1
         staged = info.space != "device" or members.device_path == "staged"
-        return (
-            halves
-            and staged
-            and on_host == "messages"
-            and members.config.algorithm == "auto"
-            and len(members.workers) > 1
-        )
+        by_messages = on_host == "messages" and members.config.algorithm == "auto"
+        return halves and staged and by_messages and (fewer or len(set(members.worker_hosts)) == 1)
     if info.space == "device" and wire.back:
         return False  # the owner's exact values would be on the host, and it updates those on the device
-    return wire.force or encoded_bytes(members, info, wire, updated=updated) < plain_bytes(members, info)
+    return wire.force or fewer
 
 
 def encoded_bytes(members: Members, info: KeyInfo, wire: Wire, *, updated: bool) -> float:
