@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from mpikv.checks import shown
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
@@ -61,7 +63,8 @@ def make(params: Mapping[str, Any] | str | None) -> Compression:
     if not isinstance(force, bool):
         raise TypeError(f"compression: 'force' is True or False, not {shown(force)}")
     push = registry.create({name: value for name, value in given.items() if name not in ("pull", "force")})
-    return Compression(push, registry.create(given.get("pull", IDENTITY)), force)
+    found = Compression(push, registry.create(given.get("pull", IDENTITY)), force)
+    return NONE if found.plain else found
 
 
 @lru_cache(maxsize=256)
@@ -77,6 +80,10 @@ class Compressions:
     of_new_keys: Compression = NONE
     of_keys: dict[Key, Compression] = field(default_factory=dict)
 
-    def of(self, key: Key) -> Compression:
-        """That of a key which is initialised now."""
-        return self.of_keys.get(key, self.of_new_keys)
+    def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> Compression:
+        """That of a key which is initialised now. links: whether ranks of the store are on several hosts.
+
+        Integers are never compressed. Where all ranks are on one host, memory is faster than any codec.
+        """
+        found = self.of_keys.get(key, self.of_new_keys)
+        return NONE if dtype.kind in "iu" or not (links or found.force) else found

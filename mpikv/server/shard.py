@@ -20,7 +20,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
-from mpikv.codecs.base import Codec
+from mpikv.codecs.base import State as CodecState
+from mpikv.codecs.compression import Compression
+from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
@@ -61,10 +63,11 @@ class Push:
 class Unit:
     """Elements `[begin, end)` of the shard that are updated at one time.
 
-    seen: of each worker, how many pushes are applied or wait for those of others.
+    seen: of each worker, how many pushes are applied or wait for those of others. encoded: what is sent of partitions
+    of this version, by their first elements. pull_states: of the codec, by the same.
     """
 
-    __slots__ = ("begin", "block", "end", "policy", "seen", "state", "version")
+    __slots__ = ("begin", "block", "encoded", "end", "policy", "pull_states", "seen", "state", "version")
 
     def __init__(self, begin: int, block: Block, policy: Policy, version: int, seen: list[int]) -> None:
         self.begin = begin
@@ -74,6 +77,8 @@ class Unit:
         self.version = version
         self.seen = seen
         self.state: State | None = None
+        self.encoded: dict[int, HostArray] = {}
+        self.pull_states: dict[int, CodecState] = {}
 
 
 class Shard:
@@ -86,7 +91,7 @@ class Shard:
         *,
         begin: int,
         part_elems: int,
-        codec: Codec,
+        compression: Compression,
         version: int,
         owner: Owner,
         pool: Pool,
@@ -101,8 +106,8 @@ class Shard:
         self._pool = pool
         self._labels = labels
         self._sum_dtype = sum_dtype(info.dtype)
-        self._codec = codec
-        wire_dtype = codec.wire_dtype(info.dtype)
+        self._codec, self._pull_codec = compression.push, compression.pull
+        wire_dtype = self._codec.wire_dtype(info.dtype)
         self.wire_dtype = _BYTES if wire_dtype is None else wire_dtype  # of a partition as it travels
         self._decodes = wire_dtype is None or wire_dtype != self._sum_dtype  # for NumPy None equals float64
         self._pushed = [version] * len(labels)
@@ -293,6 +298,7 @@ class Shard:
             return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", unit.version + 1, why))]
         self._apply(unit, update)
         unit.version += 1
+        unit.encoded = {}
         events = self._answer()
         if self._counts:
             for worker, queue in enumerate(self._waiting):
@@ -347,6 +353,18 @@ class Shard:
             self._pulls = [pull for pull in self._pulls if not self._serve(pull, events)]
         return events
 
+    def _encoded(self, unit: Unit, begin: int, values: HostArray) -> HostArray:
+        """What is sent of a partition, encoded once for all who pull this version."""
+        found = unit.encoded.get(begin)
+        if found is None:
+            if (state := unit.pull_states.get(begin)) is None:
+                state = unit.pull_states[begin] = self._pull_codec.init(values.size)
+            found = self._pull_codec.encode(values, state)
+            if np.may_share_memory(found, values):  # which the next update changes
+                found = found.copy()
+            found = unit.encoded[begin] = found.view(_BYTES)
+        return found
+
     def _serve(self, pull: Answer, events: list[Event]) -> bool:
         """Answer the partitions of one pull whose version exists, in order; whether it is done."""
         while pull.part < len(self.parts):
@@ -356,6 +374,11 @@ class Shard:
             begin, end = self.parts[pull.part]
             values = unit.block.array[begin - unit.begin : end - unit.begin]
             pull.part += 1
+            if not pull.plain and self._pull_codec != IDENTITY:
+                values = self._encoded(unit, begin, values)
+                if pull.batch is None:
+                    events.append(Reply(pull.worker, pull.tag, values, pull.priority))
+                    continue
             if pull.batch is None:
                 unit.block.readers += 1
                 events.append(Reply(pull.worker, pull.tag, values, pull.priority, unit.block))

@@ -28,7 +28,7 @@ from mpikv.engine.running import Running
 from mpikv.observe.stall import Waiting
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
-from mpikv.strategies.client_key import ClientKey, Route
+from mpikv.strategies.client_key import ClientKey, Route, Value
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -57,7 +57,7 @@ def glance(request: Request) -> bool:
 class Item(NamedTuple):
     """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number.
 
-    op: what the totals of all workers become.
+    op: what the totals of all workers become. plain: the answer comes as it is, whatever the key's codec.
     """
 
     key: ClientKey
@@ -65,6 +65,7 @@ class Item(NamedTuple):
     sink: Sink | None
     attributes: int = 0
     op: Reduction = SUM
+    plain: bool = True
 
 
 class Tags:
@@ -176,7 +177,7 @@ class Client:
         tag = self.reply_tags.take()
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
-        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code)
+        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code, plain=1)
         self.send(
             route.owner, [(header, None if item.total is None else key.encode(item.total, route.begin, route.end))]
         )
@@ -196,7 +197,7 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.sink.buffer() for item in items]
+        values = [None if item.sink is None else item.key.value(item.sink.buffer(), plain=item.plain) for item in items]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -207,7 +208,7 @@ class Client:
         yield from transfer.end()
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
-                item.sink.deliver(value)
+                item.sink.deliver(value.complete())
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:
@@ -250,9 +251,10 @@ class _Transfer:
             payload_tag,
             self._priority,
             item.op.code,
+            int(item.plain),
         )
 
-    def send_small(self, items: Sequence[Item], values: Sequence[HostArray | None]) -> None:
+    def send_small(self, items: Sequence[Item], values: Sequence[Value | None]) -> None:
         """The shards that travel behind their headers, in as few messages as there are servers."""
         by_server: dict[int, list[_Small]] = {}
         for item, value in zip(items, values, strict=True):
@@ -277,7 +279,7 @@ class _Transfer:
         self._receives.append(self._client.irecv(data, server, tag))
         return tag
 
-    def send_large(self, item: Item, value: HostArray | None, route: Route) -> None:
+    def send_large(self, item: Item, value: Value | None, route: Route) -> None:
         """A header, and the partitions, which wait to be fetched."""
         client, total, server = self._client, item.total, route.owner
         reply_tag = payload_tag = 0
@@ -288,9 +290,12 @@ class _Transfer:
             payload_tag = client.payload_tags.take()
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
-        apart = client.through_memory[server] or total is None or value is None
-        one_array = not apart and np.may_share_memory(total, value)
         pieces = [] if total is None else [item.key.encode(total, begin, end) for begin, end in route.parts]
+        answers = [] if value is None else [value.piece(begin, end) for begin, end in route.parts]
+        one_array = False
+        if total is not None and value is not None and not client.through_memory[server]:
+            as_it_is = item.plain and item.key.sends_as_it_is
+            one_array = as_it_is and np.may_share_memory(total, value.array)
         if self._many:
             sender = Sender(
                 client,
@@ -299,19 +304,19 @@ class _Transfer:
                 PARTS_UNDER_WAY,
                 lambda: len(route.parts),
             )
-            targets = [] if value is None else [(server, value[begin:end]) for begin, end in route.parts]
+            targets = [(server, answer) for answer in answers]
             may_ask = (lambda: sender.left) if one_array else None
             self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
             return
-        for i, (begin, end) in enumerate(route.parts):
+        for i in range(len(route.parts)):
             if pieces:
                 request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag)
                 self._sends.append(request)
-                if one_array and value is not None:
+                if one_array:
                     # The answer goes where the partition is sent from: MPI must be done with reading it first.
-                    self._late.append((request, value[begin:end], server, reply_tag))
-            if value is not None and not one_array:
-                self._receives.append(client.irecv(value[begin:end], server, reply_tag))
+                    self._late.append((request, answers[i], server, reply_tag))
+            if answers and not one_array:
+                self._receives.append(client.irecv(answers[i], server, reply_tag))
 
     def end(self) -> Steps[None]:
         """Wait for everything."""
@@ -332,13 +337,13 @@ class _Transfer:
 
 class _Small(NamedTuple):
     item: Item
-    value: HostArray | None
+    value: Value | None
     route: Route
 
     def answer(self) -> HostArray:
         """Where its answer goes."""
         assert self.value is not None
-        return self.value[self.route.begin : self.route.end]
+        return self.value.piece(self.route.begin, self.route.end)
 
     def payload(self) -> HostArray | None:
         """What it pushes."""
