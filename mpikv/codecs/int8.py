@@ -1,8 +1,9 @@
 """Eight bits for each value, and one scale for each block of them.
 
-A block of `block` values has as its scale the largest magnitude in it divided by 127, in float32. Each value times
-1 / scale, rounded to the nearest whole number, ties to even, is a code from -127 to 127; code times scale is what it
-decodes to. A block travels as its scale (float32, little-endian) and its codes (int8). The last block is shorter.
+A block of `block` values has as its scale the largest magnitude in it divided by 127, in float32, but never so much that
+127 times it is infinite. Each value times 1 / scale, rounded to the nearest whole number, ties to even, is a code from
+-127 to 127; code times scale is what it decodes to. A block travels as its scale (float32, little-endian) and its codes
+(int8). The last block is shorter.
 
 A block whose scale is below the smallest normal float32 (1.2e-38: zeros and denormal numbers) is sent as zeros, with
 scale 0; error feedback keeps what is lost. A block that holds a NaN or an infinity has NaN as its scale, so that all of
@@ -26,6 +27,7 @@ from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
 
 _LEAST = np.finfo(np.float32).tiny
+_LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # times 127 it is no infinity
 _SCALE = np.dtype("<f4")
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as an integer it is in the same order, NaN on top
 _MOST_BLOCK = 1 << 24
@@ -77,6 +79,7 @@ class Int8(InBlocks):
                 magnitudes = scaled.view(np.int32)
                 np.bitwise_and(block.view(np.int32), _MAGNITUDE, out=magnitudes)
                 scale = magnitudes.max(axis=1, keepdims=True).view(FLOAT32) / np.float32(127)
+                np.copyto(scale, _LARGEST, where=(scale > _LARGEST) & (scale < np.inf))
                 inverse = np.float32(1) / scale
                 sent = scale >= _LEAST
                 finite = np.isfinite(scale)
@@ -99,5 +102,6 @@ class Int8(InBlocks):
         for part, scales, codes in self._rows(data, n_elems):
             values = scratch[: codes.size].reshape(codes.shape)
             np.copyto(values, codes)
-            values *= scales
+            with np.errstate(over="ignore", invalid="ignore"):  # of scales that are NaN, or damaged
+                values *= scales
             yield part, values.reshape(-1)

@@ -9,7 +9,8 @@ A residual that is no finite number is set to 0 when its bit has been made: an i
 NaN sends -1.
 
 Wire: ceil(n / 8) bytes. State: 4 n bytes. Cost: about eight passes over blocks in the cache, and one over values and
-residual in memory. Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 2.0; Seide et al., Interspeech 2014.
+residual in memory. Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 2.0; Seide et al., Interspeech
+2014.
 """
 
 from __future__ import annotations

@@ -67,8 +67,10 @@ def _class_of(name: str) -> type[Codec]:
     return _registry[name]
 
 
-def create(params: Mapping[str, Any] | str | Codec) -> Codec:
+def create(params: Mapping[str, Any] | str | Codec, *, feedback: bool = True) -> Codec:
     """Make a codec from its name, or from a dict with 'type' and its configuration. Local.
+
+    feedback: whether there is error feedback where 'error_feedback' does not say it.
 
     A codec is returned as it is. Raises ValueError for an unknown name (lists the names) or a value that the codec does
     not take, TypeError for anything else and for parameters that it does not have (lists those it has).
@@ -87,14 +89,15 @@ def create(params: Mapping[str, Any] | str | Codec) -> Codec:
     if unknown := [name for name in given if name not in takes]:
         text = f"takes {', '.join(takes)}" if takes else "takes no parameters"
         raise TypeError(f"compression type {cls.name!r} {text}, not {', '.join(map(shown, unknown))}")
-    feedback = lossy and flag(f"compression: {_FEEDBACK!r}", given.pop(_FEEDBACK, True))
+    feedback = lossy and flag(f"compression: {_FEEDBACK!r}", given.pop(_FEEDBACK, feedback))
     codec = cls(**given)
     return ErrorFeedback(codec) if feedback else codec
 
 
-def params_of(codec: Codec) -> dict[str, Any]:
-    """What `create` makes an equal codec of: JSON."""
-    if isinstance(codec, ErrorFeedback):
-        return {"type": codec.name, **asdict(codec.codec)}  # type: ignore[call-overload]
-    off = {_FEEDBACK: False} if takes_error_feedback(codec) else {}
-    return {"type": codec.name, **asdict(codec), **off}  # type: ignore[call-overload]
+def params_of(codec: Codec, *, feedback: bool = True) -> dict[str, Any]:
+    """What `create` makes an equal codec of, with the same `feedback`: JSON."""
+    inner = codec.codec if isinstance(codec, ErrorFeedback) else codec
+    params = {"type": codec.name, **asdict(inner)}  # type: ignore[call-overload]
+    if takes_error_feedback(inner) and (inner is not codec) != feedback:
+        params[_FEEDBACK] = not feedback
+    return params

@@ -8,8 +8,8 @@ NaN counts as larger than infinity, and that as larger than any number: they are
 whoever adds can see them. If there are more of them than k, error feedback forgets the rest.
 
 Finding them: a sample of the values tells which magnitude about k values have. The values from there on, some more than
-k, are collected in one pass, and the k-th of these few is found exactly. Where the sample was wrong and fewer than k are
-found, all values are candidates; the result is the same.
+k, are collected in one pass, and the k-th of these few is found exactly. Where the sample was wrong, and fewer than k
+are found, all values are candidates; the result is the same.
 
 Wire: 8 k bytes. State: none. Cost: three passes over the values, and work on about 1.5 k of them.
 Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
@@ -88,7 +88,7 @@ class TopK(Codec):
 
 
 def largest(values: HostArray, k: int) -> HostArray:
-    """Return the positions, in increasing order, of the k largest magnitudes; of equal ones the first. values: float32."""
+    """Return the positions, in increasing order, of the k largest magnitudes in float32; of equal ones the first."""
     if k >= values.size:
         return np.arange(values.size)
     magnitudes = values.view(np.int32) & _MAGNITUDE
@@ -99,7 +99,8 @@ def largest(values: HostArray, k: int) -> HostArray:
     kth = np.partition(found, found.size - k)[found.size - k]
     chosen = found > kth
     chosen[np.flatnonzero(found == kth)[: k - np.count_nonzero(chosen)]] = True
-    return candidates[chosen]
+    positions: HostArray = candidates[chosen]
+    return positions
 
 
 def _near(magnitudes: HostArray, k: int) -> int:

@@ -1,9 +1,9 @@
 """MXNet's compression to two bits: each value is sent as +t, -t or nothing, and what that leaves is sent later.
 
-Each element has a residual `res`, a float32 that is 0 at first. A push adds its value to it. Where `res >= t` then, `11`
-is sent and `res -= t`; where `res <= -t`, `10` is sent and `res += t`; elsewhere `00`. Byte j holds elements 4j to 4j+3,
-the first in the two most significant bits; the last byte is filled up with zeros. `11` decodes to +t, `10` to -t, the
-rest to 0.
+Each element has a residual `res`, a float32 that is 0 at first. A push adds its value to it. Then, where `res >= t`,
+`11` is sent and `res -= t`; where `res <= -t`, `10` is sent and `res += t`; elsewhere `00`. Byte j holds elements 4j to
+4j+3, the first in the two most significant bits; the last byte is filled up with zeros. `11` decodes to +t, `10` to -t,
+the rest to 0.
 
 A residual that is no finite number is set to 0 when its code has been made: an infinite value sends +t or -t once, and
 a NaN sends nothing.
@@ -45,7 +45,7 @@ def _decoded_bytes(threshold: float) -> HostArray:
     """Return the four values of every byte, as one item each."""
     of_code = np.array([0, 0, -threshold, threshold], FLOAT32)
     codes = np.arange(256)[:, None] >> np.array([6, 4, 2, 0]) & 3
-    table = of_code[codes].view(_FOUR).reshape(-1)
+    table: HostArray = of_code[codes].view(_FOUR).reshape(-1)
     table.flags.writeable = False
     return table
 

@@ -16,6 +16,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs import compression
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.residuals import cut_anew
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
 
@@ -91,6 +92,8 @@ class ClientKey:
             parts = partitions(shard.begin, shard.end, placement.part_elems)
             n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
+        pieces = [part for route in self.routes for part in route.parts]
+        self.states = cut_anew(self.compression.push, self.states, pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
         self.smallest = one_small and self._comes_as_it_is
 
