@@ -7,7 +7,8 @@ A value, the same on every rank, which has a text (`text`, `of_text`); all ranks
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -76,10 +77,23 @@ def of_text(text: str) -> Compression:
 
 @dataclass
 class Compressions:
-    """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them."""
+    """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them.
+
+    suspended: what is pushed and pulled now travels as it is, on all workers alike: weights, which are not gradients.
+    """
 
     of_new_keys: Compression = NONE
     of_keys: dict[Key, Compression] = field(default_factory=dict)
+    suspended: bool = False
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Let everything travel as it is meanwhile. All workers do so for the same calls."""
+        before, self.suspended = self.suspended, True
+        try:
+            yield
+        finally:
+            self.suspended = before
 
     def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> Compression:
         """That of a key which is initialised now. links: whether ranks of the store are on several hosts.

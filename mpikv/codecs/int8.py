@@ -1,9 +1,9 @@
 """Eight bits for each value, and one scale for each block of them.
 
-A block of `block` values has as its scale the largest magnitude in it divided by 127, in float32, but never so much that
-127 times it is infinite. Each value times 1 / scale, rounded to the nearest whole number, ties to even, is a code from
--127 to 127; code times scale is what it decodes to. A block travels as its scale (float32, little-endian) and its codes
-(int8). The last block is shorter.
+A block of `block` values has as its scale the largest magnitude in it divided by 127, in float32, but never so much
+that 127 times it is infinite. Each value times 1 / scale, rounded to the nearest whole number, ties to even, is a code
+from -127 to 127; code times scale is what it decodes to. A block travels as its scale (float32, little-endian) and its
+codes (int8). The last block is shorter.
 
 A block whose scale is below the smallest normal float32 (1.2e-38: zeros and denormal numbers) is sent as zeros, with
 scale 0; error feedback keeps what is lost. A block that holds a NaN or an infinity has NaN as its scale, so that all of

@@ -1,26 +1,28 @@
-"""Residuals when a key is cut anew: what is owed of an element stays owed, whichever piece it is in."""
+"""States of codecs when a key is cut anew: what is owed of an element stays owed, whichever piece it is in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.blocks import residual_of
+
+Span = tuple[int, int]
 
 
-def cut_anew(codec: Codec, states: Mapping[int, State], pieces: Iterable[tuple[int, int]]) -> dict[int, State]:
-    """Return states of `pieces`, (begin, end), from those of other pieces of the same key, by their first elements.
+def cut_anew(codec: Codec, states: Mapping[Span, State], pieces: Iterable[Span]) -> dict[Span, State]:
+    """Return the states of `pieces`, [begin, end), from those of pieces of the same key.
 
-    Residuals are carried over, as far as they are there; what else a codec remembers of a piece starts anew.
+    A piece that is among them keeps its state. Of another one residuals are carried over, as far as they are there;
+    what else a codec remembers of a piece starts anew. Pieces of which nothing is known have no state.
     """
-    old = [(begin, state["residual"]) for begin, state in sorted(states.items()) if "residual" in state]
-    if not old:
-        return {}
-    owed = residual_of(max(begin + residual.size for begin, residual in old))["residual"]
-    for begin, residual in old:
-        owed[begin : begin + residual.size] = residual
-    new = {begin: codec.init(end - begin) for begin, end in pieces}
-    for begin, state in new.items():
-        known = owed[begin : begin + state["residual"].size]
-        state["residual"][: known.size] = known
-    return new
+    found: dict[Span, State] = {}
+    for begin, end in pieces:
+        if (begin, end) in states:
+            found[begin, end] = {name: value.copy() for name, value in states[begin, end].items()}
+            continue
+        for (first, last), state in states.items():
+            low, high = max(begin, first), min(end, last)
+            if low < high and "residual" in state:
+                new = found.setdefault((begin, end), codec.init(end - begin))
+                new["residual"][low - begin : high - begin] = state["residual"][low - first : high - first]
+    return found

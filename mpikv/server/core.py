@@ -151,7 +151,7 @@ class ServerCore:
                     priority=header.priority,
                     batch=batch,
                     index=index,
-                    plain=bool(header.plain),
+                    plain=bool(header.plain & wire.PLAIN_ANSWER),
                 )
             )
         return events

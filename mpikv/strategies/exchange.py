@@ -57,7 +57,8 @@ def glance(request: Request) -> bool:
 class Item(NamedTuple):
     """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number.
 
-    op: what the totals of all workers become. plain: the answer comes as it is, whatever the key's codec.
+    op: what the totals of all workers become. plain: what travels as it is, whatever the key's codec, as the header
+    says it.
     """
 
     key: ClientKey
@@ -65,7 +66,17 @@ class Item(NamedTuple):
     sink: Sink | None
     attributes: int = 0
     op: Reduction = SUM
-    plain: bool = True
+    plain: int = wire.PLAIN_ANSWER
+
+    @property
+    def pushes_plain(self) -> bool:
+        """Whether its push travels as it is, though others of the key may not."""
+        return bool(self.plain & wire.PLAIN_PUSH)
+
+    @property
+    def answered_plain(self) -> bool:
+        """Whether the answer comes as it is."""
+        return bool(self.plain & wire.PLAIN_ANSWER)
 
 
 class Tags:
@@ -177,9 +188,19 @@ class Client:
         tag = self.reply_tags.take()
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
-        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code, plain=1)
+        header = wire.Header(
+            wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code, plain=item.plain
+        )
         self.send(
-            route.owner, [(header, None if item.total is None else key.encode(item.total, route.begin, route.end))]
+            route.owner,
+            [
+                (
+                    header,
+                    None
+                    if item.total is None
+                    else key.encode(item.total, route.begin, route.end, plain=item.pushes_plain),
+                )
+            ],
         )
         return answer, tag
 
@@ -197,7 +218,10 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.key.value(item.sink.buffer(), plain=item.plain) for item in items]
+        values = [
+            None if item.sink is None else item.key.value(item.sink.buffer(), plain=item.answered_plain)
+            for item in items
+        ]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -251,7 +275,7 @@ class _Transfer:
             payload_tag,
             self._priority,
             item.op.code,
-            int(item.plain),
+            item.plain,
         )
 
     def send_small(self, items: Sequence[Item], values: Sequence[Value | None]) -> None:
@@ -290,11 +314,15 @@ class _Transfer:
             payload_tag = client.payload_tags.take()
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
-        pieces = [] if total is None else [item.key.encode(total, begin, end) for begin, end in route.parts]
+        pieces = (
+            []
+            if total is None
+            else [item.key.encode(total, begin, end, plain=item.pushes_plain) for begin, end in route.parts]
+        )
         answers = [] if value is None else [value.piece(begin, end) for begin, end in route.parts]
         one_array = False
         if total is not None and value is not None and not client.through_memory[server]:
-            as_it_is = item.plain and item.key.sends_as_it_is
+            as_it_is = item.answered_plain and (item.key.sends_as_it_is or item.pushes_plain)
             one_array = as_it_is and np.may_share_memory(total, value.array)
         if self._many:
             sender = Sender(
@@ -347,8 +375,10 @@ class _Small(NamedTuple):
 
     def payload(self) -> HostArray | None:
         """What it pushes."""
-        total = self.item.total
-        return None if total is None else self.item.key.encode(total, self.route.begin, self.route.end)
+        item, route = self.item, self.route
+        if item.total is None:
+            return None
+        return item.key.encode(item.total, route.begin, route.end, plain=item.pushes_plain)
 
 
 def _chunks(small: list[_Small]) -> list[list[_Small]]:

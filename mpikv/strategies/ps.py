@@ -25,7 +25,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
@@ -186,9 +186,15 @@ class PsStrategy(Strategy):
         items = []
         for info, total, sink in entries:
             key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
-            items.append(Item(key, total, sink, number, op, key.plain))
+            items.append(Item(key, total, sink, number, op, self._plain(key, op)))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
+
+    def _plain(self, key: ClientKey, op: Reduction) -> int:
+        """What of a call travels as it is: sums alone are compressed, and not while the session says so."""
+        if self._session.compressions.suspended or not op.adds:
+            return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
+        return wire.PLAIN_ANSWER if key.plain else 0
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
@@ -236,7 +242,8 @@ class PsStrategy(Strategy):
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
-        item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
+        key, number = self._keys[info.id], self._count_push(info)
+        item = Item(key, total, sink, number, op, self._plain(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -297,7 +304,7 @@ class PsStrategy(Strategy):
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
-                item = Item(key, None, Sink(info, [value], spaces), plain=True)
+                item = Item(key, None, Sink(info, [value], spaces))
                 self._session.wait(self._exchange([item], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
@@ -340,6 +347,23 @@ class PsStrategy(Strategy):
 
         keys, configs = self._session.decide(LOAD, give)
         return keys, configs
+
+    def codec_states(self, call: str) -> list[Part]:
+        """What was pushed has been encoded in the call that pushed it."""
+        return [
+            part_of(key.info, begin, end, state)
+            for key in self._keys.values()
+            for begin, end, state in key.codec_states()
+        ]
+
+    def take_codec_states(self, parts: Sequence[Part]) -> None:
+        """Each key its own."""
+        pieces: dict[Key, dict[tuple[int, int], Any]] = {}
+        for part in parts:
+            pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
+        with self._engine.lock:
+            for key in self._keys.values():
+                key.take_codec_states(pieces.get(key.info.key, {}))
 
     def _settle(self, call: str) -> None:
         """Wait until everything that all workers pushed so far has been applied. Collective."""

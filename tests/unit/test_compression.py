@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from store_modes import Mode, every_way, long_messages, mode_id
 
-from mpikv import ConfigError, MpikvError, ShapeMismatch, kv, optimizers, wire
+from mpikv import ConfigError, MpikvError, Parameter, ShapeMismatch, Trainer, kv, optimizers, wire
 from mpikv.codecs import compression, registry
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.compression import NONE, Compression, make
@@ -278,3 +278,52 @@ def test_weights_come_back_by_codecs_that_round_alone() -> None:
             store.init("w", np.zeros(5, np.float32))
 
     run(Mode("dist_sync", 2, 1), late, rest)
+
+
+# --- what is not compressed
+
+COARSE = make({"type": "rest of tests", "step": 16.0, "pull": "fp16", "force": True})
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
+def test_sums_alone_are_compressed(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean is a sum; a maximum, and what is pushed while compression is suspended, travel as they are."""
+    monkeypatch.setattr("mpikv.strategies.client_key.INLINE_BYTES", INLINE_BYTES if inline else 0)
+    exact = 1 + 2.0**-20
+
+    def body(store: Any) -> Any:
+        found = []
+        store.init("w", np.zeros(67, np.float32))
+        for op, value in (("sum", 17), ("max", exact + store.rank), ("mean", 15 + 32)):
+            store.pushpull("w", array := np.full(67, value, np.float32), op=op)
+            found += np.unique(array).tolist()
+        with store.session.compressions.suspend():
+            store.pushpull("w", array := np.full(67, exact, np.float32))
+            found += np.unique(array).tolist()
+        return found
+
+    expected = [32.0, exact + 1, 48.0, 2 * exact]  # of 17 one is owed, so that 48 are pushed with 47
+    for mode in (Mode("dist_sync", 2, 1), Mode("dist_sync", 2, 2, memory="off")):
+        assert run(mode, body, COARSE, partition_bytes=4096 if inline else PART_BYTES) == [expected] * 2
+
+
+def test_a_trainer_resumes_the_very_weights(tmp_path: Any) -> None:
+    """They are brought to the servers as they are, though gradients are not."""
+
+    def body(store: Any) -> Any:
+        weight = Parameter(np.full(67, 1 + 2.0**-20, np.float32))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, store, {"type": "rest of tests", "force": True})
+        weight.grad[...] = 0.75
+        trainer.step(2)
+        trainer.save(tmp_path / "checkpoint")
+        return weight.data.tobytes()
+
+    def second(store: Any) -> bool:
+        weight = Parameter(np.zeros(67, np.float32))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, store, {"type": "rest of tests", "force": True})
+        assert trainer.resume(tmp_path / "checkpoint") == 1
+        return weight.data.tobytes() == saved[0]
+
+    saved = run(Mode("dist_sync", 2, 2), body, NONE)
+    assert saved[0] == saved[1]
+    assert run(Mode("dist_sync", 2, 2), second, NONE) == [True] * 2
