@@ -12,6 +12,8 @@ from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import Identity
 from mpikv.codecs.int8 import Int8
 from mpikv.codecs.onebit import OneBit
+from mpikv.codecs.powersgd import PowerSGD
+from mpikv.codecs.randomk import RandomK
 from mpikv.codecs.registry import create, names, register
 from mpikv.codecs.topk import TopK
 from mpikv.codecs.twobit import TwoBit
@@ -24,6 +26,8 @@ __all__ = [
     "Identity",
     "Int8",
     "OneBit",
+    "PowerSGD",
+    "RandomK",
     "State",
     "TopK",
     "TwoBit",

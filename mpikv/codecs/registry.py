@@ -22,6 +22,8 @@ from mpikv.codecs.error_feedback import ErrorFeedback, takes_error_feedback
 from mpikv.codecs.identity import Identity
 from mpikv.codecs.int8 import Int8
 from mpikv.codecs.onebit import OneBit
+from mpikv.codecs.powersgd import PowerSGD
+from mpikv.codecs.randomk import RandomK
 from mpikv.codecs.topk import TopK
 from mpikv.codecs.twobit import TwoBit
 
@@ -49,7 +51,7 @@ def register(cls: CodecClass) -> CodecClass:
     return cls
 
 
-for _cls in (Identity, Float16, BFloat16, TwoBit, OneBit, Int8, TopK):
+for _cls in (Identity, Float16, BFloat16, TwoBit, OneBit, Int8, TopK, RandomK, PowerSGD):
     register(_cls)
 
 

@@ -24,8 +24,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs import shares
-from mpikv.codecs.base import Codec, State
+from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32
+from mpikv.codecs.sparse import Sparse
 from mpikv.errors import MpikvError
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
@@ -34,7 +35,7 @@ _SAMPLE_ELEMS = 1 << 13
 
 
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(Sparse):
     """The largest of them. ratio: which share of the values is sent, more than 0 and at most 1."""
 
     ratio: float = 0.01
@@ -59,7 +60,7 @@ class TopK(Codec):
         data[positions.size * _POSITION.itemsize :].view(_VALUE)[...] = values[positions]
         return data
 
-    def _sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
+    def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
         """Return the positions and the values in `data`. Raises MpikvError where they cannot be."""
         self.check_bytes(data, n_elems)
         bound = data.size // (_POSITION.itemsize + _VALUE.itemsize) * _POSITION.itemsize
@@ -67,24 +68,6 @@ class TopK(Codec):
         if positions.size and (positions[-1] >= n_elems or (np.diff(positions) <= 0).any()):
             raise MpikvError(f"{self!r}: the positions do not increase, or go beyond the {n_elems} values")
         return positions, data[bound:].view(_VALUE)
-
-    def decode(self, data: HostArray, out: HostArray) -> None:
-        """Write zeros, and the values that were sent."""
-        positions, values = self._sent(data, out.size)
-        out[...] = 0.0
-        out[positions] = values
-
-    def add(self, data: HostArray, out: HostArray) -> None:
-        """Add the values that were sent."""
-        positions, values = self._sent(data, out.size)
-        sums = out[positions] + values
-        out += 0.0  # as to everything that was not sent: it makes -0.0 0.0
-        out[positions] = sums
-
-    def subtract(self, data: HostArray, out: HostArray) -> None:
-        """Subtract the values that were sent; a difference with 0 changes nothing."""
-        positions, values = self._sent(data, out.size)
-        out[positions] -= values
 
 
 def largest(values: HostArray, k: int) -> HostArray:
