@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.errors import MpikvError
 
 State = dict[str, HostArray]
 """What a codec remembers of a piece, by name. "residual": (n,) float32, what earlier pushes of the piece still owe."""
@@ -30,6 +31,8 @@ class Codec(ABC):
     name: ClassVar[str]  # the 'type' that a user asks for
     exact: ClassVar[bool] = False  # what is decoded is what was encoded: nothing has to be made up for
     rounds: ClassVar[bool] = False  # without a state, and each value comes out near what it was: weights may go so
+
+    has_residual: ClassVar[bool] = False  # whether its own state keeps what it has lost, as error feedback does
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
         """What values of `dtype` travel as: one number of this dtype for each. None: bytes that mean nothing alone."""
@@ -52,10 +55,25 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: HostArray, out: HostArray) -> None:
-        """Write the values into `out`, (n,) in the dtype they are added in. data: of the wire's dtype, or uint8."""
+        """Write the values into `out`, (n,) in the dtype they are added in. data: of the wire's dtype, or uint8.
+
+        Raises MpikvError where `data` is not as long as n values are, or cannot come from `encode`.
+        """
 
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add the values to `out`, with the same bits as by `decode` and one sum."""
         values = np.empty_like(out)
         self.decode(data, values)
         out += values
+
+    def subtract(self, data: HostArray, out: HostArray) -> None:
+        """Subtract the values from `out`, with the same bits as by `decode` and one difference."""
+        values = np.empty_like(out)
+        self.decode(data, values)
+        out -= values
+
+    def check_bytes(self, data: HostArray, n_elems: int) -> None:
+        """Raise MpikvError where `data` is not as long as n values are on their way."""
+        expected = self.wire_bytes(n_elems, self.wire_dtype(data.dtype) or np.dtype(np.float32))
+        if data.nbytes != expected:
+            raise MpikvError(f"{self!r}: {n_elems} values travel as {expected} bytes, and {data.nbytes} bytes are here")

@@ -40,6 +40,7 @@ class _Cast(Codec):
 
     def decode(self, data: HostArray, out: HostArray) -> None:
         """Widen each."""
+        self.check_bytes(data, out.size)
         np.copyto(out, data)
 
 

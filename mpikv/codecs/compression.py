@@ -40,7 +40,7 @@ class Compression:
         """Its text: the name of the codec alone, or JSON; the same for equal ones."""
         params: dict[str, Any] = registry.params_of(self.push)
         if self.pull != IDENTITY:
-            params["pull"] = registry.params_of(self.pull)
+            params["pull"] = registry.params_of(self.pull, feedback=False)
         if self.force:
             params["force"] = True
         return self.push.name if len(params) == 1 else json.dumps(params, sort_keys=True)
@@ -52,8 +52,9 @@ NONE = Compression()
 def make(params: Mapping[str, Any] | str | None) -> Compression:
     """Make one of a codec's name, or of a dict with its name as 'type', its parameters, 'pull' and 'force'.
 
-    pull: a codec in the same form; default none. force: default False. Raises ValueError for an unknown codec (lists
-    the known ones) or a value that it does not take, TypeError for anything else.
+    pull: a codec in the same form; default none, and without error feedback unless it asks for it: a value comes whole
+    with every pull, so that none owes the next one anything. force: default False. Raises ValueError for an unknown
+    codec (lists the known ones) or a value that it does not take, TypeError for anything else.
     """
     if params is None:
         return NONE
@@ -64,7 +65,7 @@ def make(params: Mapping[str, Any] | str | None) -> Compression:
     if not isinstance(force, bool):
         raise TypeError(f"compression: 'force' is True or False, not {shown(force)}")
     push = registry.create({name: value for name, value in given.items() if name not in ("pull", "force")})
-    found = Compression(push, registry.create(given.get("pull", IDENTITY)), force)
+    found = Compression(push, registry.create(given.get("pull", IDENTITY), feedback=False), force)
     return NONE if found.plain else found
 
 

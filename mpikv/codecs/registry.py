@@ -3,6 +3,9 @@
 `create({'type': '2bit', 'threshold': 0.5})` makes one of its name and its configuration. A package that installs a
 codec names its class in the group of entry points "mpikv.codecs", where it is found by its name; a program calls
 `register`. Every rank that meets the codec must know it, servers too.
+
+Around a codec that loses something and does not keep it itself comes error feedback, unless its parameter
+'error_feedback' is False.
 """
 
 from __future__ import annotations
@@ -12,12 +15,20 @@ from dataclasses import asdict, fields
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from mpikv.checks import meant, shown
+from mpikv.checks import flag, meant, shown
 from mpikv.codecs.base import Codec
 from mpikv.codecs.cast import BFloat16, Float16
+from mpikv.codecs.error_feedback import ErrorFeedback, takes_error_feedback
 from mpikv.codecs.identity import Identity
+from mpikv.codecs.int8 import Int8
+from mpikv.codecs.onebit import OneBit
+from mpikv.codecs.powersgd import PowerSGD
+from mpikv.codecs.randomk import RandomK
+from mpikv.codecs.topk import TopK
+from mpikv.codecs.twobit import TwoBit
 
 ENTRY_POINTS = "mpikv.codecs"
+_FEEDBACK = "error_feedback"
 
 _registry: dict[str, type[Codec]] = {}
 
@@ -40,7 +51,7 @@ def register(cls: CodecClass) -> CodecClass:
     return cls
 
 
-for _cls in (Identity, Float16, BFloat16):
+for _cls in (Identity, Float16, BFloat16, TwoBit, OneBit, Int8, TopK, RandomK, PowerSGD):
     register(_cls)
 
 
@@ -58,8 +69,10 @@ def _class_of(name: str) -> type[Codec]:
     return _registry[name]
 
 
-def create(params: Mapping[str, Any] | str | Codec) -> Codec:
+def create(params: Mapping[str, Any] | str | Codec, *, feedback: bool = True) -> Codec:
     """Make a codec from its name, or from a dict with 'type' and its configuration. Local.
+
+    feedback: whether there is error feedback where 'error_feedback' does not say it.
 
     A codec is returned as it is. Raises ValueError for an unknown name (lists the names) or a value that the codec does
     not take, TypeError for anything else and for parameters that it does not have (lists those it has).
@@ -73,12 +86,20 @@ def create(params: Mapping[str, Any] | str | Codec) -> Codec:
     cls = _class_of(params["type"])
     given = {name: value for name, value in params.items() if name != "type"}
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    if unknown := [name for name in given if name not in known]:
-        takes = f"takes {', '.join(known)}" if known else "takes no parameters"
-        raise TypeError(f"compression type {cls.name!r} {takes}, not {', '.join(map(shown, unknown))}")
-    return cls(**given)
+    lossy = takes_error_feedback(cls)
+    takes = [*known, _FEEDBACK] if lossy else known
+    if unknown := [name for name in given if name not in takes]:
+        text = f"takes {', '.join(takes)}" if takes else "takes no parameters"
+        raise TypeError(f"compression type {cls.name!r} {text}, not {', '.join(map(shown, unknown))}")
+    feedback = lossy and flag(f"compression: {_FEEDBACK!r}", given.pop(_FEEDBACK, feedback))
+    codec = cls(**given)
+    return ErrorFeedback(codec) if feedback else codec
 
 
-def params_of(codec: Codec) -> dict[str, Any]:
-    """What `create` makes an equal codec of: JSON."""
-    return {"type": codec.name, **asdict(codec)}  # type: ignore[call-overload]
+def params_of(codec: Codec, *, feedback: bool = True) -> dict[str, Any]:
+    """What `create` makes an equal codec of, with the same `feedback`: JSON."""
+    inner = codec.codec if isinstance(codec, ErrorFeedback) else codec
+    params = {"type": codec.name, **asdict(inner)}  # type: ignore[call-overload]
+    if takes_error_feedback(inner) and (inner is not codec) != feedback:
+        params[_FEEDBACK] = not feedback
+    return params

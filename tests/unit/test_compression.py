@@ -27,6 +27,7 @@ class Rest(Codec):
     """Whole numbers as int8, and what is left of them with the next push: for sums, and not for weights."""
 
     name = "rest of tests"
+    has_residual = True
     step: float = 1.0
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
@@ -74,7 +75,7 @@ def test_a_compression_has_one_text() -> None:
         ({"type": "fb16"}, ValueError, "Did you mean 'fp16'"),
         ({"threshold": 0.5}, TypeError, "a dict with 'type'"),
         ({"type": 2}, TypeError, "a dict with 'type'"),
-        ({"type": "fp16", "threshold": 0.5}, TypeError, "'fp16' takes no parameters, not 'threshold'"),
+        ({"type": "fp16", "threshold": 0.5}, TypeError, "'fp16' takes error_feedback, not 'threshold'"),
         ({"type": "rest of tests", "size": 1}, TypeError, "takes step, not 'size'"),
         ({"type": "fp16", "force": 1}, TypeError, "'force' is True or False, not 1"),
         ({"type": "fp16", "pull": "zip"}, ValueError, "unknown compression type 'zip'"),

@@ -1,0 +1,80 @@
+"""What codecs have in common that work on a block of a piece at a time.
+
+A pass of NumPy over a long array waits for memory, and one over a block that stays in a core's cache does not. So each
+of these codecs does all its passes over one block before it goes on to the next. Values are taken as float32: float64
+is rounded to it, which is what travels in any case; float16 and bfloat16 are widened.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.checks import number
+from mpikv.codecs.base import Codec, State
+
+BLOCK_ELEMS = 1 << 15  # 128 KiB of float32: four such arrays are in the second cache of any core of these years
+FLOAT32 = np.dtype(np.float32)
+
+
+def spans(n_elems: int, step: int = BLOCK_ELEMS) -> Iterator[slice]:
+    """Cut n elements into blocks of `step`, the last one shorter."""
+    for begin in range(0, n_elems, step):
+        yield slice(begin, min(begin + step, n_elems))
+
+
+def as_float32(values: HostArray) -> HostArray:
+    """Return the values in float32; themselves where they are. What float32 cannot hold becomes infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(FLOAT32, copy=False)
+
+
+def residual_of(n_elems: int) -> State:
+    """Return the state of a piece of which nothing is owed yet."""
+    return {"residual": np.zeros(n_elems, FLOAT32)}
+
+
+def forget_what_is_not_finite(residual: HostArray) -> None:
+    """Set what is NaN or infinite to 0: no later push could make up for it, and it would stay for ever."""
+    finite = np.isfinite(residual)
+    if not finite.all():
+        residual[~finite] = 0.0
+
+
+def positive(what: str, value: object) -> float:
+    """Check a number that is more than 0, in float32, too. Raises ValueError or TypeError."""
+    found = number(what, value)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(found)
+    if not (0 < rounded < np.inf):
+        raise ValueError(f"{what} must be more than 0, and fit into float32, not {found:g}")
+    return found
+
+
+class InBlocks(Codec):
+    """A codec that decodes block by block."""
+
+    @abstractmethod
+    def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
+        """Yield where each block belongs, and its values in float32, which are good until the next one is asked for."""
+
+    def decode(self, data: HostArray, out: HostArray) -> None:
+        """Write each block."""
+        self.check_bytes(data, out.size)
+        for part, values in self.blocks(data, out.size):
+            out[part] = values
+
+    def add(self, data: HostArray, out: HostArray) -> None:
+        """Add each block while it is in the cache."""
+        self.check_bytes(data, out.size)
+        for part, values in self.blocks(data, out.size):
+            out[part] += values
+
+    def subtract(self, data: HostArray, out: HostArray) -> None:
+        """Subtract each block while it is in the cache."""
+        self.check_bytes(data, out.size)
+        for part, values in self.blocks(data, out.size):
+            out[part] -= values

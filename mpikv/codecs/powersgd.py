@@ -1,0 +1,154 @@
+"""PowerSGD: each piece as the product of two thin matrices.
+
+The n values of a piece are a matrix M, row by row: c = ceil(sqrt(n)) columns, ceil(n / c) rows, filled up with zeros.
+One step of a power iteration, which begins with the Q of the push before, finds its main directions:
+
+    P = M Q,  P = orthonormal columns of P,  Q = M^T P
+
+P and Q, float32 and `rank` columns each, travel; they decode to P Q^T. What that leaves is what error feedback is for.
+Q stays in the state, so that the directions get better from push to push; it begins with fixed numbers from -1 to 1.
+A column of Q that has become zero begins anew. A piece that is no longer than its factors is sent as it is, in float32.
+
+The paper adds P over the workers, and then Q, in one iteration. Here each worker's push has factors of its own, and
+what they decode to is added: the sum has up to `rank` times as many directions as there are workers.
+
+A piece with a NaN or an infinity, or whose factors do not fit into float32, is sent as NaN, and Q begins anew.
+
+Sums are made in float64 and rounded once, so that the bytes do not depend on the order in which a BLAS adds, but for
+rare cases; decoding multiplies and adds in float32, column by column, with the same bits everywhere.
+
+Wire: 4 rank (rows + columns) bytes, about 8 rank sqrt(n); at most 4 n. State: Q. Cost: two passes with 2 rank
+multiplications and additions for each value, in float64, and about 2 rank passes over blocks in the cache to decode.
+Source: Vogels, Karimireddy and Jaggi, NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.checks import whole
+from mpikv.codecs.base import State
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
+
+_FACTOR = np.dtype("<f4")
+_FLOAT64 = np.dtype(np.float64)
+_DEPENDENT = 1e-12  # of a column's length, in float64: what is left of it is rounding
+
+
+@dataclass(frozen=True)
+class PowerSGD(InBlocks):
+    """Two factors. rank: how many columns they have."""
+
+    rank: int = 2
+
+    name = "powersgd"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", whole("powersgd: rank", self.rank, 1, 1 << 16))
+
+    def _shape(self, n_elems: int) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        columns = math.isqrt(max(n_elems - 1, 0)) + 1
+        return -(-n_elems // columns), columns
+
+    def _as_it_is(self, n_elems: int) -> bool:
+        """Whether the factors are no shorter than the values."""
+        return self.rank * sum(self._shape(n_elems)) >= n_elems
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        """Those of the factors, or of the values in float32."""
+        return _FACTOR.itemsize * (n_elems if self._as_it_is(n_elems) else self.rank * sum(self._shape(n_elems)))
+
+    def init(self, n_elems: int) -> State:
+        """Q begins with fixed numbers."""
+        return {} if self._as_it_is(n_elems) else {"q": self._start(self._shape(n_elems)[1])}
+
+    def _start(self, columns: int) -> HostArray:
+        """Return (columns, rank) numbers from -1 to 1 that look random: an integer hash of where they are."""
+        z = np.arange(columns * self.rank, dtype=np.uint64) + np.uint64(1)
+        z = z * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ z >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+        z = z ^ z >> np.uint64(32)
+        numbers = (z >> np.uint64(40)).astype(FLOAT32) / np.float32(1 << 23) - np.float32(1)
+        return numbers.reshape(columns, self.rank)
+
+    def encode(self, values: HostArray, state: State) -> HostArray:
+        """One step of the iteration."""
+        if self._as_it_is(values.size):
+            return np.array(as_float32(values), _FACTOR).view(np.uint8)
+        rows, columns = self._shape(values.size)
+        with np.errstate(all="ignore"):
+            q = state["q"].astype(_FLOAT64)
+            p = np.empty((rows, self.rank))
+            for part, matrix in _rows(values, rows, columns):
+                np.matmul(matrix, q, out=p[part])
+            _orthonormalize(p)
+            sent_p = p.astype(_FACTOR)
+            p = sent_p.astype(_FLOAT64)
+            q = np.zeros((columns, self.rank))
+            for part, matrix in _rows(values, rows, columns):
+                q += matrix.T @ p[part]
+            sent_q = q.astype(_FACTOR)
+        factors = np.concatenate([sent_p.reshape(-1), sent_q.reshape(-1)])
+        start = self._start(columns)
+        if np.isfinite(factors).all():
+            state["q"][...] = np.where(sent_q.any(axis=0), sent_q, start)
+        else:
+            factors[...] = np.nan
+            state["q"][...] = start
+        return factors.view(np.uint8)
+
+    def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
+        """Some rows of P Q^T at a time."""
+        numbers = data.view(_FACTOR)
+        if self._as_it_is(n_elems):
+            yield slice(0, n_elems), numbers
+            return
+        rows, columns = self._shape(n_elems)
+        p = numbers[: rows * self.rank].reshape(rows, self.rank)
+        q = np.ascontiguousarray(numbers[rows * self.rank :].reshape(columns, self.rank).T, FLOAT32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for part in spans(rows, _rows_of_a_block(columns)):
+                values = p[part, :1] * q[:1]
+                for i in range(1, self.rank):
+                    values += p[part, i : i + 1] * q[i : i + 1]
+                where = slice(part.start * columns, min(part.stop * columns, n_elems))
+                yield where, values.reshape(-1)[: where.stop - where.start]
+
+
+def _rows_of_a_block(columns: int) -> int:
+    return max(BLOCK_ELEMS // columns, 1)
+
+
+def _rows(values: HostArray, rows: int, columns: int) -> Iterator[tuple[slice, HostArray]]:
+    """Yield some rows of the matrix at a time, in float64."""
+    for part in spans(rows, _rows_of_a_block(columns)):
+        found = as_float32(values[part.start * columns : part.stop * columns])
+        matrix = np.zeros((part.stop - part.start, columns))
+        matrix.reshape(-1)[: found.size] = found
+        yield part, matrix
+
+
+def _orthonormalize(p: HostArray) -> None:
+    """Make the columns orthonormal, by Gram and Schmidt; what depends on those before it becomes 0."""
+    for i in range(p.shape[1]):
+        column = p[:, i]
+        length = _length(column)
+        for _ in range(2):  # once more for what rounding has left
+            for j in range(i):
+                column -= (p[:, j] @ column) * p[:, j]
+        left = _length(column)
+        if left <= _DEPENDENT * length:
+            column[...] = 0.0
+        else:
+            column /= left
+
+
+def _length(column: HostArray) -> float:
+    return float(np.sqrt(column @ column))

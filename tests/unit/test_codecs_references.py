@@ -1,0 +1,294 @@
+"""Codecs that are compressed with, each against its definition, element by element, and against what it promises."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import codec_references as reference
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from mpikv import MpikvError, codecs
+from mpikv.codecs import (
+    BFloat16,
+    Codec,
+    ErrorFeedback,
+    Float16,
+    Identity,
+    Int8,
+    OneBit,
+    TopK,
+    TwoBit,
+    registry,
+    topk,
+)
+from mpikv.codecs.blocks import BLOCK_ELEMS
+from mpikv.codecs.compression import make, of_text
+from mpikv.codecs.residuals import cut_anew
+
+FLOATS = tuple(np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+VECTOR = np.array(
+    [0.6, -0.6, 0.1, 0.5, -0.5, 0.49, -0.49, 2.0, 0, -3, 0.25, 0.75, 1, -1, 0.5, -0.5, 0.7, -0.2], np.float32
+)
+MOST = float(np.finfo(np.float32).max)
+ODD = [MOST, -MOST, 0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-45, 1.2e-38, 3.4e38, -3.4e38, 0.5, -0.5, 63.5, 127.0]
+LENGTHS = (0, 1, 4, 9, 257)
+REFERENCES: dict[Codec, Any] = {
+    TwoBit(): reference.two_bit(0.5),
+    TwoBit(0.1): reference.two_bit(0.1),
+    OneBit(): reference.one_bit(0.5),
+    OneBit(1.5): reference.one_bit(1.5),
+    Int8(): reference.int8(256),
+    Int8(3): reference.int8(3),
+    TopK(): reference.topk(0.01),
+    TopK(0.3): reference.topk(0.3),
+}
+
+
+def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
+    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+
+
+def check_against_reference(codec: Codec, pushes: list[np.ndarray]) -> None:
+    """Bytes, residuals and decoded values of some pushes, with and without error feedback around the codec."""
+    encode, decode = REFERENCES[codec]
+    n = pushes[0].size
+    for outer in (codec, ErrorFeedback(codec)) if not codec.has_residual else (codec,):
+        state = outer.init(n)
+        residual = np.zeros(n, np.float32) if "residual" in state else None
+        for values in pushes:
+            data = outer.encode(values, state)
+            expected, residual = reference.push(encode, decode, values, residual, feeds_back=outer is not codec)
+            assert data.tobytes().hex() == expected.hex()
+            if residual is not None:
+                assert same_bits(state["residual"], residual)
+            for dtype in (np.float32, np.float64):
+                out = np.full(n, 7, dtype)
+                outer.decode(data, out)
+                assert same_bits(out, np.array(decode(expected, n), np.float32).astype(dtype))
+
+
+@pytest.mark.parametrize("codec", REFERENCES, ids=repr)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_each_codec_is_its_definition(codec: Codec, dtype: np.dtype[Any]) -> None:
+    generator = np.random.default_rng(0)
+    for n in LENGTHS if dtype == np.float32 else (9,):
+        check_against_reference(codec, [generator.standard_normal(n).astype(dtype) for _ in range(3)])
+
+
+@pytest.mark.parametrize("codec", REFERENCES, ids=repr)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_numbers(codec: Codec, data: st.DataObject) -> None:
+    """With NaN, infinities, zeros, the smallest and the largest numbers, and ties."""
+    elements = st.one_of(st.sampled_from(ODD), st.integers(-3, 3), st.floats(width=32)).map(float)
+    n = data.draw(st.integers(0, 20))
+    arrays = st_numpy.arrays(np.float32, n, elements=elements)
+    check_against_reference(codec, data.draw(st.lists(arrays, min_size=1, max_size=3)))
+
+
+@pytest.mark.parametrize("codec", [TwoBit(), OneBit(), Int8(), Int8(100), Int8(BLOCK_ELEMS + 1), TopK()], ids=repr)
+def test_long_pieces_are_done_in_blocks(codec: Codec) -> None:
+    """A piece of some blocks is its blocks one after another, where the format lets it be; topk against a sort."""
+    n = 2 * BLOCK_ELEMS + 100
+    values = np.random.default_rng(1).standard_normal(n).astype(np.float32)
+    data = codec.encode(values, codec.init(n))
+    out = np.empty(n, np.float32)
+    codec.decode(data, out)
+    if isinstance(codec, TopK):
+        k = math.ceil(n / 100)
+        expected = np.zeros(n, np.float32)
+        positions = np.argsort(-np.abs(values), kind="stable")[:k]
+        expected[positions] = values[positions]
+        assert same_bits(out, expected)
+        return
+    step = {TwoBit: 1024, OneBit: 1024, Int8: getattr(codec, "block", 0)}[type(codec)]
+    alone = np.concatenate(
+        [codec.encode(values[i : i + step], codec.init(values[i : i + step].size)) for i in range(0, n, step)]
+    )
+    assert same_bits(data, alone)
+    total = values.copy()
+    codec.add(data, total)
+    assert same_bits(total, values + out)
+
+
+def test_two_bits_as_the_documents_give_them() -> None:
+    codec, state = TwoBit(), TwoBit().init(VECTOR.size)
+    found = [codec.encode(VECTOR, state).tobytes().hex() for _ in range(3)]
+    assert found == ["e38323eec0", "e3bb2feec0", "e3bb23eee0"]
+
+
+# --- finding the largest
+
+
+@pytest.mark.parametrize("n", [1 << 13, (1 << 13) + 1, 1 << 16, 100_003])
+def test_the_largest_where_the_sample_misleads(n: int) -> None:
+    """All large values where the sample does not look, or only there; all values equal; growing ones."""
+    stride = -(-n // topk._SAMPLE_ELEMS)
+    seen, unseen = np.zeros(n, np.float32), np.ones(n, np.float32)
+    seen[::stride] = 1
+    unseen[::stride] = 0
+    for values in (seen, unseen, np.ones(n, np.float32), np.arange(n, dtype=np.float32), -np.arange(n)[::-1] / n):
+        values = values.astype(np.float32)  # noqa: PLW2901
+        for k in (1, 7, n // 100, n // 3, n - 1, n):
+            expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:k])
+            assert np.array_equal(topk.largest(values, k), expected)
+
+
+def test_a_share_is_what_the_user_wrote() -> None:
+    """7 % of 100 are 7: in floating point, 0.07 * 100 is more."""
+    assert math.ceil(0.07 * 100) == 8
+    assert TopK(0.07).wire_bytes(100, np.dtype(np.float32)) == 7 * 8
+    for n in range(200):
+        for percent in (1, 7, 29, 57, 100):
+            expected = min(n, max(1, math.ceil(Fraction(percent, 100) * n)))
+            assert TopK(percent / 100).wire_bytes(n, np.dtype(np.float32)) == 8 * expected
+
+
+# --- what is not finite
+
+
+@pytest.mark.parametrize("params", ["2bit", "1bit", "int8", "topk", "fp16", "bf16"])
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_does_not_stay(params: str, odd: float) -> None:
+    """After one push of it all is as if that element's residual were new."""
+    codec = registry.create(params)
+    state = codec.init(600)
+    values = np.linspace(-2, 2, 600, dtype=np.float32)
+    values[5] = odd
+    codec.encode(values, state)
+    assert np.isfinite(state["residual"]).all()
+    assert state["residual"][5] == 0
+    out = np.empty(600, np.float32)
+    codec.decode(codec.encode(np.linspace(-2, 2, 600, dtype=np.float32), state), out)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("params", ["int8", "topk", "fp16", "bf16"])
+def test_who_adds_sees_what_is_not_finite(params: str) -> None:
+    """As loss scaling wants, where the format can say it."""
+    codec = registry.create(params)
+    for odd in (np.nan, np.inf):
+        values = np.ones(600, np.float32)
+        values[5] = odd
+        out = np.zeros(600, np.float32)
+        codec.decode(codec.encode(values, codec.init(600)), out)
+        assert not np.isfinite(out[5])
+
+
+# --- error feedback
+
+
+def test_what_takes_error_feedback() -> None:
+    assert registry.create("none") == Identity()
+    assert registry.create("2bit") == TwoBit()
+    assert registry.create("1bit") == OneBit()
+    assert registry.create("int8") == ErrorFeedback(Int8())
+    assert registry.create({"type": "int8", "error_feedback": False}) == Int8()
+    assert registry.create("fp16") == ErrorFeedback(Float16())
+    assert registry.create(Int8()) == Int8()
+    for codec in (Identity(), TwoBit(), OneBit(), ErrorFeedback(Int8())):
+        with pytest.raises(ValueError, match="leave ErrorFeedback out"):
+            ErrorFeedback(codec)
+    with pytest.raises(TypeError, match="put around a codec, not 'int8'"):
+        ErrorFeedback("int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        "none",
+        "fp16",
+        "bf16",
+        "2bit",
+        "1bit",
+        "int8",
+        "topk",
+        {"type": "2bit", "threshold": 0.25},
+        {"type": "int8", "error_feedback": False, "block": 32},
+        {"type": "topk", "error_feedback": True, "ratio": 0.5, "pull": "fp16"},
+        {"type": "fp16", "error_feedback": False},
+    ],
+    ids=str,
+)
+def test_text_and_repr_make_it_again(params: Any) -> None:
+    found = make(params)
+    assert of_text(found.text) == found
+    assert of_text(found.text).text == found.text
+    assert eval(repr(found.push), vars(codecs)) == found.push
+    assert hash(eval(repr(found.push), vars(codecs))) == hash(found.push)
+
+
+def test_equal_configurations_have_equal_texts() -> None:
+    assert make("topk").text == make({"ratio": 0.01, "type": "topk", "error_feedback": True}).text
+    assert make({"type": "2bit", "threshold": np.float64(0.5)}).text == make("2bit").text
+    assert make({"type": "2bit", "threshold": 1}).text == make({"type": "2bit", "threshold": 1.0}).text
+    assert make({"type": "int8", "block": np.int32(256)}).text == make("int8").text
+
+
+def test_residuals_follow_their_elements_when_a_key_is_cut_anew() -> None:
+    codec = registry.create("2bit")
+    states = {(begin, end): codec.init(end - begin) for begin, end in ((0, 4), (4, 8), (8, 10))}
+    for (begin, end), state in states.items():
+        state["residual"][...] = np.arange(begin, end)
+    new = cut_anew(codec, states, [(0, 3), (3, 10), (10, 12)])
+    assert {piece: state["residual"].tolist() for piece, state in new.items()} == {
+        (0, 3): [0, 1, 2],
+        (3, 10): [3, 4, 5, 6, 7, 8, 9],
+    }
+    assert cut_anew(codec, {}, [(0, 3)]) == {}
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "text"),
+    [
+        ({"type": "2bit", "threshold": 0}, ValueError, "2bit: threshold must be more than 0"),
+        ({"type": "2bit", "threshold": -1.0}, ValueError, "2bit: threshold must be more than 0"),
+        ({"type": "1bit", "threshold": 1e-60}, ValueError, "1bit: threshold must be more than 0"),
+        ({"type": "2bit", "threshold": 1e60}, ValueError, "2bit: threshold .* fit into float32"),
+        ({"type": "2bit", "threshold": float("nan")}, ValueError, "2bit: threshold must be finite"),
+        ({"type": "2bit", "threshold": "0.5"}, TypeError, "2bit: threshold is a number"),
+        ({"type": "int8", "block": 0}, ValueError, "int8: block must be at least 1"),
+        ({"type": "int8", "block": 1.5}, TypeError, "int8: block is a whole number"),
+        ({"type": "topk", "ratio": 0}, ValueError, "topk: ratio must be more than 0"),
+        ({"type": "topk", "ratio": 1.5}, ValueError, "topk: ratio must be more than 0 and at most 1"),
+        ({"type": "topk", "ratio": True}, TypeError, "topk: ratio is a number"),
+        ({"type": "topk", "error_feedback": 1}, TypeError, "'error_feedback' is True or False"),
+        ({"type": "2bit", "error_feedback": False}, TypeError, "takes threshold, not 'error_feedback'"),
+        ({"type": "topk", "rate": 1}, TypeError, "takes ratio, error_feedback, not 'rate'"),
+        ("3bit", ValueError, "unknown compression type '3bit'; known: 1bit, 2bit"),
+    ],
+    ids=str,
+)
+def test_wrong_configurations(params: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        registry.create(params)
+
+
+@pytest.mark.parametrize(
+    "codec", [Identity(), Float16(), BFloat16(), TwoBit(), Int8(), TopK(0.5), ErrorFeedback(Int8())], ids=repr
+)
+def test_damaged_lengths(codec: Codec) -> None:
+    data = codec.encode(np.ones(9, np.float32), codec.init(9))
+    for call in (codec.decode, codec.add, codec.subtract):
+        for wrong in (data[:-1], np.concatenate([data, data[:1]]), data[:0]):
+            with pytest.raises(MpikvError, match=rf"9 values travel as \d+ bytes, and {wrong.nbytes} bytes are here"):
+                call(wrong, np.zeros(9, np.float32))
+
+
+def test_damaged_positions() -> None:
+    codec = TopK(0.5)
+    data = codec.encode(np.arange(4, dtype=np.float32), {})
+    for positions in ([3, 2], [2, 2], [2, 4], [0, 2**32 - 1]):
+        data[:8].view(np.uint32)[...] = positions
+        with pytest.raises(MpikvError, match="positions do not increase, or go beyond the 4 values"):
+            codec.decode(data, np.zeros(4, np.float32))
