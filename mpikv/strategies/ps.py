@@ -30,9 +30,12 @@ from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import KeyEvents, Workers
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import HOST
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.device_calls import DeviceCalls
 from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 
@@ -88,11 +91,20 @@ class PsStrategy(Strategy):
         self._local = session.links
         self._client = Client(session.transport if self._local is None else self._local, self._servers)
         self._engine = session.engine
+        self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
+
+    def _device_calls(self) -> DeviceCalls | None:
+        """For keys in device memory, where there can be some."""
+        space, path = self._session.spaces.device, self._members.device_path
+        if not isinstance(space, DeviceSpace) or path == "host":
+            return None
+        segment = None if self._local is None else self._local.segment
+        return DeviceCalls(self._client, space, segment, direct=path == "mpi", lost=self._engine.fail)
 
     # --- keys as they are agreed on
 
@@ -129,6 +141,9 @@ class PsStrategy(Strategy):
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
+        device = self._device
+        if device is not None and device.waiting:
+            self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
         self._wait_for_tags(len(payloads), 0)
         answers = [
             self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
@@ -152,7 +167,8 @@ class PsStrategy(Strategy):
     def init(self, values: Sequence[NewKey]) -> None:
         """Agree; worker 0 sends the values to their servers."""
         if self._rank == 0:
-            self._first_values.update((new.key, new.value) for new in values)
+            spaces = self._session.spaces
+            self._first_values.update((new.key, spaces.named(new.space).to_host(new.value)) for new in values)
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
@@ -186,7 +202,8 @@ class PsStrategy(Strategy):
         items = []
         for info, total, sink in entries:
             number = 0 if total is None else self._count_push(info)
-            items.append(Item(self._keys[info.id], total, sink, number, op))
+            key = self._keys[info.id]
+            items.append(Item(key, total, sink, key.routes, key.pushed, number, op))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
@@ -198,14 +215,19 @@ class PsStrategy(Strategy):
         pushes, pulls = items[0].total is not None, items[0].sink is not None
         kind = wire.PUSHPULL if pushes and pulls else wire.PUSH if pushes else wire.PULL
         call = CALLS[kind]
-        running = self._engine.start(self._client.exchange(kind, items, wire.clamped(priority)), call)
+        running = self._engine.start(self._steps(kind, items, priority), call)
         return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
+
+    def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
+        by_device = self._device is not None and self._device.concerns(items)
+        exchange = self._device.exchange if self._device is not None and by_device else self._client.exchange
+        return exchange(kind, items, wire.clamped(priority))
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedExchange | None:
         """Straight from the caller's own arrays, where no answer can overwrite what has not been sent."""
-        flat = flattened(infos, values, outs)
+        flat = None if any(info.space != HOST for info in infos) else flattened(infos, values, outs)
         if flat is None:
             return None
         sinks = [Sink(info, out, self._session.spaces) for info, out in zip(infos, outs, strict=True)]
@@ -220,21 +242,23 @@ class PsStrategy(Strategy):
             raise
 
     def _blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
-        if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
+        alone = self._service is None and (self._device is None or not self._device.waiting)
+        if len(entries) == 1 and alone and self._keys[entries[0][0].id].small:
             info, total, sink = entries[0]
             if total is not None and sink is not None:
                 self._blocking_small(info, total, sink, op)
                 return
         items = self._items(entries, op)
         waitings = [self._waiting("pushpull", item.key) for item in items]
-        steps = self._client.exchange(wire.PUSHPULL, items, wire.clamped(priority))
-        self._wait_or_leave(Exchange(steps), waitings)
+        self._wait_or_leave(Exchange(self._steps(wire.PUSHPULL, items, priority)), waitings)
 
     def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink, op: Reduction) -> None:
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
-        item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
+        key = self._keys[info.id]
+        number = self._count_push(info)
+        item = Item(key, total, sink, key.routes, key.pushed, number, op)
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)

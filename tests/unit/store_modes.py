@@ -129,6 +129,9 @@ FEW_ON_DEVICE = (
     Mode("dist_sync", 3, 0, "ring", device="staged"),
     Mode("dist_sync", 3, device="ipc"),
     Mode("dist_sync", 3, 0, "ring", device="mpi"),
+    Mode("dist_sync", 3, 2, device="staged"),
+    Mode("dist_sync", 3, 2, memory="off", device="staged"),
+    Mode("dist_sync", 3, 2, memory="off", device="mpi"),
     Mode("dist_sync", 3, 2, device="host"),
 )
 FEW_DIST_SYNC = (
