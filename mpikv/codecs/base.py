@@ -28,9 +28,8 @@ class Codec(ABC):
     """One way to encode floating point numbers: float16, bfloat16, float32 or float64. Others are never encoded."""
 
     name: ClassVar[str]  # the 'type' that a user asks for
-    exact: ClassVar[bool] = (
-        False  # whether what is decoded is what was encoded, so that there is nothing to make up for
-    )
+    exact: ClassVar[bool] = False  # what is decoded is what was encoded: nothing has to be made up for
+    rounds: ClassVar[bool] = False  # without a state, and each value comes out near what it was: weights may go so
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
         """What values of `dtype` travel as: one number of this dtype for each. None: bytes that mean nothing alone."""

@@ -23,6 +23,7 @@ LARGEST = float(np.finfo(np.float16).max)
 class _Cast(Codec):
     """What the two have in common."""
 
+    rounds = True
     half: ClassVar[np.dtype[Any]]
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

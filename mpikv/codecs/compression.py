@@ -7,10 +7,13 @@ A value, the same on every rank, which has a text (`text`, `of_text`); all ranks
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from mpikv.checks import shown
 from mpikv.codecs import registry
@@ -61,7 +64,8 @@ def make(params: Mapping[str, Any] | str | None) -> Compression:
     if not isinstance(force, bool):
         raise TypeError(f"compression: 'force' is True or False, not {shown(force)}")
     push = registry.create({name: value for name, value in given.items() if name not in ("pull", "force")})
-    return Compression(push, registry.create(given.get("pull", IDENTITY)), force)
+    found = Compression(push, registry.create(given.get("pull", IDENTITY)), force)
+    return NONE if found.plain else found
 
 
 @lru_cache(maxsize=256)
@@ -72,11 +76,28 @@ def of_text(text: str) -> Compression:
 
 @dataclass
 class Compressions:
-    """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them."""
+    """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them.
+
+    suspended: what is pushed and pulled now travels as it is, on all workers alike: weights, which are not gradients.
+    """
 
     of_new_keys: Compression = NONE
     of_keys: dict[Key, Compression] = field(default_factory=dict)
+    suspended: bool = False
 
-    def of(self, key: Key) -> Compression:
-        """That of a key which is initialised now."""
-        return self.of_keys.get(key, self.of_new_keys)
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Let everything travel as it is meanwhile. All workers do so for the same calls."""
+        before, self.suspended = self.suspended, True
+        try:
+            yield
+        finally:
+            self.suspended = before
+
+    def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> Compression:
+        """That of a key which is initialised now. links: whether ranks of the store are on several hosts.
+
+        Integers are never compressed. Where all ranks are on one host, memory is faster than any codec.
+        """
+        found = self.of_keys.get(key, self.of_new_keys)
+        return NONE if dtype.kind in "iu" or not (links or found.force) else found

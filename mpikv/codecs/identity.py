@@ -16,7 +16,7 @@ class Identity(Codec):
     """What travels is the array itself, of any dtype."""
 
     name = "none"
-    exact = True
+    exact = rounds = True
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """That of the values."""

@@ -144,7 +144,15 @@ class ServerCore:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
             events += shard.pull(
-                Answer(worker, header.reply_tag, header.round, priority=header.priority, batch=batch, index=index)
+                Answer(
+                    worker,
+                    header.reply_tag,
+                    header.round,
+                    priority=header.priority,
+                    batch=batch,
+                    index=index,
+                    plain=bool(header.plain & wire.PLAIN_ANSWER),
+                )
             )
         return events
 
@@ -175,7 +183,7 @@ class ServerCore:
             values,
             begin=text["begin"],
             part_elems=text["part"],
-            codec=compression.of_text(info.codec).push,
+            compression=compression.of_text(info.codec),
             version=text["version"],
             owner=self.owner,
             pool=self.pool,
