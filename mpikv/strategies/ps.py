@@ -409,7 +409,8 @@ class PsStrategy(Strategy):
 
         encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
         memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
-        held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, and the values that it serves.
+        held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, the values that it serves, and
+        what arrays on a GPU are copied through.
         """
         before, after = (sum(key.encoded_bytes[i] for key in tuple(self._keys.values())) for i in (0, 1))
         encoded = {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
