@@ -138,5 +138,9 @@ FEW_DIST_SYNC = (
     *(Mode("dist_sync", 3, 0, "ring"), Mode("dist_sync", 3, 0, "naive"), *every_way(Mode("dist_sync", 3, 2))),
     *FEW_ON_DEVICE,
 )
-FEW_ASYNC = every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
+FEW_ASYNC = (
+    *every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2)),
+    Mode("dist_async", 2, 0, device="staged"),
+    Mode("dist_async", 3, 2, memory="off", device="mpi"),
+)
 FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))
