@@ -141,9 +141,7 @@ class PsStrategy(Strategy):
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
-        device = self._device
-        if device is not None and device.waiting:
-            self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
+        self._wait_for_line()
         self._wait_for_tags(len(payloads), 0)
         answers = [
             self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
@@ -152,6 +150,12 @@ class PsStrategy(Strategy):
         for server, running in enumerate(answers):
             self._session.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
+
+    def _wait_for_line(self) -> None:
+        """Until all calls have been sent: those with arrays on a GPU may wait for copies."""
+        device = self._device
+        if device is not None and device.waiting:
+            self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
 
     def _wait_for_tags(self, replies: int, payloads: int) -> None:
         """A program that never waits for its requests does so here, after some thousands of them."""
@@ -370,7 +374,8 @@ class PsStrategy(Strategy):
         return keys, configs
 
     def codec_states(self, call: str) -> list[Part]:
-        """What was pushed has been encoded in the call that pushed it."""
+        """What was pushed is encoded when it is sent."""
+        self._wait_for_line()
         return [
             part_of(key.info, begin, end, state)
             for key in self._keys.values()
@@ -382,6 +387,7 @@ class PsStrategy(Strategy):
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:
             pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
+        self._wait_for_line()
         with self._engine.lock:
             for key in self._keys.values():
                 key.take_codec_states(pieces.get(key.info.key, {}))
