@@ -7,7 +7,9 @@ MPIKV_DEVICE_PATH names:
 - `mpi`: the MPI library takes device memory on every host;
 - `nccl`: only where it is asked for;
 - `staged`: always;
-- `host`: keys are in host memory, since some worker has no GPU, or servers hold the keys.
+- `host`: keys are in host memory, since some worker has no GPU.
+
+Where servers own the keys, `mpi` and `staged` say how values get to them from a worker's GPU, and back.
 
 Whether `ipc` and `mpi` work is tried, by all together, once nothing better is left and nothing else speaks against
 them: so `choose` takes the outcomes of what has been tried, and is asked again after each trial. Pure.
@@ -102,11 +104,14 @@ def _against(
     without = [
         f"{name} uses no GPU: {one.why_none}" for one, name in zip(told, called, strict=True) if one.number is None
     ]
-    if members.path == "servers":
-        without = ["servers hold their keys in host memory"]
     if without:
         return dict.fromkeys(PATHS[: PATHS.index("host")], without[0])
     against = {path: outcomes.get(path, "") for path in TRIED}
+    if members.path == "servers":
+        against |= dict.fromkeys(("ipc", "nccl"), "servers own the keys")
+        if members.shares_memory and len(_hosts(members)) == 1:
+            against["mpi"] = "servers are reached through the memory of their host"
+        return against
     n_hosts = len(set(members.worker_hosts))
     if n_hosts > 1:
         against["ipc"] = f"the workers are on {n_hosts} hosts"
@@ -118,6 +123,10 @@ def _against(
         shared = _shared_gpu(told, members.worker_hosts, called)
         against["nccl"] = against["nccl"] or shared
     return against
+
+
+def _hosts(members: Members) -> set[str]:
+    return {members.hosts[rank] for rank in (*members.workers, *members.servers)}
 
 
 def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str]) -> str:
@@ -141,7 +150,7 @@ def describe(choice: Choice) -> str:
 
 def advice(members: Members) -> str:
     """What to tell the user of values that pass through the host on their way to another one; "" elsewhere."""
-    if members.device_path != "staged" or len(set(members.worker_hosts)) == 1 or wanted_path(members) == "staged":
+    if members.device_path != "staged" or len(_hosts(members)) == 1 or wanted_path(members) == "staged":
         return ""
     why = dict(members.device_reasons).get("mpi", "")
     return (

@@ -144,11 +144,17 @@ class Engine:
         else:
             self._asked.pop(running, None)
 
+    def fail(self, error: BaseException) -> None:
+        """Let every later wait raise this: something that other ranks count on was lost."""
+        self.failure = self.failure or error
+
     def interrupted(self, name: str, error: BaseException) -> None:
         """Let every later wait fail: an interrupt has hit a transfer that other ranks count on, and it is lost."""
-        self.failure = self.failure or MpikvError(
-            f"{type(error).__name__} has interrupted a transfer half-way ({name}), and the other workers count on this "
-            "worker's part of it: this store can be used no more"
+        self.fail(
+            MpikvError(
+                f"{type(error).__name__} has interrupted a transfer half-way ({name}), and the other workers count on "
+                "this worker's part of it: this store can be used no more"
+            )
         )
 
     def wait(

@@ -100,6 +100,8 @@ class _Arrays:
                 key,
                 self._totals[: key.info.n_elems] if push else None,
                 _IgnoringSink(key.info, self._values[: key.info.n_elems]) if pull else None,
+                key.routes,
+                key.pushed,
             )
             for key in keys
         ]

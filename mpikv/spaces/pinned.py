@@ -25,6 +25,11 @@ LEAST_BYTES = 4096  # shorter memory shares a length
 KEPT_BYTES = 8 << 20  # longer copies to and from the host go in pieces of so many bytes
 
 
+def length_of(n_bytes: int) -> int:
+    """How much memory is taken for so many bytes: lengths that differ little share memory."""
+    return max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length() if n_bytes <= KEPT_BYTES else n_bytes)
+
+
 class Pinned:
     """Of one GPU. Threads may share it."""
 
@@ -36,7 +41,7 @@ class Pinned:
 
     def take(self, n_bytes: int) -> HostArray:
         """(n_bytes or more,) of uint8 and any content, which nobody else has until it is given back."""
-        length = max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length() if n_bytes <= KEPT_BYTES else n_bytes)
+        length = length_of(n_bytes)
         with self._lock:
             kept = self._free.get(length)
             if kept:

@@ -20,7 +20,7 @@ from mpikv.optimizers.states import Part, StatesFile
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import Spaces
+from mpikv.spaces.named import DEVICE, HOST, Spaces
 
 Loaded = tuple[list[Key], list[Any]]
 """What all workers must know of a file of states: its keys, and the optimizer's config of each, if it was saved."""
@@ -64,11 +64,21 @@ class Sink:
         buffer: HostArray = self._spaces.host.empty(self._info.n_elems, self._info.dtype)
         return buffer
 
-    def deliver(self, value: SpaceArray) -> None:
-        """Write the flat value, which is in the key's space, into every array."""
+    @property
+    def places(self) -> set[str]:
+        """The names of the spaces that the arrays are in."""
+        return {self._spaces.where(out) for out in self._outs}
+
+    def deliver(self, value: SpaceArray, on_host: HostArray | None = None) -> None:
+        """Write the flat value, which is in the key's space or in host memory, into every array.
+
+        on_host: the same value for the arrays that are there, where it is in both.
+        """
         for out in self._outs:
             if out is not self._direct:
-                self._spaces.write(self._info.space, out, value, "out")
+                found = value if on_host is None or self._spaces.where(out) == DEVICE else on_host
+                space = HOST if isinstance(found, np.ndarray) else self._info.space
+                self._spaces.write(space, out, found, "out")
 
 
 class PreparedCall(Protocol):

@@ -16,7 +16,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from mpikv.engine.request import Request, Steps
 from mpikv.engine.running import Running
 from mpikv.observe.stall import Waiting
 from mpikv.reductions import SUM, Reduction
-from mpikv.strategies.base import Sink
+from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import ClientKey, Route, Value
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
@@ -54,16 +54,32 @@ def glance(request: Request) -> bool:
     return False
 
 
-class Item(NamedTuple):
-    """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number.
+class Target(Protocol):
+    """Where the answer for a key goes; a `Sink`, or what stands between it and the messages."""
 
+    def buffer(self) -> SpaceArray:
+        """Return memory for the flat value, which messages are received into."""
+        ...
+
+    def deliver(self, value: SpaceArray) -> None:
+        """Bring the value, which is all in the buffer, to where it goes."""
+        ...
+
+
+class Item(NamedTuple):
+    """One key of a call, or the shards of it that travel alike.
+
+    total: what is pushed, flat: host memory, or memory that MPI sends from; sink: where the answer goes; routes: the
+    shards that this is about; round: how often the key has been pushed, with this push; attributes: their number.
     op: what the totals of all workers become. plain: what travels as it is, whatever the key's codec, as the header
     says it.
     """
 
     key: ClientKey
-    total: HostArray | None
-    sink: Sink | None
+    total: SpaceArray | None
+    sink: Target | None
+    routes: Sequence[Route]
+    round: int
     attributes: int = 0
     op: Reduction = SUM
     plain: int = wire.PLAIN_ANSWER
@@ -189,7 +205,7 @@ class Client:
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
         header = wire.Header(
-            wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code, plain=item.plain
+            wire.PUSHPULL, key.info.id, tag, item.attributes, item.round, op=item.op.code, plain=item.plain
         )
         self.send(
             route.owner,
@@ -211,7 +227,7 @@ class Client:
     @staticmethod
     def tags_needed(items: Sequence[Item]) -> tuple[int, int]:
         """Reply tags and payload tags that a call takes at most."""
-        routes = [(item, route) for item in items for route in item.key.routes]
+        routes = [(item, route) for item in items for route in item.routes]
         replies = sum(item.sink is not None for item, _ in routes)
         return replies, sum(item.total is not None and not route.inline for item, route in routes)
 
@@ -222,11 +238,11 @@ class Client:
             None if item.sink is None else item.key.value(item.sink.buffer(), plain=item.answered_plain)
             for item in items
         ]
-        many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
+        many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
         for item, value in zip(items, values, strict=True):
-            for route in item.key.routes:
+            for route in item.routes:
                 if not route.inline:
                     transfer.send_large(item, value, route)
         yield from transfer.end()
@@ -265,13 +281,12 @@ class _Transfer:
         self._stages: list[Stage] = []
 
     def _header(self, item: Item, reply_tag: int, payload_tag: int = 0) -> wire.Header:
-        key = item.key
         return wire.Header(
             self._kind,
-            key.info.id,
+            item.key.info.id,
             reply_tag,
             item.attributes,
-            key.pushed,
+            item.round,
             payload_tag,
             self._priority,
             item.op.code,
@@ -282,7 +297,7 @@ class _Transfer:
         """The shards that travel behind their headers, in as few messages as there are servers."""
         by_server: dict[int, list[_Small]] = {}
         for item, value in zip(items, values, strict=True):
-            for route in item.key.routes:
+            for route in item.routes:
                 if route.inline:
                     by_server.setdefault(route.owner, []).append(_Small(item, value, route))
         for server, small in by_server.items():
@@ -323,7 +338,7 @@ class _Transfer:
         one_array = False
         if total is not None and value is not None and not client.through_memory[server]:
             as_it_is = item.answered_plain and (item.key.sends_as_it_is or item.pushes_plain)
-            one_array = as_it_is and np.may_share_memory(total, value.array)
+            one_array = as_it_is and _overlap(total, value.array)
         if self._many:
             sender = Sender(
                 client,
@@ -361,6 +376,12 @@ class _Transfer:
         yield from self._sends
         self._client.reply_tags.give(self._reply_tags)
         self._client.payload_tags.give(self._payload_tags)
+
+
+def _overlap(total: SpaceArray, value: SpaceArray) -> bool:
+    """Whether an answer would overwrite what is sent. Device memory of a call is one array or two that are apart."""
+    on_host = isinstance(total, np.ndarray) and isinstance(value, np.ndarray)
+    return total is value or (on_host and np.may_share_memory(total, value))
 
 
 class _Small(NamedTuple):

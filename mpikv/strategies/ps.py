@@ -30,9 +30,12 @@ from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import KeyEvents, Workers
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import HOST
 from mpikv.strategies.arguments import Flat, flattened
 from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
+from mpikv.strategies.device_calls import DeviceCalls
 from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 
@@ -88,11 +91,20 @@ class PsStrategy(Strategy):
         self._local = session.links
         self._client = Client(session.transport if self._local is None else self._local, self._servers)
         self._engine = session.engine
+        self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes))
         self._service = self._engine.serve(service, "server") if service is not None else None
         self._rank, self.synchronous = session.rank, session.synchronous
         session.before_barrier.append(lambda: self._flush("barrier"))
+
+    def _device_calls(self) -> DeviceCalls | None:
+        """For keys in device memory, where there can be some."""
+        space, path = self._session.spaces.device, self._members.device_path
+        if not isinstance(space, DeviceSpace) or path == "host":
+            return None
+        segment = None if self._local is None else self._local.segment
+        return DeviceCalls(self._client, space, segment, direct=path == "mpi", lost=self._engine.fail)
 
     # --- keys as they are agreed on
 
@@ -129,6 +141,7 @@ class PsStrategy(Strategy):
 
     def _ask(self, kind: int, payloads: Sequence[bytes | None], call: str) -> list[bytes]:
         """Send each server a request and return their answers, whatever their length. Blocks."""
+        self._wait_for_line()
         self._wait_for_tags(len(payloads), 0)
         answers = [
             self._engine.start(self._client.answer(server, wire.Header(kind), payload), call)
@@ -137,6 +150,12 @@ class PsStrategy(Strategy):
         for server, running in enumerate(answers):
             self._session.wait_for(running, call, (self._labels[server],))
         return [running.result or b"" for running in answers]
+
+    def _wait_for_line(self) -> None:
+        """Until all calls have been sent: those with arrays on a GPU may wait for copies."""
+        device = self._device
+        if device is not None and device.waiting:
+            self._session.wait_for(Predicate(lambda: not device.waiting), "wait for earlier pushes and pulls")
 
     def _wait_for_tags(self, replies: int, payloads: int) -> None:
         """A program that never waits for its requests does so here, after some thousands of them."""
@@ -152,7 +171,8 @@ class PsStrategy(Strategy):
     def init(self, values: Sequence[NewKey]) -> None:
         """Agree; worker 0 sends the values to their servers."""
         if self._rank == 0:
-            self._first_values.update((new.key, new.value) for new in values)
+            spaces = self._session.spaces
+            self._first_values.update((new.key, spaces.named(new.space).to_host(new.value)) for new in values)
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
@@ -186,7 +206,7 @@ class PsStrategy(Strategy):
         items = []
         for info, total, sink in entries:
             key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
-            items.append(Item(key, total, sink, number, op, self._plain(key, op)))
+            items.append(Item(key, total, sink, key.routes, key.pushed, number, op, self._plain(key, op)))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
@@ -206,14 +226,19 @@ class PsStrategy(Strategy):
         pushes, pulls = items[0].total is not None, items[0].sink is not None
         kind = wire.PUSHPULL if pushes and pulls else wire.PUSH if pushes else wire.PULL
         call = CALLS[kind]
-        running = self._engine.start(self._client.exchange(kind, items, wire.clamped(priority)), call)
+        running = self._engine.start(self._steps(kind, items, priority), call)
         return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
+
+    def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
+        by_device = self._device is not None and self._device.concerns(items)
+        exchange = self._device.exchange if self._device is not None and by_device else self._client.exchange
+        return exchange(kind, items, wire.clamped(priority))
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedExchange | None:
         """Straight from the caller's own arrays, where no answer can overwrite what has not been sent."""
-        flat = flattened(infos, values, outs)
+        flat = None if any(info.space != HOST for info in infos) else flattened(infos, values, outs)
         if flat is None:
             return None
         sinks = [Sink(info, out, self._session.spaces) for info, out in zip(infos, outs, strict=True)]
@@ -228,22 +253,22 @@ class PsStrategy(Strategy):
             raise
 
     def _blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
-        if len(entries) == 1 and self._keys[entries[0][0].id].smallest and self._service is None:
+        alone = self._service is None and (self._device is None or not self._device.waiting)
+        if len(entries) == 1 and alone and self._keys[entries[0][0].id].smallest:
             info, total, sink = entries[0]
             if total is not None and sink is not None:
                 self._blocking_small(info, total, sink, op)
                 return
         items = self._items(entries, op)
         waitings = [self._waiting("pushpull", item.key) for item in items]
-        steps = self._client.exchange(wire.PUSHPULL, items, wire.clamped(priority))
-        self._wait_or_leave(Exchange(steps), waitings)
+        self._wait_or_leave(Exchange(self._steps(wire.PUSHPULL, items, priority)), waitings)
 
     def _blocking_small(self, info: KeyInfo, total: HostArray, sink: Sink, op: Reduction) -> None:
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
         key, number = self._keys[info.id], self._count_push(info)
-        item = Item(key, total, sink, number, op, self._plain(key, op))
+        item = Item(key, total, sink, key.routes, key.pushed, number, op, self._plain(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -304,7 +329,7 @@ class PsStrategy(Strategy):
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
-                item = Item(key, None, Sink(info, [value], spaces))
+                item = Item(key, None, Sink(info, [value], spaces), key.routes, key.pushed)
                 self._session.wait(self._exchange([item], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
@@ -349,7 +374,8 @@ class PsStrategy(Strategy):
         return keys, configs
 
     def codec_states(self, call: str) -> list[Part]:
-        """What was pushed has been encoded in the call that pushed it."""
+        """What was pushed is encoded when it is sent."""
+        self._wait_for_line()
         return [
             part_of(key.info, begin, end, state)
             for key in self._keys.values()
@@ -361,6 +387,7 @@ class PsStrategy(Strategy):
         pieces: dict[Key, dict[tuple[int, int], Any]] = {}
         for part in parts:
             pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
+        self._wait_for_line()
         with self._engine.lock:
             for key in self._keys.values():
                 key.take_codec_states(pieces.get(key.info.key, {}))
@@ -405,7 +432,8 @@ class PsStrategy(Strategy):
 
         encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
         memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
-        held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, and the values that it serves.
+        held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, the values that it serves, and
+        what arrays on a GPU are copied through.
         """
         before, after = (sum(key.encoded_bytes[i] for key in tuple(self._keys.values())) for i in (0, 1))
         encoded = {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}

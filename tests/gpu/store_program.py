@@ -101,7 +101,7 @@ def modes(gpu: Any, path: str) -> None:
 
 
 def servers(gpu: Any, path: str) -> None:
-    """The same with a server, which holds its keys in host memory."""
+    """The same with a server of this host, which holds its keys in host memory."""
     for dtype, optimizer in FEW:
         if gpu.holds(dtype):
             compare(gpu, path, BEGINS[1], dtype, optimizer, servers=1)
@@ -118,7 +118,7 @@ def compare(gpu: Any, path: str, begin: tuple[str, bool], dtype: Any, optimizer:
         with side.store:
             results.append(train(side, dtype, host_first=host_first))
             if on is not None:
-                assert side.store.stats()["device_path"] == ("host" if servers else path)
+                assert side.store.stats()["device_path"] == ("staged" if servers else path)
                 assert side.store.device == 0
     if not results:
         return

@@ -25,6 +25,9 @@ from mpikv.transports import mpi
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
 
 
+SIZES = {"long": 40_001, "empty": 0, "short": 3, "one": 1}
+
+
 def nobody() -> BaseException:
     return AssertionError("a message did not arrive within 20 s")
 
@@ -72,18 +75,17 @@ def every_call(store, made=np.array, read=np.asarray) -> list[bytes]:
 
     made: puts values where the arrays of the calls are. read: brings them from there.
     """
-    sizes = {"long": 40_001, "empty": 0, "short": 3, "one": 1}
-    for key, n in sizes.items():
+    for key, n in SIZES.items():
         store.init(key, made(np.full(n, store.rank + 1, np.float32)))
     found: list[bytes] = []
     for step in range(3):
         random = np.random.default_rng([store.rank, step])
-        arrays = {key: made(random.standard_normal(n, np.float32)) for key, n in sizes.items()}
-        for key in random.permutation(list(sizes)).tolist():
+        arrays = {key: made(random.standard_normal(n, np.float32)) for key, n in SIZES.items()}
+        for key in random.permutation(list(SIZES)).tolist():
             store.push(key, arrays[key])
-        outs = [made(np.empty(n, np.float32)) for n in sizes.values()]
-        store.pull(list(sizes), outs)
-        store.pushpull(list(sizes), list(arrays.values()))
+        outs = [made(np.empty(n, np.float32)) for n in SIZES.values()]
+        store.pull(list(SIZES), outs)
+        store.pushpull(list(SIZES), list(arrays.values()))
         found += [read(array).tobytes() for array in (*outs, *arrays.values())]
         if step == 0:
             optimizer = optimizers.create("adam")
@@ -116,6 +118,34 @@ def test_a_store(comm, transport, algorithm: str) -> None:
     assert gpu.counts["device_to_device"] > 0  # keys are there
     expected = on_workers(comm, "dist_sync", every_call, algorithm=algorithm, shared_memory="off")
     assert found == expected[transport.rank]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_store_with_a_server(comm, transport) -> None:
+    """The server receives into host memory what MPI takes from a GPU's; only short values are copied first."""
+    gpu, server = FakeGpu(seed=transport.rank), transport.size - 1
+    config = Config(timeout_s=TIMEOUT_S, shared_memory="off")
+    members = Members(transport.hosts, tuple(range(server)), (server,), config=config, device_path="mpi")
+    fatal: list[BaseException] = []
+    store = assemble(
+        "dist_sync",
+        spec.parse("dist_sync"),
+        DeviceTransport(transport, gpu, view=lambda array: array),
+        members,
+        threaded=True,
+        on_fatal=fatal.append,
+        spaces=Spaces(device=DeviceSpace(gpu)),
+    )
+    found = None
+    if store is not None:
+        found = every_call(store, gpu.array, lambda array: array.get())
+        store.close()
+        first = (SIZES["long"] + SIZES["short"] + SIZES["one"]) * 4 * (store.rank == 0)  # worker 0 sends first values
+        short = 2 * 3 * (SIZES["short"] + SIZES["one"]) * 4  # two pushes and two pulls in each of three steps
+        assert (gpu.counts["device_to_host_bytes"], gpu.counts["host_to_device_bytes"]) == (first + short, short)
+    assert not fatal
+    expected = on_workers(comm, "dist_sync", every_call, num_servers=1, shared_memory="off")
+    assert found is None or found == expected[transport.rank]
 
 
 @pytest.mark.parametrize("n_bytes", [(1 << 31) - 1, 1 << 31, (5 << 30) + 7])

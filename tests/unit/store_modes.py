@@ -134,6 +134,9 @@ FEW_ON_DEVICE = (
     Mode("dist_sync", 3, 0, "ring", device="staged"),
     Mode("dist_sync", 3, device="ipc"),
     Mode("dist_sync", 3, 0, "ring", device="mpi"),
+    Mode("dist_sync", 3, 2, device="staged"),
+    Mode("dist_sync", 3, 2, memory="off", device="staged"),
+    Mode("dist_sync", 3, 2, memory="off", device="mpi"),
     Mode("dist_sync", 3, 2, device="host"),
 )
 FEW_DIST_SYNC = (
@@ -141,5 +144,9 @@ FEW_DIST_SYNC = (
     Mode("dist_sync", 3, codec=codecs_of_tests.Reversed.name),
     *FEW_ON_DEVICE,
 )
-FEW_ASYNC = every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
+FEW_ASYNC = (
+    *every_way(Mode("dist_async", 2, 0), Mode("dist_async", 3, 2)),
+    Mode("dist_async", 2, 0, device="staged"),
+    Mode("dist_async", 3, 2, memory="off", device="mpi"),
+)
 FEW = (Mode("local", 1), *FEW_DIST_SYNC, *FEW_ASYNC, Mode("local", 1, device="gpu"))

@@ -43,8 +43,16 @@ CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("aa", {"device_path": "nccl"}, {"nccl": ""}, "nccl", ["ipc", "mpi"]),
     ("aa", {"device_path": "host"}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
     ("aa", {"device_path": "ipc"}, {"ipc": ""}, "ipc", []),
-    ("aa", {"synchronous": False}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
-    ("aab", {"servers": 1}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
+    ("aa", {"synchronous": False}, {}, "staged", ["ipc", "mpi", "nccl"]),
+    ("a", {"synchronous": False}, {}, "mpi", ["ipc"]),
+    ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["ipc"]),
+    ("aaa", {"servers": 1}, {}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["ipc"]),
+    ("aab", {"servers": 1}, {}, "mpi", ["ipc"]),
+    ("aabb", {"servers": 2}, {}, "mpi", ["ipc"]),
+    ("aab", {"servers": 1}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aab", {"servers": 1, "device_path": "staged"}, {}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
 ]
 
 
@@ -79,8 +87,20 @@ def test_without_a_gpu_keys_are_on_the_host() -> None:
 def test_a_path_that_is_asked_for_and_cannot_be_gone(path: str) -> None:
     with pytest.raises(ConfigError, match=f"MPIKV_DEVICE_PATH={path}: worker 1 on b uses no GPU: CuPy is not"):
         choose([*gpus(1), NONE], members_of("ab", device_path=path), {})
-    with pytest.raises(ConfigError, match=f"MPIKV_DEVICE_PATH={path}: servers hold their keys in host memory"):
+
+
+@pytest.mark.parametrize("path", ["ipc", "nccl"], ids=str.upper)
+def test_ways_between_workers_where_servers_own_the_keys(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"MPIKV_DEVICE_PATH={path}: servers own the keys"):
         choose(gpus(1), members_of("ab", servers=1, device_path=path), {})
+    with pytest.raises(ConfigError, match="MPIKV_DEVICE_PATH=mpi: servers are reached through the memory of their"):
+        choose(gpus(1), members_of("aa", servers=1, device_path="mpi"), {})
+    choice = choose(gpus(2), members_of("aaa", servers=1), {})
+    assert describe(choice) == (
+        "staged (not ipc, nccl: servers own the keys; not mpi: servers are reached through the memory of their host)"
+    )
+    choice = choose([NONE], members_of("ab", servers=1), {})
+    assert describe(choice) == "host (not ipc, mpi, nccl, staged: worker 0 on a uses no GPU: CuPy is not installed)"
 
 
 def test_trials_that_fail_where_a_path_is_asked_for() -> None:
@@ -132,3 +152,5 @@ def test_advice_only_where_values_pass_through_the_host_to_another() -> None:
     assert not told("aa")
     assert not told("ab", device_path="staged")
     assert not told("ab", "mpi")
+    assert "docs/gpu.md" in told("ab", servers=1)
+    assert not told("aa", servers=1)

@@ -186,7 +186,14 @@ def test_with_a_store_of_one_process(kind: str, n_devices: int, on_store: bool, 
 
 
 def distributed(
-    workers: int, dtype: Any, gpus: list[FakeGpu | None], *, path: str = "auto", hosts: Any = None, **options: Any
+    workers: int,
+    dtype: Any,
+    gpus: list[FakeGpu | None],
+    *,
+    path: str = "auto",
+    hosts: Any = None,
+    servers: int = 0,
+    **options: Any,
 ) -> list[list[bytes]]:
     """The weights of all workers after some steps."""
     config = Config(timeout_s=TEST_TIMEOUT_S, device_path=path)
@@ -200,7 +207,16 @@ def distributed(
 
     drivers = None if None in gpus else gpus
     fabric = DeviceFabric(Fabric(workers, hosts or ["localhost"] * workers), gpus) if path == "mpi" else None
-    results = spawn_stores("dist_sync", workers, body, config=config, hosts=hosts, drivers=drivers, fabric=fabric)
+    results = spawn_stores(
+        "dist_sync",
+        workers,
+        body,
+        num_servers=servers,
+        config=config,
+        hosts=hosts,
+        drivers=None if drivers is None else [*drivers, *[None] * servers],
+        fabric=fabric,
+    )
     if path in {"ipc", "mpi"}:
         assert crossed == [[(0, 0)] * 3] * workers
     return results
@@ -220,6 +236,13 @@ def test_workers_of_one_host(workers: int, path: str, on_store: bool, seed: int)
     options = {"update_on_kvstore": on_store}
     expected = distributed(workers, np.float32, [None] * workers, **options)
     assert distributed(workers, np.float32, gpus, path=path, **options) == expected
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_with_servers(on_store: bool) -> None:
+    options = {"update_on_kvstore": on_store, "servers": 2}
+    expected = distributed(2, np.float16, [None] * 2, **options)
+    assert distributed(2, np.float16, gpus_of(2, 3), path="staged", **options) == expected
 
 
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=str)

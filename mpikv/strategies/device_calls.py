@@ -1,0 +1,225 @@
+"""A worker's calls with keys whose arrays are on its GPU, and whose values live with servers.
+
+Servers hold host memory. Each shard of such a key goes one of two ways (`DeviceCalls.direct`):
+
+- *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
+  there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
+- *Staged*: it is copied to page-locked memory and sent from there; the answer comes into the same memory and is copied
+  up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that.
+
+Nobody waits for a copy. A call begins its copies when it is made, and its messages leave when the store's stream has
+come so far. Until then the call stands in a line, and so does every call that is made after it, also of keys in host
+memory: servers must see the calls of a worker in their order. The messages themselves are those of `Client.exchange`,
+which sees host memory, or device memory that nothing is under way in.
+
+An array of the caller's in host memory takes an answer as for a key in host memory, without the GPU.
+
+Cost of a call with n elements: staged, n down for a push, n up for an answer; direct, none. An event of the stream for
+each call, and one more where answers were copied up. Memory: page-locked, of each length as many arrays as calls were
+under way at one time, which are kept; on the GPU the pushed total, which the answer overwrites.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.engine.request import Completion, Predicate, Request, Steps
+from mpikv.hostmemory.allocator import Segment
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.named import DEVICE, HOST
+from mpikv.spaces.pinned import length_of
+from mpikv.strategies.base import Sink
+from mpikv.strategies.client_key import ClientKey, Route
+from mpikv.strategies.exchange import Client, Item
+
+
+class Staging:
+    """Page-locked memory that calls use again. segment: of what a host's ranks share, where they do."""
+
+    def __init__(self, space: DeviceSpace, segment: Segment | None) -> None:
+        self._space, self._segment = space, segment
+        self._free: dict[tuple[int, bool], list[HostArray]] = {}  # by length, and whether others are to read it
+        self._lent: deque[tuple[Request, HostArray, bool]] = deque()  # by the stream's order
+
+    def take(self, n_bytes: int, *, shared: bool) -> HostArray:
+        """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host read, while some is left."""
+        while self._lent and self._lent[0][0].test():
+            self._keep(*self._lent.popleft()[1:])
+        length = length_of(n_bytes)
+        kept = self._free.get((length, shared))
+        if kept:
+            return kept.pop()
+        memory = self._segment.take(length, pages=True) if shared and self._segment is not None else None
+        return self._space.pinned.take(length) if memory is None else self._space.pinned.lock(memory)
+
+    def give(self, memory: HostArray, after: Request | None, *, shared: bool) -> None:
+        """Take back what `take` returned, once `after` is done: what the stream had been given by then."""
+        if after is None:
+            self._keep(memory, shared)
+        else:
+            self._lent.append((after, memory, shared))
+
+    def _keep(self, memory: HostArray, shared: bool) -> None:
+        self._free.setdefault((memory.size, shared), []).append(memory)
+
+
+class DeviceCalls:
+    """The calls of one worker. Everything here is called under the engine's lock.
+
+    direct: whether MPI takes device memory. lost: told why a call was never sent, which other ranks count on.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        space: DeviceSpace,
+        segment: Segment | None,
+        *,
+        direct: bool,
+        lost: Callable[[BaseException], None],
+    ) -> None:
+        self._client, self.space, self._direct, self._lost = client, space, direct, lost
+        self.staging = Staging(space, segment)
+        self._line: deque[Completion] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are calls that have not been sent: none may overtake them."""
+        return bool(self._line)
+
+    def concerns(self, items: Sequence[Item]) -> bool:
+        """Whether a call is to be made by `exchange`, and not by that of the client."""
+        return bool(self._line) or any(item.key.info.space == DEVICE for item in items)
+
+    def direct(self, key: ClientKey, route: Route) -> bool:
+        """Whether MPI sends a shard from device memory and receives it there."""
+        by_mpi = self._direct and not self._client.through_memory[route.owner]
+        return by_mpi and not route.inline and key.compression.plain
+
+    def shared(self, routes: Sequence[Route]) -> bool:
+        """Whether a server reads some of these shards where they are, in memory of the host."""
+        return any(self._client.through_memory[route.owner] and not route.inline for route in routes)
+
+    def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
+        """As `Client.exchange`. The items' totals are in the spaces of their keys."""
+        turn = Completion()
+        self._line.append(turn)
+        if len(self._line) == 1:
+            turn.finish()
+        try:
+            keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
+            sent = [item for item in items if item.key.info.space != DEVICE]
+            sent += [item for key in keys for item in key.items]
+            ready = [request for key in keys for request in key.arrivals]
+            if keys:
+                ready.append(self.space.begun())
+            yield turn
+            yield from ready
+            needed = self._client.tags_needed(sent)
+            if not self._client.allows(*needed):
+                yield Predicate(lambda: self._client.allows(*needed))
+        except Exception as error:
+            if kind != wire.PULL:
+                self._lost(error)
+            raise
+        finally:
+            self._line.remove(turn)
+            if self._line:
+                self._line[0].finish()
+        yield from self._client.exchange(kind, sent, priority)  # which sends everything before it waits
+        for key in keys:
+            key.deliver()
+
+
+class _Into:
+    """A `Target` for messages alone."""
+
+    def __init__(self, memory: SpaceArray) -> None:
+        self._memory = memory
+
+    def buffer(self) -> SpaceArray:
+        """The memory."""
+        return self._memory
+
+    def deliver(self, value: SpaceArray) -> None:
+        """Whoever made the call does, once all of a key is here."""
+
+
+class _KeyCall:
+    """One key of a call. Its copies down begin when it is made.
+
+    items: what is to be sent and received. arrivals: what has to be waited for beside the store's stream.
+    """
+
+    def __init__(self, calls: DeviceCalls, item: Item) -> None:
+        self._calls, self._item = calls, item
+        info, total = item.key.info, item.total
+        self._sink: Sink | None = item.sink if isinstance(item.sink, Sink) else None
+        self._places = set() if self._sink is None else self._sink.places
+        direct = [route for route in item.routes if calls.direct(item.key, route)]
+        self._staged = [route for route in item.routes if route not in direct]
+        self._memory: HostArray | None = None
+        self._on_host: SpaceArray = None
+        self._on_device: SpaceArray = total
+        if total is None and DEVICE in self._places:
+            self._on_device = calls.space.empty(info.n_elems, info.dtype)
+        up = DEVICE in self._places and (bool(self._staged) or HOST in self._places)
+        if up or (total is not None and self._staged):
+            n_bytes = info.n_elems * info.dtype.itemsize
+            self._memory = calls.staging.take(n_bytes, shared=self._shared)
+            self._on_host = self._memory[:n_bytes].view(info.dtype)
+        # What a message is received into: this worker's own arrays, the memory for copies, or the GPU's.
+        only_host = None if self._sink is None or DEVICE in self._places else self._sink.buffer()
+        self._result = self._on_host if only_host is None else only_host
+        directly = self._on_device if self._places == {DEVICE} else self._result
+        self.arrivals: list[Request] = []
+        if total is not None and direct:
+            self.arrivals.append(calls.space.arrived(total))
+        if total is not None:
+            for begin, end in _runs(self._staged):
+                calls.space.fetch(self._on_host[begin:end], total[begin:end])
+        self.items = [
+            item._replace(
+                total=None if total is None else array, sink=None if self._sink is None else _Into(into), routes=routes
+            )
+            for array, into, routes in (
+                (self._on_host, self._result, self._staged),
+                (self._on_device, directly, direct),
+            )
+            if routes
+        ]
+
+    @property
+    def _shared(self) -> bool:
+        return self._calls.shared(self._staged)
+
+    def deliver(self) -> None:
+        """All has been sent and is here: bring it to the caller's arrays, and give the memory back."""
+        space, after = self._calls.space, None
+        if DEVICE in self._places:
+            assert self._sink is not None
+            if self._on_host is not None:
+                every = HOST in self._places
+                for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
+                    space.bring(self._on_device[begin:end], self._on_host[begin:end])
+                after = space.begun()
+            self._sink.deliver(self._on_device, self._on_host if HOST in self._places else None)
+        elif self._sink is not None:
+            self._sink.deliver(self._result)
+        if self._memory is not None:
+            self._calls.staging.give(self._memory, after, shared=self._shared)
+
+
+def _runs(routes: Sequence[Route]) -> list[tuple[int, int]]:
+    """The elements of shards, which are in order: those that lie side by side are copied together."""
+    runs: list[tuple[int, int]] = []
+    for route in routes:
+        if runs and runs[-1][1] == route.begin:
+            runs[-1] = runs[-1][0], route.end
+        else:
+            runs.append((route.begin, route.end))
+    return runs
