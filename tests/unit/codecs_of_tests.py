@@ -39,6 +39,7 @@ class Sign(Codec):
     """One bit for each, the sign of what is owed, times a threshold; the rest stays owed."""
 
     name = "sign"
+    has_residual = True
     threshold: float = 0.5
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:

@@ -65,6 +65,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(mode: Mode, tmp_path: 
         store.barrier()
         store.save_optimizer_states(path)
         before = store.pull(KEYS)
+        store.barrier()
         push_rounds(store, range(3, 6))
         store.barrier()
         return [(b - a).tobytes() for a, b in zip(before, store.pull(KEYS), strict=True)]
@@ -75,6 +76,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_bits(mode: Mode, tmp_path: 
         store.barrier()
         store.load_optimizer_states(path)
         before = store.pull(KEYS)
+        store.barrier()
         push_rounds(store, range(3, 6))
         store.barrier()
         return [(b - a).tobytes() for a, b in zip(before, store.pull(KEYS), strict=True)]
