@@ -30,6 +30,7 @@ from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import HOST, Spaces
 from mpikv.spaces.pinned import Pinned
+from mpikv.strategies.segments import Segments
 from mpikv.strategies.ways import WAYS, Means
 
 
@@ -59,7 +60,8 @@ class Staged:
         self.value = space.empty(info.n_elems, info.dtype)
         assert placement.host is not None
         on_host = placement._replace(path=placement.host, host=None)
-        means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True)
+        self._segments = Segments(space, info.n_elems * self._dtype.itemsize)
+        means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True, parts=self._segments)
         self._inner = WAYS[on_host.path](means, info._replace(space=HOST), on_host, place)
         self._sent: HostArray | None = None
 
@@ -116,19 +118,10 @@ class Staged:
     ) -> Steps[None]:
         """The sum of the owned part comes into `values`."""
         sent, own = self._locked(self._values), self._own()
-        self._space.fetch(sent, values)
-        yield self._space.begun()
-        found = yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)
-        totals = sent if found is None else found
-        if own.start < own.stop:
-            self._space.bring(values[own], self._locked(totals[own]))
+        with self._segments.between(values, sent, values, lambda totals: self._locked(totals[own])):
+            yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)
 
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """The owned part goes down, the others' come up."""
-        on_host, own = self._locked(self._inner.value), self._own()
-        if own.start < own.stop:
-            self._space.fetch(on_host[own], self.value[own])
-            yield self._space.begun()
-        yield from self._inner.allgather((), comparison)
-        for part in (slice(0, own.start), slice(own.stop, self._n_elems)):
-            self._space.bring(self.value[part], on_host[part])
+        with self._segments.between(self.value, self._locked(self._inner.value), self.value, self._locked):
+            yield from self._inner.allgather((), comparison)
