@@ -276,14 +276,16 @@ def reduce_scatter(
         carrier = rings.place % rings.n_rings
         owned = bool(rings.further[rings.place])
         through = [span for place, span in rings.further_of(carrier) if owned and place <= rings.place]
-        stages.append(_Follow(key, REDUCED, {carrier: through}))
+
+        def take(span: Span) -> None:
+            if landed is not None and begin <= span[0] < end:
+                landed(key.array_of(carrier, TOTALS), span)
+
+        stages.append(_Follow(key, REDUCED, {carrier: through}, None if landed is None else take))
         yield from drive(*stages)
         if owned and comparison is not None:
             comparison.units = key.said_by(carrier).factor
-        totals = key.array_of(carrier, TOTALS) if owned else values
-        if landed is not None and owned:
-            landed(totals, (begin, end))
-        return totals
+        return key.array_of(carrier, TOTALS) if owned else values
     steps = rings.steps(rings.place, reducing=True)
     segments = [span for step in steps for span in step]
     collect = _Collect(key, rings, values, totals, segments, combine=combine, comparison=comparison, arrive=arrive)

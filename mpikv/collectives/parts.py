@@ -5,7 +5,7 @@ segment before it is counted as there, and tells which part of the result is com
 GPU can be copied to the host while the first of them are on their way to other ranks already, and sums be copied back
 while the last are still to come (strategies/segments.py). Values of host memory are all there: `HERE`.
 
-Cost: where all is there none for each segment, but for a call that returns a number in place of another.
+Cost: where all is there, nothing for each segment.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ ahead, each with an event behind it; what is complete comes up. A segment is wha
 neighbours. So a value of one segment goes in one copy, each way, as does what a collective reads all at once.
 
 Order. Copies down are in the store's stream, behind all that was done with the values. Copies up of a value of several
-segments are in a stream of their own, so that both directions are in use at the same time. They wait for nothing on the
-device: a part comes up only after the host has seen that a copy down of the same round is done, or of the same part
-where the result takes the place of the values; and whatever the store has done with that memory before is in front of
-that copy in the store's stream. At the end the store's stream waits for what has been begun in the other one, also
-where a round was given up half-way.
+segments are in a second stream, so that both directions are in use at the same time. They wait for nothing on the
+device. A part of the sums comes up to where this worker's own values of that part were, once the host has seen those
+go down. A part of the new value comes up after the host has seen all copies down of the round's first half done, which
+are behind whatever the store did with the last value. At the end of each half the store's stream waits for what has
+been begun in the second one, also where the round was given up.
 
 Cost: for a segment down a copy and an event, up a copy; an event and a wait for it for each half of a round.
 """

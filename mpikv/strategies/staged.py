@@ -5,9 +5,15 @@ the ranks of the host share, or, for messages, page-locked memory that is kept w
 comes up to the device, where the optimizer runs; the updated part goes down; and what the others own of the new value
 comes up. So the bits are those of the way on the host. Casts to the dtype of the sums are made on the device, before.
 
-Order. All copies are in the store's stream, in the order in which they are begun, and a round begins with one that is
-waited for before any other rank can learn of the round. So whatever the round before has begun is done by then, and
-memory of the host that it reads or writes is free. Nothing waits but by yielded requests.
+A long value does this segment by segment (segments.py): what the way on the host needs first goes down first and is
+sent, or counted as readable, as soon as it is there, while the next segments are on their way; what is complete comes
+up while others still go down. The algorithms `ring` and those through memory work so. The others, which are for short
+values or for hosts whose ranks share no memory, begin when all is down.
+
+Order. Copies down are in the store's stream, copies up of long values in a second one. At the end of each half of a
+round the store's stream waits for what was begun in the second one. So the first copy down of a round is behind all
+that the round before has begun, and no other rank learns of a round before this one has seen that copy done. Memory of
+the host that the round before reads or writes is free by then. Nothing waits but by yielded requests.
 
 Cost of a round, n elements of which this worker owns k: n and k down, k and n - k up, beside the cost of the way on the
 host. Page-locked: the value and two arrays of n, or fewer where workers share memory.

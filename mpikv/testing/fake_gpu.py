@@ -190,10 +190,10 @@ class FakeGpu(HostDriver):
         if began is not None:
             self._work.host_ends(began)
 
-    def hold(self) -> None:
+    def hold(self, held: bool = True) -> None:
         """From now on let nothing be done but by `advance`, `run_all`, `synchronize` and `get`: `done` only looks.
 
-        For all GPUs that share a process or a device with this one.
+        For all GPUs that share a process or a device with this one. held: False ends it.
 
         >>> from mpikv.testing.fake_gpu import FakeGpu
         >>> gpu = FakeGpu()
@@ -208,7 +208,7 @@ class FakeGpu(HostDriver):
         [False, True]
         """
         with self._work.lock:
-            self._work.held = True
+            self._work.held = held
 
     def advance(self, stream: int) -> bool:
         """Do the next piece of work of one stream, unless it waits for another. False: nothing was done.

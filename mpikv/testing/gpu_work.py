@@ -138,7 +138,7 @@ class Work:
             _join(stream.clock, event.clock)
 
     def done(self, event: FakeEvent) -> bool:
-        """Do some work, unless it is held, then say whether all before the event is done; the host has seen that then."""
+        """Do some work, unless held, then say whether all before the event is done; if so, the host has seen it."""
         with self.lock:
             pending = sum(len(stream.items) for stream in self._streams)
             for _ in range(0 if self.held else self._random.randint(1, 2 + pending // 2)):
