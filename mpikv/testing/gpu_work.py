@@ -114,6 +114,8 @@ class Work:
         self._random = random.Random(seed)
         self._eager = eager
         self._streams: list[Stream] = []
+        self._busy: dict[Stream, None] = {}  # those with work, among many that a test has used once
+        self._pending = 0  # pieces of work in all of them
         self._seen: dict[Stream, int] = {}
         self._failure: str | None = None
         self.held = False  # whether `done` only looks
@@ -127,8 +129,9 @@ class Work:
             return self._streams[-1]
 
     def record(self, stream: Stream) -> FakeEvent:
-        """An event behind all that is in the stream."""
+        """An event behind all that is in the stream. What the host has seen done is before whatever comes next."""
         with self.lock:
+            stream.clock = {one: n for one, n in stream.clock.items() if n > self._seen.get(one, 0)}
             return FakeEvent(stream, stream.put, {**stream.clock, stream: stream.put})
 
     def wait(self, stream: Stream, event: FakeEvent) -> None:
@@ -140,8 +143,7 @@ class Work:
     def done(self, event: FakeEvent) -> bool:
         """Do some work, unless held, then say whether all before the event is done; if so, the host has seen it."""
         with self.lock:
-            pending = sum(len(stream.items) for stream in self._streams)
-            for _ in range(0 if self.held else self._random.randint(1, 2 + pending // 2)):
+            for _ in range(0 if self.held else self._random.randint(1, 2 + self._pending // 2)):
                 if event.ran or not self._step():
                     break
             if self._failure is not None:
@@ -264,12 +266,14 @@ class Work:
 
     def _append(self, stream: Stream, item: Action | FakeEvent) -> None:
         stream.items.append(item)
+        self._busy[stream] = None
+        self._pending += 1
         stream.put += 1
         stream.clock[stream] = stream.put
 
     def _step(self) -> bool:
         """Do one piece of work that may come next. False where there is none."""
-        ready = [one for one in self._streams if self._may_come(one)]
+        ready = [one for one in self._busy if self._may_come(one)]
         if not ready:
             return False
         self._do_next(self._random.choice(ready))
@@ -280,6 +284,9 @@ class Work:
 
     def _do_next(self, stream: Stream) -> None:
         item = stream.items.popleft()
+        self._pending -= 1
+        if not stream.items:
+            del self._busy[stream]
         if not isinstance(item, FakeEvent):
             try:
                 item()
