@@ -11,7 +11,8 @@ Only sends and receives reach MPI; values are combined, and brought into this ra
 
 Cost: an event for each message, and the transport's own. While a message waits to be started its generator is asked in
 each step of the engine. Restrictions: the transport takes device memory. It is called in whatever thread steps the
-engine, where another GPU of the process may be the current one.
+engine, with this GPU as that thread's current one when a message is started; when it is asked whether messages are
+done, another GPU of the process may be.
 """
 
 from __future__ import annotations
@@ -51,16 +52,22 @@ class DeviceGroup(Group):
     def isend(self, buf: Any, dest: int, tag: int) -> Request:
         """As `Group.isend`, behind what the store's stream has been given by now."""
         rank = self.ranks[dest]
-        return self._begin(lambda: self.transport.isend(buf, rank, tag))
+        return self._begin(self.transport.isend, buf, rank, tag)
 
     def irecv(self, buf: Any, source: int, tag: int) -> Request:
         """As `Group.irecv`, behind what the store's stream has been given by now."""
         rank = self.ranks[source]
         ratio = self._ratios.get(rank, 1.0)
         take = None if ratio == 1.0 else lambda: self._space.scale(buf, ratio, buf)
-        return self._begin(lambda: self.transport.irecv(buf, rank, tag), take)
+        return self._begin(self.transport.irecv, buf, rank, tag, take)
 
-    def _begin(self, start: Callable[[], Request], take: Callable[[], None] | None = None) -> Message:
+    def _begin(
+        self, call: Callable[..., Request], buf: Any, rank: int, tag: int, take: Callable[[], None] | None = None
+    ) -> Message:
+        def start() -> Request:
+            with self._space.driver.current():
+                return call(buf, rank, tag)
+
         message = Message(self._waiting, self._space.begun(), start, take)
         self._waiting.append(message)
         start_due(self._waiting)

@@ -72,9 +72,11 @@ class HostRings:
         """The segments of a ring as they pass its carrier on this host."""
         return passing(self.chunks[ring], self.host, self.buf.itemsize, LINK_SEGMENT_BYTES, reducing=reducing)
 
-    def by_ring(self, *, reducing: bool) -> list[tuple[int, Span]]:
-        """(ring, segment) of all rings but this rank's own, the rings in turn."""
+    def by_ring(self, *, reducing: bool, own: bool = False) -> list[tuple[int, Span]]:
+        """(ring, segment) of all rings, in turn, but this rank's own, which comes last where it is asked for, too."""
         others = [ring for ring in range(self.n_rings) if ring != self.place]
+        if own and self.carries:
+            others.append(self.place)
         segments = [[s for step in self.steps(ring, reducing=reducing) for s in step] for ring in others]
         rows = itertools.zip_longest(*segments)
         return [(ring, span) for row in rows for ring, span in zip(others, row, strict=True) if span is not None]

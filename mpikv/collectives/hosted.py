@@ -4,7 +4,8 @@ As in `hierarchical`, ring by ring and segment by segment, but no message stays 
 values readable, a segment for every ring in turn; the carrier of a ring adds what its host has and passes it on around
 the ring, while later segments are still being copied; what comes back goes straight into the result, which the host has
 once, and from there into the arrays of the call. Ranks tell each other through counters (host_key.py) how far they are,
-so none waits for another but in a transfer of this key, in whatever order keys are pushed.
+so none waits for another but in a transfer of this key, in whatever order keys are pushed. Values that are still on
+their way into the memory (parts.py) are needed in the same order, and counted as they come.
 
 Adds in the same order as `hierarchical`: the same bits, and the same messages between hosts. (Ranks that are
 all on one host: one_host.py.)
@@ -15,6 +16,7 @@ added, n copied out; 2(h-1) steps of n/(hc) elements across the link. Restrictio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -24,8 +26,9 @@ from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.hierarchical import HostRings
 from mpikv.collectives.host_key import FILLED, GATHERED, REDUCED, TOTALS, UPDATED, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
+from mpikv.collectives.parts import HERE, Coming, Landing, Parts
 from mpikv.collectives.ring import Circle
-from mpikv.collectives.stages import LINK_WINDOW, Span, Stage, drive
+from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Span, Stage, cut, drive
 from mpikv.engine.request import Steps, Waiter
 from mpikv.hostmemory.sums import in_order, newest_first, scaled
 from mpikv.topology import topology
@@ -69,8 +72,33 @@ class _Fill(_AnyTime):
         return True
 
 
+class _Arrive(_AnyTime):
+    """A stage that counts for each ring which of its segments are there, of all that come."""
+
+    def __init__(self, key: HostKey, segments: Sequence[tuple[int, Span]], coming: Coming) -> None:
+        self._key, self._segments, self._coming = key, segments, coming
+        self._told = 0
+        self.counts: Counter[int] = Counter()
+        self.done = not segments
+
+    def move(self) -> bool:
+        told, count = self._told, self._coming.count
+        if count <= told:
+            return False
+        self._told = count
+        new = Counter(ring for ring, _ in self._segments[told:count])
+        self.counts += new
+        for ring in new:
+            self._key.count(FILLED + ring, self.counts[ring])
+        self.done = count == len(self._segments)
+        return True
+
+
 class _Collect(_OnCount):
-    """A stage that adds the segments of a carrier's ring over the ranks of its host, from its own place on."""
+    """A stage that adds the segments of a carrier's ring over the ranks of its host, from its own place on.
+
+    arrive: what counts this rank's own values; None: they are there.
+    """
 
     def __init__(
         self,
@@ -82,11 +110,12 @@ class _Collect(_OnCount):
         *,
         combine: np.ufunc,
         comparison: Comparison | None,
+        arrive: _Arrive | None,
     ) -> None:
         # What comes first, what is there second, as for messages.
         self._combine = newest_first(combine)
         self._key, self._segments, self._comparison = key, segments, comparison
-        self._values, self._totals = values, totals
+        self._values, self._totals, self._place, self._arrive = values, totals, rings.place, arrive
         self._others = [(rings.place + i) % rings.n_here for i in range(1, rings.n_here)]
         self._ratios = [1.0] * len(self._others)
         self._word = FILLED + rings.place
@@ -97,6 +126,8 @@ class _Collect(_OnCount):
     def move(self) -> bool:
         if self.count >= self._ready:
             counts = [self._key.counted(place, self._word) for place in self._others]
+            if self._arrive is not None:
+                counts.append(self._arrive.counts[self._place])
             self._ready = min(counts, default=len(self._segments))
             if self.count >= self._ready:
                 return False
@@ -212,12 +243,14 @@ def reduce_scatter(
     changeable: bool,
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
+    parts: Parts = HERE,
 ) -> Steps[HostArray]:
     """Add `values` over all ranks, or `combine` them; returns (n,) with the result in this rank's own chunk.
 
     values: (n,), contiguous, in the dtype of the sums; not to be changed until the `allgather` of the same round has
-    ended, but by us where it is `changeable`. comparison: that of `group`, where labels are compared. Collective.
-    Yields each request it must wait for.
+    ended, but by us where it is `changeable`. comparison: that of `group`, where labels are compared. parts: how the
+    values, in shared memory unless all are there, come, and what becomes of the result. Collective. Yields each request
+    it must wait for.
     """
     rings = HostRings(group, values, chunks, tag)
     shared = key.is_shared(values)
@@ -226,7 +259,15 @@ def reduce_scatter(
     rings.buf = totals
     outgoing = rings.by_ring(reducing=True)
     stages: list[Stage] = []
-    if shared:
+    landed, arrive = parts.landed, None
+    begin, end = chunks[group.rank : group.rank + 2]
+    if landed is not None:
+        assert shared
+        order = rings.by_ring(reducing=True, own=True)
+        coming = parts.coming(span for _, span in order)
+        arrive = _Arrive(key, order, coming)
+        stages += [coming, arrive]
+    elif shared:
         for ring in range(rings.n_rings):
             key.count(FILLED + ring, sum(one == ring for one, _ in outgoing))
     else:
@@ -235,14 +276,19 @@ def reduce_scatter(
         carrier = rings.place % rings.n_rings
         owned = bool(rings.further[rings.place])
         through = [span for place, span in rings.further_of(carrier) if owned and place <= rings.place]
-        stages.append(_Follow(key, REDUCED, {carrier: through}))
+
+        def take(span: Span) -> None:
+            if landed is not None and begin <= span[0] < end:
+                landed(key.array_of(carrier, TOTALS), span)
+
+        stages.append(_Follow(key, REDUCED, {carrier: through}, None if landed is None else take))
         yield from drive(*stages)
         if owned and comparison is not None:
             comparison.units = key.said_by(carrier).factor
         return key.array_of(carrier, TOTALS) if owned else values
     steps = rings.steps(rings.place, reducing=True)
     segments = [span for step in steps for span in step]
-    collect = _Collect(key, rings, values, totals, segments, combine=combine, comparison=comparison)
+    collect = _Collect(key, rings, values, totals, segments, combine=combine, comparison=comparison, arrive=arrive)
     stages.append(collect)
     hosted = [span for _, span in rings.hosted()]
     if rings.short:
@@ -251,41 +297,56 @@ def reduce_scatter(
         yield from rings.direct().reduce_scatter(rings.across, packed, ends, tag, combine)
         rings.unpack(packed, [rings.host])
         key.count(REDUCED, len(hosted))
+        if landed is not None and begin < end:
+            landed(totals, (begin, end))
         return totals
     circle = Circle(
         rings.across, totals, steps, tag, LINK_WINDOW, reducing=True, ready=lambda: collect.count, combine=combine
     )
     unhosted = len(segments) - len(hosted)
-    stages += [circle.receiver, circle.sender, _Tell(key, REDUCED, hosted, lambda: circle.count() - unhosted)]
+    before = len(segments) - len(steps[-1])
+    owned_here = steps[-1][: len(steps[-1]) - len(hosted)]
+    stages += [
+        circle.receiver,
+        circle.sender,
+        _Tell(key, REDUCED, hosted, lambda: circle.count() - unhosted),
+        Landing(parts, totals, owned_here, lambda: circle.count() - before),
+    ]
     yield from drive(*stages)
     return totals
 
 
 def allgather(
-    group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = ()
+    group: Group, chunks: Sequence[int], tag: int, key: HostKey, outs: Sequence[HostArray] = (), *, parts: Parts = HERE
 ) -> Steps[None]:
     """Complete the host's result: chunk i of it is rank i's at the start, on all hosts at the end; copy it to `outs`.
 
-    outs: (n,), contiguous, any dtype. Collective. Yields each request it must wait for.
+    outs: (n,), contiguous, any dtype. parts: how this rank's chunk comes, and what becomes of the others. Collective.
+    Yields each request it must wait for.
     """
     rings = HostRings(group, key.value, chunks, tag)
+    landed, begin, end = parts.landed, chunks[group.rank], chunks[group.rank + 1]
 
     def drain(span: Span) -> None:
         for out in outs:
             out[span[0] : span[1]] = rings.view(span)
+        if landed is not None and not begin <= span[0] < end:
+            landed(key.value, span)
 
     segments = {
         ring: [span for step in rings.steps(ring, reducing=False) for span in step] for ring in range(rings.n_rings)
     }
     own = segments.pop(rings.place, [])
     others = _Follow(key, GATHERED, segments, drain)
+    coming = parts.coming(cut((begin, end), key.value.itemsize, LINK_SEGMENT_BYTES))
     if not rings.carries:
+        yield from drive(coming)
         key.count(UPDATED, 1)
         yield from drive(others)
         return
     further = _Further(key, rings.hosted())
     if rings.short:
-        yield from drive(further)
+        yield from drive(coming, further)
         packed, ends = rings.packed()
         yield from rings.direct().allgather(rings.across, packed, ends, tag)
         rings.unpack(packed, range(rings.n_hosts))
@@ -294,9 +355,13 @@ def allgather(
     n_unhosted = len(rings.steps(rings.place, reducing=False)[0]) - len(rings.hosted())
 
     def ready() -> int:
+        if not coming.done:
+            return coming.count
         return len(own) if further.done else n_unhosted + further.count
 
     circle = Circle(
         rings.across, key.value, rings.steps(rings.place, reducing=False), tag, LINK_WINDOW, reducing=False, ready=ready
     )
-    yield from drive(further, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others)
+    yield from drive(
+        coming, further, circle.receiver, circle.sender, _Tell(key, GATHERED, own, circle.count, drain), others
+    )

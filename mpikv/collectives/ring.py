@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.collectives.parts import HERE, Landing, Parts
 from mpikv.collectives.stages import (
     HOST_SEGMENT_BYTES,
     HOST_WINDOW,
@@ -94,32 +95,39 @@ class Circle:
         return ready if ready < self._n_first else self._n_first + self.receiver.count
 
 
-def _circle(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, reducing: bool, combine: np.ufunc = np.add
-) -> Circle:
+def _steps(group: Group, buf: HostArray, chunks: Sequence[int], *, reducing: bool) -> tuple[list[list[Span]], int]:
+    """What passes this rank, and how many segments may be under way."""
     across = len(set(group.hosts)) > 1
     segment_bytes, window = (LINK_SEGMENT_BYTES, LINK_WINDOW) if across else (HOST_SEGMENT_BYTES, HOST_WINDOW)
     spans = [[(chunks[i], chunks[i + 1])] for i in range(group.size)]
-    steps = passing(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing)
-    return Circle(group, buf, steps, tag, window, reducing=reducing, combine=combine)
+    return passing(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing), window
 
 
 def reduce_scatter(
-    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add
+    group: Group, buf: HostArray, chunks: Sequence[int], tag: int, combine: np.ufunc = np.add, *, parts: Parts = HERE
 ) -> Steps[None]:
     """Add `buf` over all ranks, or `combine` it; then each rank's own chunk of its `buf` holds the result.
 
-    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. Collective.
-    Yields each request it must wait for.
+    buf: (n,), contiguous, same n and dtype on every rank; its other chunks hold partial sums afterwards. parts: how its
+    values come, and what becomes of the result. Collective. Yields each request it must wait for.
     """
-    circle = _circle(group, buf, chunks, tag, reducing=True, combine=combine)
-    yield from drive(circle.receiver, circle.sender)
+    steps, window = _steps(group, buf, chunks, reducing=True)
+    coming = parts.coming(span for step in steps for span in step)
+    circle = Circle(group, buf, steps, tag, window, reducing=True, ready=lambda: coming.count, combine=combine)
+    before = sum(map(len, steps[:-1]))
+    landing = Landing(parts, buf, steps[-1], lambda: circle.count() - before)
+    yield from drive(coming, circle.receiver, circle.sender, landing)
 
 
-def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int) -> Steps[None]:
+def allgather(group: Group, buf: HostArray, chunks: Sequence[int], tag: int, *, parts: Parts = HERE) -> Steps[None]:
     """Give every rank every chunk: chunk i of `buf` is rank i's at the start, on all ranks at the end.
 
-    buf: (n,), contiguous, same n and dtype on every rank. Collective. Yields each request it must wait for.
+    buf: (n,), contiguous, same n and dtype on every rank. parts: how this rank's chunk comes, and what becomes of the
+    others. Collective. Yields each request it must wait for.
     """
-    circle = _circle(group, buf, chunks, tag, reducing=False)
-    yield from drive(circle.receiver, circle.sender)
+    steps, window = _steps(group, buf, chunks, reducing=False)
+    coming = parts.coming(steps[0])
+    circle = Circle(group, buf, steps, tag, window, reducing=False, ready=lambda: coming.count)
+    others = [span for step in steps[1:] for span in step] if parts.landed is not None else []
+    landing = Landing(parts, buf, others, lambda: circle.receiver.count)
+    yield from drive(coming, circle.receiver, circle.sender, landing)

@@ -13,3 +13,5 @@ ALGORITHMS: dict[str, ModuleType] = {
     "halving_doubling": halving_doubling,
     "hierarchical": hierarchical,
 }
+
+IN_PARTS = frozenset({"ring"})  # those that take `parts`: the others are for short values, or for hosts without memory

@@ -87,6 +87,7 @@ class _Moves(Waking):
 
 def drive(*stages: Stage) -> Steps[None]:
     """Move all stages on until all are done."""
+    stages = tuple(stage for stage in stages if not stage.done)
     moves = _Moves(stages)
     while not all(stage.done for stage in stages):
         yield moves

@@ -210,6 +210,10 @@ class CupyDriver:
 
     # --- order
 
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """See `Driver`."""
+        return self._current("is made the current one of a thread")
+
     def stream(self) -> int:
         """See `Driver`. It lives as long as the process."""
         with self._current("makes a stream"):

@@ -1,7 +1,8 @@
 """Device memory: arrays on one GPU, and what is done with them there. Calls put work into streams and return.
 
-Order. The store has one stream of its own for each store, in which all that it does with its arrays follows one after
-another. What a call reads of the caller's is copied in the caller's own stream, behind what he has begun to write and
+Order. Each store has one stream of its own, in which all that it does with its arrays follows one after another; but
+for long copies from the host while others go there: they are in a second one, and the first waits for them (`join`).
+What a call reads of the caller's is copied in the caller's own stream, behind what he has begun to write and
 before whatever he puts there next; so neither waits for the other, and the store's stream never waits for a gradient
 that is still being computed unless somebody asks for that very array. What a call writes is written in the store's
 stream, behind the caller's work as it was when the call was made; and the caller's stream waits for it.
@@ -62,6 +63,7 @@ class DeviceSpace:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.stream = driver.stream()
+        self.beside = driver.stream()
         numbers = itertools.count()
         self.pool = Pool(driver, self.stream, numbers)
         self.callers_pool = Pool(driver, self.stream, numbers)  # of arrays that callers may keep beyond the end
@@ -245,12 +247,22 @@ class DeviceSpace:
             self.driver.copy(out.ctypes.data, array.address, array.nbytes, self.stream)
             self.copies.count("down", array.nbytes)
 
-    def bring(self, array: DeviceArray, values: HostArray) -> None:
-        """Begin to copy page-locked host memory, which must stay as it is until that is done, to an array."""
+    def bring(self, array: DeviceArray, values: HostArray, *, beside: bool = False) -> None:
+        """Begin to copy page-locked host memory, which must stay as it is until that is done, to an array.
+
+        beside: in the second stream, which waits for nothing. The host must have seen that what the store and the
+        caller have begun with this part of the array is done, and `join` has to come before the store goes on with it.
+        """
         if array.size:
-            self._follow(array)
-            self.driver.copy(array.address, values.ctypes.data, array.nbytes, self.stream)
+            if not beside:
+                self._follow(array)
+            stream = self.beside if beside else self.stream
+            self.driver.copy(array.address, values.ctypes.data, array.nbytes, stream)
             self.copies.count("up", array.nbytes)
+
+    def join(self) -> None:
+        """Order the store's stream behind what has been begun in the second one."""
+        self.driver.wait(self.stream, self.driver.record(self.beside))
 
     # --- order
 

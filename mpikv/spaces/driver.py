@@ -12,6 +12,7 @@ work into a stream and return; nothing here waits, and nothing waits for the who
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +75,10 @@ class Driver(Protocol):
         ...
 
     # --- order
+
+    def current(self) -> AbstractContextManager[None]:
+        """A context in which this GPU is the calling thread's current one, for a library that is given its memory."""
+        ...
 
     def stream(self) -> int:
         """A new stream, which does not wait for the default one."""

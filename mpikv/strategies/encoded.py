@@ -34,6 +34,7 @@ from mpikv.codecs.base import State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import Comparison, DecodingGroup
+from mpikv.collectives.parts import whole
 from mpikv.collectives.stages import LINK_WINDOW, Receiver, Sender, Span, drive
 from mpikv.engine.request import Done, Request, Steps
 from mpikv.keys import KeyInfo
@@ -112,26 +113,37 @@ class Encoded(Alone):
     # --- a round
 
     @property
-    def _others(self) -> list[int]:
+    def _peers(self) -> list[int]:
         """All other workers, from the next one on, so that not all send to worker 0 first."""
         return [(self._group.rank + step) % self._group.size for step in range(1, self._group.size)]
 
     def _of_owners(self, pieces: Pieces) -> list[tuple[int, Span]]:
         """Owners and their pieces: the first one of each owner, the second of each, and so on; this worker's last."""
-        bounds, ranks = self.placement.bounds, [*self._others, self._group.rank]
+        bounds, ranks = self.placement.bounds, [*self._peers, self._group.rank]
         of_each = [[(rank, piece) for piece in pieces.of((bounds[rank], bounds[rank + 1]))] for rank in ranks]
         return [one for row in zip_longest(*of_each) for one in row if one is not None]
 
     def reduce_scatter(
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
-    ) -> Steps[HostArray]:
-        """In new memory."""
+    ) -> Steps[HostArray | None]:
+        """In new memory; for values that come from a GPU, in `values`, which it copies from."""
+        if self._parts.landed is None:
+            return self._add(values, combine, comparison)
+        steps = self._add_in_place(values, combine, comparison)
+        return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.updates])
+
+    def _add_in_place(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[None]:
+        totals = yield from self._add(values, combine, comparison)
+        own = slice(*self.updates)
+        values[own] = totals[own]
+
+    def _add(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[HostArray]:
         group, pieces = self._groups(comparison)[0], self._as_it_is if self._plain else self.pushed
         mine = pieces.of(self.updates)
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
         if self._gathers:
-            encoding = Encoding(pieces, values, [(rank, one) for one in mine for rank in self._others], group.size)
+            encoding = Encoding(pieces, values, [(rank, one) for one in mine for rank in self._peers], group.size)
         else:
             encoding = Encoding(pieces, values, [one for one in self._of_owners(pieces) if one[0] != group.rank], 1)
         # Of this memory only what this worker updates is ever touched; the rest of a long array takes none.
@@ -158,11 +170,17 @@ class Encoded(Alone):
 
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """Nothing has to be sent, where every worker has added all."""
+        (begin, end), n = self.updates, self.value.size
+        return whole(
+            self._parts, self._send_back(comparison), self.value, needed=(begin, end), completed=[(0, begin), (end, n)]
+        )
+
+    def _send_back(self, comparison: Comparison | None) -> Steps[None]:
         if self._gathers:
             return
         group, sends_encoded = self._groups(comparison)[1], self._sends_back_encoded and not self._plain
         pieces = self.returned if sends_encoded else self._as_it_is
-        outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._others]
+        outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._peers]
         encoding = Encoding(pieces, self.value, outgoing, group.size if sends_encoded else group.size - 1)
         incoming = [one for one in self._of_owners(pieces) if one[0] != group.rank or sends_encoded]
         if not sends_encoded:

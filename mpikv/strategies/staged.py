@@ -5,9 +5,15 @@ the ranks of the host share, or, for messages, page-locked memory that is kept w
 comes up to the device, where the optimizer runs; the updated part goes down; and what the others own of the new value
 comes up. So the bits are those of the way on the host. Casts to the dtype of the sums are made on the device, before.
 
-Order. All copies are in the store's stream, in the order in which they are begun, and a round begins with one that is
-waited for before any other rank can learn of the round. So whatever the round before has begun is done by then, and
-memory of the host that it reads or writes is free. Nothing waits but by yielded requests.
+A long value does this segment by segment (segments.py): what the way on the host needs first goes down first and is
+sent, or counted as readable, as soon as it is there, while the next segments are on their way; what is complete comes
+up while others still go down. The algorithms `ring` and those through memory work so. The others, which are for short
+values or for hosts whose ranks share no memory, begin when all is down.
+
+Order. Copies down are in the store's stream, copies up of long values in a second one. At the end of each half of a
+round the store's stream waits for what was begun in the second one. So the first copy down of a round is behind all
+that the round before has begun, and no other rank learns of a round before this one has seen that copy done. Memory of
+the host that the round before reads or writes is free by then. Nothing waits but by yielded requests.
 
 Cost of a round, n elements of which this worker owns k: n and k down, k and n - k up, beside the cost of the way on the
 host. Page-locked: the value and two arrays of n, or fewer where workers share memory.
@@ -32,6 +38,7 @@ from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import HOST, Spaces
 from mpikv.spaces.pinned import Pinned
 from mpikv.strategies.encoded import Encoded
+from mpikv.strategies.segments import Segments
 from mpikv.strategies.ways import WAYS, Make, Means, Way
 
 HOST_WAYS: Mapping[Path, Make] = {**WAYS, "encoded": Encoded}
@@ -64,7 +71,8 @@ class Staged:
         self.value = space.empty(info.n_elems, info.dtype)
         assert placement.host is not None
         on_host = placement._replace(path=placement.host, host=None)
-        means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True)
+        self._segments = Segments(space, info.n_elems * self.dtype.itemsize)
+        means = means._replace(spaces=Spaces(PinnedSpace(space.pinned)), pages=True, parts=self._segments)
         self._inner = HOST_WAYS[on_host.path](means, info._replace(space=HOST), on_host, place)
         self._sent: HostArray | None = None
 
@@ -134,21 +142,10 @@ class Staged:
     ) -> Steps[None]:
         """The sum of the owned part comes into `values`."""
         sent, own = self._locked(self._values), self._own()
-        self._space.fetch(sent, values)
-        yield self._space.begun()
-        found = yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)
-        totals = sent if found is None else found
-        if found is not None and not self._inner.shared:  # in memory that is not page-locked
-            sent[own], totals = found[own], sent
-        if own.start < own.stop:
-            self._space.bring(values[own], self._locked(totals[own]))
+        with self._segments.between(values, sent, values, lambda totals: self._locked(totals[own])):
+            yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)
 
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """The owned part goes down, the others' come up."""
-        on_host, own = self._locked(self._inner.value), self._own()
-        if own.start < own.stop:
-            self._space.fetch(on_host[own], self.value[own])
-            yield self._space.begun()
-        yield from self._inner.allgather((), comparison)
-        for part in (slice(0, own.start), slice(own.stop, self._n_elems)):
-            self._space.bring(self.value[part], on_host[part])
+        with self._segments.between(self.value, self._locked(self._inner.value), self.value, self._locked):
+            yield from self._inner.allgather((), comparison)

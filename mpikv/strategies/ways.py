@@ -18,7 +18,8 @@ from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import TOTALS, HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
-from mpikv.collectives.select import ALGORITHMS
+from mpikv.collectives.parts import HERE, Parts, whole
+from mpikv.collectives.select import ALGORITHMS, IN_PARTS
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
@@ -40,7 +41,8 @@ class Means(NamedTuple):
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
     communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
-    the keys that go by NCCL have in common.
+    the keys that go by NCCL have in common. parts: how what is pushed comes to where a way in host memory reads it, and
+    what becomes of the parts of the result.
     """
 
     group: Group
@@ -49,6 +51,7 @@ class Means(NamedTuple):
     communicators: Communicators | None = None
     pages: bool = False
     nccl: NcclWorkers | None = None
+    parts: Parts = HERE
 
 
 class Way(Protocol):
@@ -121,7 +124,17 @@ class OfKey(KeyWay):
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement)
+        self._parts = means.parts
         self._labelled: tuple[Group, Group] | None = None
+
+    def _own(self) -> tuple[int, int]:
+        begin, end = self.placement.bounds[self._group.rank : self._group.rank + 2]
+        return begin, end
+
+    def _others(self) -> list[tuple[int, int]]:
+        """What the others own, before this worker's part and behind it."""
+        begin, end = self._own()
+        return [(0, begin), (end, self.placement.bounds[-1])]
 
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts."""
@@ -198,18 +211,24 @@ class Messages(Alone):
     ) -> Steps[HostArray | None]:
         """In place."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        steps: Steps[None] = algorithm.reduce_scatter(
-            self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
+        arguments = self._groups(comparison)[0], values, self.placement.bounds, self._tag(1), combine
+        if self.placement.algorithm in IN_PARTS:
+            steps: Steps[None] = algorithm.reduce_scatter(*arguments, parts=self._parts)
+            return steps
+        return whole(
+            self._parts, algorithm.reduce_scatter(*arguments), values, needed=(0, values.size), completed=[self._own()]
         )
-        return steps
 
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """In place."""
         algorithm: Any = ALGORITHMS[self.placement.algorithm]
-        steps: Steps[None] = algorithm.allgather(
-            self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
+        arguments = self._groups(comparison)[1], self.value, self.placement.bounds, self._tag(2)
+        if self.placement.algorithm in IN_PARTS:
+            steps: Steps[None] = algorithm.allgather(*arguments, parts=self._parts)
+            return steps
+        return whole(
+            self._parts, algorithm.allgather(*arguments), self.value, needed=self._own(), completed=self._others()
         )
-        return steps
 
 
 class Native(Alone):
@@ -230,6 +249,12 @@ class Native(Alone):
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray | None]:
         """In place, with the workers' labels gathered before."""
+        steps = self._reduce_scatter(values, combine, comparison)
+        return whole(self._parts, steps, values, needed=(0, values.size), completed=[self._own()])
+
+    def _reduce_scatter(
+        self, values: HostArray, combine: np.ufunc, comparison: Comparison | None
+    ) -> Steps[HostArray | None]:
         native = self._communicators.native
         if comparison is not None:
             ratio = yield from native.ratio(self._comm, comparison)
@@ -241,7 +266,7 @@ class Native(Alone):
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """In place."""
         steps: Steps[None] = self._communicators.native.allgather(self._comm, self.value, self.placement.bounds)
-        return steps
+        return whole(self._parts, steps, self.value, needed=self._own(), completed=self._others())
 
 
 class OneHost(_InMemory):
@@ -263,12 +288,18 @@ class OneHost(_InMemory):
     ) -> Steps[HostArray | None]:
         """From where the values are, if the others can read them there."""
         return one_host.reduce_scatter(
-            self._group.rank, values, self.placement.bounds, self._key, combine=combine, comparison=comparison
+            self._group.rank,
+            values,
+            self.placement.bounds,
+            self._key,
+            combine=combine,
+            comparison=comparison,
+            parts=self._parts,
         )
 
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy the value out."""
-        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs)
+        return one_host.allgather(self._group.rank, self.placement.bounds, self._key, outs, parts=self._parts)
 
 
 class Hosted(_InMemory):
@@ -291,11 +322,13 @@ class Hosted(_InMemory):
             changeable=changeable,
             combine=combine,
             comparison=comparison,
+            parts=self._parts,
         )
 
     def allgather(self, outs: Sequence[HostArray], comparison: Comparison | None) -> Steps[None]:
         """The value is completed once for each host, and copied out as it comes."""
-        return hosted.allgather(self._groups(comparison)[1], self.placement.bounds, self._tag(2), self._key, outs)
+        group = self._groups(comparison)[1]
+        return hosted.allgather(group, self.placement.bounds, self._tag(2), self._key, outs, parts=self._parts)
 
 
 class Ipc(Alone):

@@ -190,6 +190,34 @@ class FakeGpu(HostDriver):
         if began is not None:
             self._work.host_ends(began)
 
+    def hold(self, held: bool = True) -> None:
+        """From now on let nothing be done but by `advance`, `run_all`, `synchronize` and `get`: `done` only looks.
+
+        For all GPUs that share a process or a device with this one. held: False ends it.
+
+        >>> from mpikv.testing.fake_gpu import FakeGpu
+        >>> gpu = FakeGpu()
+        >>> gpu.hold()
+        >>> first, second, memory = gpu.stream(), gpu.stream(), gpu.allocate(8)
+        >>> for stream in (first, second):
+        ...     gpu.copy(gpu.allocate(8), memory, 8, stream)
+        >>> events = gpu.record(first), gpu.record(second)
+        >>> gpu.advance(second), gpu.advance(second)
+        (True, False)
+        >>> [gpu.done(event) for event in events]
+        [False, True]
+        """
+        with self._work.lock:
+            self._work.held = held
+
+    def advance(self, stream: int) -> bool:
+        """Do the next piece of work of one stream, unless it waits for another. False: nothing was done.
+
+        Example: see `hold`.
+        """
+        with self._work.lock:
+            return self._work.advance(self._stream(stream))
+
     def run_all(self) -> None:
         """Do all work of all GPUs that share a process or a device with this one. The host has not seen it.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class HostDriver:
         self.process, self.device = process, device
         self.counts: Counter[str] = Counter()
         self._work = process.work
+        self._made_current = threading.local()
         self._calls: Counter[str] = Counter()
         self._faults: list[tuple[str, int, bool, Exception]] = []
 
@@ -108,6 +110,30 @@ class HostDriver:
             self.process.close(address)
 
     # --- order
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """See `Driver`; `is_current` is true meanwhile. Example: see `is_current`."""
+        with self._call("current"):
+            before, self._made_current.here = self.is_current, True
+        try:
+            yield
+        finally:
+            self._made_current.here = before
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread is within `current`.
+
+        >>> from mpikv.testing.fake_gpu import FakeGpu
+        >>> gpu = FakeGpu()
+        >>> with gpu.current():
+        ...     gpu.is_current
+        True
+        >>> gpu.is_current
+        False
+        """
+        return getattr(self._made_current, "here", False)
 
     def stream(self) -> int:
         """See `Driver`. Example: see `wait`."""

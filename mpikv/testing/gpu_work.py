@@ -118,6 +118,7 @@ class Work:
         self._pending = 0  # pieces of work in all of them
         self._seen: dict[Stream, int] = {}
         self._failure: str | None = None
+        self.held = False  # whether `done` only looks
 
     # --- streams and events
 
@@ -140,9 +141,9 @@ class Work:
             _join(stream.clock, event.clock)
 
     def done(self, event: FakeEvent) -> bool:
-        """Do some work, then say whether all before the event is done; if so, the host has seen it."""
+        """Do some work, unless held, then say whether all before the event is done; if so, the host has seen it."""
         with self.lock:
-            for _ in range(self._random.randint(1, 2 + self._pending // 2)):
+            for _ in range(0 if self.held else self._random.randint(1, 2 + self._pending // 2)):
                 if event.ran or not self._step():
                     break
             if self._failure is not None:
@@ -155,7 +156,17 @@ class Work:
         """Do work until the event is done, which the host has seen then."""
         with self.lock:
             while not self.done(event):
-                pass
+                self._step()
+
+    def advance(self, stream: Stream) -> bool:
+        """Do the next piece of work of a stream, if what it waits for is done. False where there is none to be done."""
+        with self.lock:
+            while self._may_come(stream):
+                before = stream.items[0]
+                self._do_next(stream)
+                if not isinstance(before, FakeEvent):
+                    return True
+            return False
 
     def run_all(self) -> None:
         """Do everything that is put in. The host has not seen it."""
@@ -262,10 +273,16 @@ class Work:
 
     def _step(self) -> bool:
         """Do one piece of work that may come next. False where there is none."""
-        ready = [one for one in self._busy if getattr(one.items[0], "ran", True)]
-        if not ready or self._failure is not None:
+        ready = [one for one in self._busy if self._may_come(one)]
+        if not ready:
             return False
-        stream = self._random.choice(ready)
+        self._do_next(self._random.choice(ready))
+        return True
+
+    def _may_come(self, stream: Stream) -> bool:
+        return bool(stream.items) and getattr(stream.items[0], "ran", True) and self._failure is None
+
+    def _do_next(self, stream: Stream) -> None:
         item = stream.items.popleft()
         self._pending -= 1
         if not stream.items:
@@ -276,7 +293,6 @@ class Work:
             except Exception as error:  # noqa: BLE001 - of any work; as CUDA's, it is told by the next question
                 self._failure = f"GPU {stream.gpu} has failed in {stream}: {type(error).__name__}: {error}"
         stream.ran += 1
-        return True
 
 
 def _join(clock: dict[Stream, int], other: dict[Stream, int]) -> None:

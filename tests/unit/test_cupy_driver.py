@@ -196,6 +196,17 @@ def test_it_is_a_driver(driver: CupyDriver) -> None:
     assert all(callable(getattr(driver, name)) for name in wanted)
 
 
+def test_it_is_the_current_one_while_a_library_is_given_its_memory(driver: CupyDriver, cupy: FakeCupy) -> None:
+    with driver.current():
+        assert cupy.current == 1
+        driver.free(0x1000)
+        assert cupy.current == 1
+    assert cupy.current == 0
+    with pytest.raises(KeyError), driver.current():
+        raise KeyError("of the library")
+    assert cupy.current == 0
+
+
 # --- memory
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from device_rounds import FIRST, Case, Side, run_rounds
 
-from mpikv.collectives import notes
+from mpikv.collectives import notes, ring
 from mpikv.collectives.device_group import DeviceGroup
 from mpikv.collectives.labelled import NOTE_BYTES, Said
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Predicate
+from mpikv.engine.running import run
 from mpikv.errors import MpikvError
 from mpikv.placement import Path
 from mpikv.spaces.device import DeviceSpace
@@ -141,6 +144,10 @@ class Stream:
 
     def __init__(self) -> None:
         self.put = self.ran = 0
+        self.driver = self
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def begun(self) -> Predicate:
         self.put += 1
@@ -181,6 +188,42 @@ def test_messages_wait_for_the_stream_in_their_order() -> None:
 
 
 # --- what goes wrong
+
+
+class OnlyOnItsGpu:
+    """A transport that takes device memory only where its GPU is the calling thread's current one."""
+
+    def __init__(self, inner: Any, gpu: FakeGpu) -> None:
+        self._inner, self._gpu, self.n_messages = inner, gpu, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def isend(self, *args: Any) -> Any:
+        return self._checked(self._inner.isend, args)
+
+    def irecv(self, *args: Any) -> Any:
+        return self._checked(self._inner.irecv, args)
+
+    def _checked(self, call: Any, args: Any) -> Any:
+        assert self._gpu.is_current
+        self.n_messages += 1
+        return call(*args)
+
+
+def test_messages_are_begun_with_their_gpu_as_the_current_one() -> None:
+    gpus = [FakeGpu(), FakeGpu()]
+
+    def body(transport: Any) -> int:
+        gpu = gpus[transport.rank]
+        space, seen = DeviceSpace(gpu), OnlyOnItsGpu(transport, gpu)
+        buf = space.from_host(np.ones(40, np.float32))
+        group = DeviceGroup(seen, [0, 1], space)
+        run(ring.reduce_scatter(group, buf, (0, 20, 40), 1), 20.0, lambda: AssertionError("it has not ended"))
+        assert not gpu.is_current
+        return seen.n_messages
+
+    assert spawn(2, body, fabric=DeviceFabric(Fabric(2), gpus)) == [2, 2]
 
 
 def test_a_message_that_does_not_wait_for_the_stream_is_found() -> None:
