@@ -3,7 +3,7 @@
     python scripts/bench_compression.py              # as root: makes the hosts, prints the tables, removes the hosts
     python scripts/bench_compression.py --rates 100 --compression fp16 '{"type": "fp16", "pull": "fp16"}'
 
-Each host is a network namespace of this machine with a link of so many Mbit/s out and as much in, and has one worker. For
+Each host is a network namespace of this machine with a link of so many Mbit/s out and as much in, and one worker. For
 every rate and number of hosts one job runs, in which stores without compression and with each kind asked for take
 turns: one blocking `pushpull` of all gradients in one call, float32, without an optimizer. `speed` is how many times as
 fast as without compression, the median over the turns of the ratio within one turn; `MB out` is what a host's interface
