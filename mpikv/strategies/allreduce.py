@@ -224,6 +224,7 @@ class AllreduceStrategy(Strategy):
     def codec_states(self, call: str) -> list[Part]:
         """After the rounds that this worker has pushed."""
         self.keys.drain(call)
+        self._session.agree(call, None, call)  # all are here to send what follows
         return self.keys.codec_states()
 
     def take_codec_states(self, parts: Sequence[Part]) -> None:

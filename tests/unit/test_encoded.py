@@ -18,6 +18,7 @@ from mpikv import optimizers
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.compression import make
+from mpikv.collectives.labelled import NOTE_BYTES
 from mpikv.config import Config
 from mpikv.errors import ConfigError, StallError
 from mpikv.keys import KeyInfo, even_bounds
@@ -221,6 +222,35 @@ def test_reductions(op: str) -> None:
     assert run(3, body, compression) == run(3, body, compression, servers=1)
 
 
+def test_sums_alone_are_encoded() -> None:
+    """What is pushed while compression is suspended travels as it is, and what is owed meanwhile stays owed."""
+
+    def body(store: Any) -> Any:
+        found = []
+        store.init("w", np.zeros(67, F32))
+        for round_ in range(5):
+            value = numbers(67, store.rank, round_)
+            before = store.stats()["bytes_sent"]
+            if round_ == 2:
+                with store.session.compressions.suspend():
+                    store.pushpull("w", value)
+            else:
+                store.pushpull("w", value, op="max" if round_ == 3 else "sum")
+            found.append((value.tobytes(), store.stats()["bytes_sent"] - before, store.stats().get("encoded_bytes", 0)))
+        return found
+
+    found = run(3, body, SIGN)
+    served = run(3, body, SIGN, servers=1)
+    assert [[bits for bits, _, _ in one] for one in found] == [[bits for bits, _, _ in one] for one in served]
+    bounds = even_bounds(67, 3)
+    for rank, one in enumerate(found):
+        own = bounds[rank + 1] - bounds[rank]
+        plain = 4 * (67 - own) + 4 * 2 * own
+        notes = 2 * NOTE_BYTES  # that there is another reduction than in the round before
+        assert [sent for _, sent, _ in one] == [2 * 9, 2 * 9, plain, plain + notes, 2 * 9 + notes]  # 67 bits
+        assert [encoded for _, _, encoded in one] == [9, 18, 18, 18, 27]
+
+
 # --- labels
 
 
@@ -263,6 +293,17 @@ def test_workers_with_different_attributes_update_nothing() -> None:
     with pytest.raises(RankError, match="round 2"):  # `close` tells it, too
         run(3, all_raise, {"type": "fp16", "force": True})
     assert found == [[-1.5, -1.5]] * 3
+
+
+def test_workers_with_different_reductions() -> None:
+    """A sum, which is encoded, meets a maximum, which is not: messages have other lengths, which ends the job."""
+
+    def body(store: Any) -> None:
+        store.init("w", np.zeros(67, F32))
+        store.pushpull("w", np.ones(67, F32), op="max" if store.rank else "sum")
+
+    with pytest.raises(RankError, match=r"rank 1: MpikvError: message from rank 0.*: 9 bytes, 164 expected"):
+        run(2, body, SIGN, timeout_s=3.0)
 
 
 # --- what stays owed
