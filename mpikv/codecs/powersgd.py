@@ -75,7 +75,7 @@ class PowerSGD(InBlocks):
         z = z * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ z >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
         z = z ^ z >> np.uint64(32)
-        numbers = (z >> np.uint64(40)).astype(FLOAT32) / np.float32(1 << 23) - np.float32(1)
+        numbers: HostArray = (z >> np.uint64(40)).astype(FLOAT32) / np.float32(1 << 23) - np.float32(1)
         return numbers.reshape(columns, self.rank)
 
     def encode(self, values: HostArray, state: State) -> HostArray:

@@ -254,7 +254,8 @@ def _values(n: int, dtype: np.dtype[Any]) -> HostArray:
     numbers[3::7] = 0.5
     numbers[4::11] = 0.0
     numbers[5::11] = -0.0
-    return numbers.astype(dtype)
+    values: HostArray = numbers.astype(dtype)
+    return values
 
 
 def _turned(values: HostArray, push: int) -> HostArray:
