@@ -260,7 +260,8 @@ def _values(n: int, dtype: np.dtype[Any]) -> HostArray:
 
 def _turned(values: HostArray, push: int) -> HostArray:
     """Return other values for each push."""
-    return np.roll(values, push)
+    turned: HostArray = np.roll(values, push)
+    return turned
 
 
 def _pieces() -> Iterator[tuple[np.dtype[Any], int, HostArray]]:
@@ -275,4 +276,5 @@ def _within(call: Callable[[HostArray, HostArray], None], data: HostArray, start
     wide[1:-1] = start
     call(data, wide[1:-1])
     _require(wide[0] == 42 and wide[-1] == 42, f"{what}: wrote beside the array")
-    return wide[1:-1].copy()
+    written: HostArray = wide[1:-1].copy()
+    return written
