@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mpikv import optimizers
-from mpikv.bench import allreduce, gloo, link, lists, output, plot, ps, pushpull, updates
+from mpikv.bench import allreduce, codec, gloo, link, lists, output, plot, ps, pushpull, updates
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -21,6 +21,7 @@ from mpikv.bench.session import Session
 from mpikv.bench.sizes import short, sweep
 from mpikv.bench.start import BAD_INPUT, check_ranks, environment_rank, run_mpirun
 from mpikv.bench.tcp import between_hosts
+from mpikv.codecs import registry
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.progress import Progress
@@ -39,9 +40,10 @@ BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "train": train,
     "ps": ps.run,
     "optimizers": updates.run,
+    "codec": codec.run,
     "link": link.run,
 }
-OWN_ROWS = ("train", "optimizers")  # kinds whose rows know of no memory held
+OWN_ROWS = ("train", "optimizers", "codec")  # kinds whose rows know of no memory held
 WRONG = 1  # the status where a result was not exact
 
 
@@ -88,6 +90,8 @@ def _check(options: argparse.Namespace) -> None:
         _check_training(options)
     if options.kind == "optimizers":
         _check_optimizers(options)
+    if options.kind == "codec":
+        _check_codecs(options)
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
         gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
 
@@ -110,6 +114,16 @@ def _check_optimizers(options: argparse.Namespace) -> None:
         raise ConfigError(f"--optimizers {','.join(unknown)}: there are {', '.join(optimizers.names())}")
     if options.plot:
         raise ConfigError("--plot draws bandwidths over sizes, which optimizers have not")
+
+
+def _check_codecs(options: argparse.Namespace) -> None:
+    if options.dtype not in FLOATS:
+        raise ConfigError(f"--dtype {options.dtype}: a codec encodes one of {', '.join(FLOATS)}")
+    unknown = sorted(set(options.codecs) - set(registry.names()))
+    if unknown:
+        raise ConfigError(f"--codecs {','.join(unknown)}: there are {', '.join(registry.names())}")
+    if options.plot:
+        raise ConfigError("--plot draws bandwidths over sizes, which codecs have not")
 
 
 def _check_training(options: argparse.Namespace) -> None:
@@ -172,6 +186,8 @@ def _steps(options: argparse.Namespace) -> int:
         return len(options.batch or (1,) * (1 if options.device else 2))
     if options.kind == "optimizers":
         return len(options.optimizers or optimizers.names())
+    if options.kind == "codec":
+        return len(options.codecs or registry.names())
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):
         return 1
     itemsize_bytes = np.dtype(options.dtype).itemsize

@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   mpikv bench ps -n 3 --servers 1 -e 64M
   mpikv bench allreduce -n 2 --device                arrays on the GPU, by each way that works here
   mpikv bench optimizers                             updates on the GPU
+  mpikv bench codec --codecs 2bit,int8               compression on one core
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
 
 Without mpirun, -n starts one. Times are of the slowest rank; every result is checked."""
@@ -52,6 +53,7 @@ def add_parser(commands: Any) -> None:
     _train(kinds)
     _ps(kinds)
     _optimizers(kinds)
+    _codec(kinds)
     _link(kinds)
     bench.set_defaults(run=_run)
 
@@ -229,6 +231,19 @@ def _optimizers(kinds: Any) -> None:
         "--optimizers", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
     )
     parser.add_argument("--device", action="store_true", help="as it is in any case: on the GPU of each worker")
+
+
+def _codec(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "codec",
+        "each codec's encoding, decoding and adding on one core, beside memcpy",
+        "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum.",
+    )
+    parser.add_argument("--bytes", type=size, default="64M", metavar="SIZE", help="of the values (default 64M)")
+    parser.add_argument(
+        "--codecs", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
+    )
 
 
 def _link(kinds: Any) -> None:

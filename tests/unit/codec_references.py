@@ -133,6 +133,58 @@ def topk(ratio: float) -> tuple[Encode, Decode]:
     return encode, decode
 
 
+def randomk(ratio: float, seed: int, push: int, values: list[Any]) -> bytes:
+    """The bytes of the push of this number, from 0."""
+    n = len(values)
+    k = min(n, max(1, math.ceil(Fraction(str(ratio)) * n)))
+    sent = []
+    for i in range(k):
+        begin, end = i * n // k, (i + 1) * n // k
+        drawn = _mix((_mix((_mix(seed) + push) % 2**64) + i) % 2**64)
+        sent.append(values[begin + (drawn >> 32) * (end - begin) // 2**32])
+    return struct.pack("<Q", push) + b"".join(f32(value).tobytes() for value in sent)
+
+
+def _mix(number: int) -> int:
+    """SplitMix64, as its authors print it."""
+    z = (number + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def powersgd(values: list[Any], q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """P and the new Q, float32, of one step that begins with q, (columns, rank)."""
+    columns, rank = q.shape
+    rows = -(-len(values) // columns)
+    matrix = [[float(values[i * columns + j]) if i * columns + j < len(values) else 0.0 for j in range(columns)]
+              for i in range(rows)]  # fmt: skip
+    p = [[math.fsum(matrix[i][j] * float(q[j, r]) for j in range(columns)) for i in range(rows)] for r in range(rank)]
+    for r in range(rank):
+        for s in range(r):
+            along = math.fsum(a * b for a, b in zip(p[r], p[s], strict=True))
+            p[r] = [a - along * b for a, b in zip(p[r], p[s], strict=True)]
+        length = math.sqrt(math.fsum(a * a for a in p[r]))
+        p[r] = [a / length for a in p[r]]
+    sent = np.array(p).T.astype(f32)
+    new = [
+        [math.fsum(matrix[i][j] * float(sent[i, r]) for i in range(rows)) for r in range(rank)] for j in range(columns)
+    ]
+    return sent, np.array(new).astype(f32)
+
+
+def powersgd_decoded(p: np.ndarray, q: np.ndarray, n: int) -> list[Any]:
+    columns, rank = q.shape
+    found = []
+    for place in range(n):
+        i, j = divmod(place, columns)
+        value = f32(p[i, 0] * q[j, 0])
+        for r in range(1, rank):
+            value = f32(value + f32(p[i, r] * q[j, r]))
+        found.append(value)
+    return found
+
+
 def _magnitude(value: Any) -> int:
     """A float32 without its sign, as an integer, which is in the same order; NaN is on top."""
     bits: int = struct.unpack("<I", np.float32(value).tobytes())[0]

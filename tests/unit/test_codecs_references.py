@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import codec_references as reference
 import ml_dtypes
 import numpy as np
 import pytest
+from fixtures import make_codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
@@ -23,6 +26,8 @@ from mpikv.codecs import (
     Identity,
     Int8,
     OneBit,
+    PowerSGD,
+    RandomK,
     TopK,
     TwoBit,
     registry,
@@ -32,6 +37,8 @@ from mpikv.codecs.blocks import BLOCK_ELEMS
 from mpikv.codecs.compression import make, of_text
 from mpikv.codecs.residuals import cut_anew
 
+FIXTURES = Path(make_codecs.__file__).parent / "codecs"
+OURS = {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk", "powersgd"}
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 VECTOR = np.array(
     [0.6, -0.6, 0.1, 0.5, -0.5, 0.49, -0.49, 2.0, 0, -3, 0.25, 0.75, 1, -1, 0.5, -0.5, 0.7, -0.2], np.float32
@@ -124,6 +131,98 @@ def test_two_bits_as_the_documents_give_them() -> None:
     assert found == ["e38323eec0", "e3bb2feec0", "e3bb23eee0"]
 
 
+# --- values that are drawn
+
+
+@pytest.mark.parametrize(("ratio", "seed"), [(0.01, 0), (0.3, 7), (1.0, 2**64 - 1)])
+@pytest.mark.parametrize("n", [0, 1, 2, 9, 100, 257])
+def test_randomk_is_its_definition(n: int, ratio: float, seed: int) -> None:
+    codec = RandomK(ratio, seed)
+    values = np.arange(1, n + 1, dtype=np.float32)
+    for start in (0, 2**64 - 2):
+        state = {"pushes": np.array([start], np.uint64)}
+        for push in (start, start + 1, (start + 2) % 2**64):
+            data = codec.encode(values, state)
+            assert data.tobytes() == reference.randomk(ratio, seed, push, list(values))
+            out = np.full(n, 9, np.float32)
+            codec.decode(data, out)
+            positions = codec.positions(push, n)
+            assert np.array_equal(positions, np.flatnonzero(out))
+            assert np.array_equal(out[positions], values[positions])
+
+
+def test_workers_draw_the_same_and_every_value_has_its_turn() -> None:
+    """1 of 10 for 1000 pushes: each value about 100 times; the bound is five standard deviations."""
+    one, other = RandomK(0.1, 3), RandomK(0.1, 3)
+    times = np.zeros(100, np.int64)
+    for push in range(1000):
+        positions = one.positions(push, 100)
+        assert np.array_equal(positions, other.positions(push, 100))
+        times[positions] += 1
+    assert abs(times - 100).max() < 5 * (1000 * 0.1 * 0.9) ** 0.5
+    assert not np.array_equal(one.positions(0, 100), RandomK(0.1, 4).positions(0, 100))
+
+
+# --- factors
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("n", [50, 100, 137, 257])
+def test_powersgd_is_its_definition(n: int, rank: int) -> None:
+    """Factors up to one rounding of float32, since sums are made in another order; what they decode to bit by bit."""
+    codec = PowerSGD(rank)
+    state = codec.init(n)
+    columns = math.isqrt(n - 1) + 1
+    rows = -(-n // columns)
+    for push in range(3):
+        values = np.random.default_rng(push).standard_normal(n).astype(np.float32)
+        q = state["q"].copy()
+        data = codec.encode(values, state)
+        p, new = reference.powersgd(list(values), q)
+        found_p, found_q = np.split(data.view(np.float32), [rows * rank])
+        np.testing.assert_array_max_ulp(found_p.reshape(rows, rank), p, 1)
+        # of Q, up to one rounding of each of the `rows` terms of P that it is a sum of
+        np.testing.assert_allclose(found_q.reshape(columns, rank), new, rtol=0, atol=2**-23 * np.linalg.norm(values))
+        out = np.empty(n, np.float32)
+        codec.decode(data, out)
+        expected = reference.powersgd_decoded(found_p.reshape(rows, rank), found_q.reshape(columns, rank), n)
+        assert same_bits(out, np.array(expected))
+        assert same_bits(state["q"].reshape(-1), found_q)
+
+
+def test_powersgd_finds_a_matrix_of_its_rank() -> None:
+    """Whole numbers that are a product of two columns: nothing but rounding is left, after one push."""
+    matrix = np.outer(np.arange(1, 51), np.arange(50) % 7 - 3) + np.outer(np.arange(50) % 3, np.arange(50))
+    values = matrix.astype(np.float32).reshape(-1)
+    for codec in (PowerSGD(2), PowerSGD(4)):
+        out = np.empty(values.size, np.float32)
+        codec.decode(codec.encode(values, codec.init(values.size)), out)
+        assert abs(out - values).max() < 4 * 2.0**-24 * np.linalg.norm(values)
+
+
+def test_powersgd_begins_anew() -> None:
+    """After zeros, after NaN, and after numbers whose products float32 does not hold."""
+    codec = PowerSGD(2)
+    start = codec.init(2500)["q"]
+    for values in (np.zeros(2500), np.full(2500, np.nan), np.full(2500, 3e38)):
+        state = codec.init(2500)
+        codec.encode(np.random.default_rng(0).standard_normal(2500), state)
+        assert not np.array_equal(state["q"], start)
+        out = np.empty(2500, np.float32)
+        codec.decode(codec.encode(values.astype(np.float32), state), out)
+        assert np.array_equal(state["q"], start)
+        assert not out.any() if not values.any() else np.isnan(out).all()
+
+
+def test_powersgd_sends_short_pieces_as_they_are() -> None:
+    codec = PowerSGD(4)
+    for n in (0, 1, 10, 63):
+        values = np.arange(n, dtype=np.float32)
+        data = codec.encode(values, codec.init(n))
+        assert data.tobytes() == values.tobytes()
+    assert codec.wire_bytes(10_000, np.dtype(np.float32)) == 4 * 4 * 200
+
+
 # --- finding the largest
 
 
@@ -154,7 +253,7 @@ def test_a_share_is_what_the_user_wrote() -> None:
 # --- what is not finite
 
 
-@pytest.mark.parametrize("params", ["2bit", "1bit", "int8", "topk", "fp16", "bf16"])
+@pytest.mark.parametrize("params", ["2bit", "1bit", "int8", "topk", "randomk", "powersgd", "fp16", "bf16"])
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_does_not_stay(params: str, odd: float) -> None:
     """After one push of it all is as if that element's residual were new."""
@@ -210,6 +309,8 @@ def test_what_takes_error_feedback() -> None:
         "1bit",
         "int8",
         "topk",
+        "randomk",
+        "powersgd",
         {"type": "2bit", "threshold": 0.25},
         {"type": "int8", "error_feedback": False, "block": 32},
         {"type": "topk", "error_feedback": True, "ratio": 0.5, "pull": "fp16"},
@@ -265,6 +366,9 @@ def test_residuals_follow_their_elements_when_a_key_is_cut_anew() -> None:
         ({"type": "topk", "error_feedback": 1}, TypeError, "'error_feedback' is True or False"),
         ({"type": "2bit", "error_feedback": False}, TypeError, "takes threshold, not 'error_feedback'"),
         ({"type": "topk", "rate": 1}, TypeError, "takes ratio, error_feedback, not 'rate'"),
+        ({"type": "randomk", "seed": -1}, ValueError, "randomk: seed must be at least 0"),
+        ({"type": "randomk", "ratio": 2}, ValueError, "randomk: ratio must be more than 0 and at most 1"),
+        ({"type": "powersgd", "rank": 0}, ValueError, "powersgd: rank must be at least 1"),
         ("3bit", ValueError, "unknown compression type '3bit'; known: 1bit, 2bit"),
     ],
     ids=str,
@@ -292,3 +396,19 @@ def test_damaged_positions() -> None:
         data[:8].view(np.uint32)[...] = positions
         with pytest.raises(MpikvError, match="positions do not increase, or go beyond the 4 values"):
             codec.decode(data, np.zeros(4, np.float32))
+
+
+# --- bytes that stay what they are
+
+
+@pytest.mark.parametrize("path", sorted(FIXTURES.glob("*.json")), ids=lambda path: path.stem)
+def test_bytes_are_those_that_were_kept(path: Path) -> None:
+    kept = json.loads(path.read_text())
+    codec = registry.create(kept["codec"])
+    state = codec.init(make_codecs.N)
+    for values, expected in zip(make_codecs.pushes(path.stem), kept["pushes"], strict=True):
+        assert codec.encode(values, state).tobytes().hex() == expected
+
+
+def test_bytes_of_every_codec_are_kept() -> None:
+    assert {path.stem for path in FIXTURES.glob("*.json")} == set(make_codecs.CODECS) == OURS
