@@ -16,9 +16,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.optimizers.adam import RunningMeans
-from mpikv.optimizers.base import Step
 from mpikv.optimizers.fields import flag, number
 from mpikv.optimizers.norms import norm
+from mpikv.optimizers.step import Step
 
 
 class LAMB(RunningMeans):

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Array, Optimizer, Scalar, Step
+from mpikv.optimizers.base import Array, Optimizer, Scalar
 from mpikv.optimizers.fields import flag, number, texts
 from mpikv.optimizers.norms import norm
 from mpikv.optimizers.sgd import momentum_step
+from mpikv.optimizers.step import Step
 
 
 class LARS(Optimizer):

@@ -23,7 +23,7 @@ from mpikv.arrays import write as write_host
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import StallError
-from mpikv.spaces import callers, program
+from mpikv.spaces import arithmetic, callers
 from mpikv.spaces.base import Formula
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device_array import DeviceArray
@@ -32,6 +32,8 @@ from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Chunk, Memory, Pool
 from mpikv.spaces.program import Program
+from mpikv.spaces.tracing import NotAProgram
+from mpikv.spaces.update_programs import UpdatePrograms
 
 SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
 
@@ -71,6 +73,7 @@ class DeviceSpace:
         self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
         self._together = _Gathered()
+        self.programs = UpdatePrograms()
 
     @property
     def device(self) -> int:
@@ -104,7 +107,7 @@ class DeviceSpace:
         if len(taken) == 1:
             return taken[0]
         first = taken[0]
-        self.launch(program.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        self.launch(arithmetic.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
         return first
 
     def _taken(self, array: Any, what: str) -> DeviceArray:
@@ -297,7 +300,7 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill(out.dtype), [out], [out.dtype.type(values)])
+                self.launch(arithmetic.fill(out.dtype), [out], [out.dtype.type(values)])
                 return
         if not out.size:
             return
@@ -306,7 +309,7 @@ class DeviceSpace:
             self.driver.copy(out.address, values.address, out.nbytes, self.stream)
             self.copies.count("device", out.nbytes)
         else:
-            self.launch(program.copy_program(values.dtype, out.dtype), [values, out])
+            self.launch(arithmetic.copy_program(values.dtype, out.dtype), [values, out])
 
     def cast(self, values: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
         """See `Space`."""
@@ -328,15 +331,15 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine(how, first.dtype), [first, second, out])
+        self.launch(arithmetic.combine(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
+        self.launch(arithmetic.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
     def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
         """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
-        self.launch(program.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
+        self.launch(arithmetic.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""
@@ -378,7 +381,7 @@ class DeviceSpace:
         masters = [] if master is None else [master]
         if elementwise:
             try:
-                found, numbers = program.update_program(
+                found, numbers = self.programs.of(
                     formula,
                     weight.dtype,
                     [term.dtype for term in terms],
@@ -387,7 +390,7 @@ class DeviceSpace:
                     dtype=dtype,
                     temporaries=temporaries,
                 )
-            except program.NotAProgram:
+            except NotAProgram:
                 pass
             else:
                 changed = [weight, *terms, *arrays.values(), *masters]

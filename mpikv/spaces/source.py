@@ -31,7 +31,8 @@ import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
-from mpikv.spaces.program import CAST, KEPT, ROUND, Entry, Operation, Program
+from mpikv.spaces.arithmetic import KEPT
+from mpikv.spaces.program import CAST, ROUND, Entry, Operation, Program
 
 NAME = "mpikv_program"
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")

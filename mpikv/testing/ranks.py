@@ -94,19 +94,19 @@ def spawn(
 
 
 class Gathering:
-    """Lets thread ranks give each other bytes, as `Processes.gather` does for processes."""
+    """Lets thread ranks give each other bytes, as `Processes.gather` does for processes.
+
+    >>> from mpikv.testing.ranks import Gathering
+    >>> Gathering(1).of(0)(b'a')
+    [b'a']
+    """
 
     def __init__(self, size: int) -> None:
         self._brought = [b""] * size
         self._all_here = threading.Barrier(size)
 
     def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
-        """Return the call of one rank: it returns what every rank brings. Collective, blocks.
-
-        >>> from mpikv.testing.ranks import Gathering
-        >>> Gathering(1).of(0)(b'a')
-        [b'a']
-        """
+        """Return the call of one rank: it returns what every rank brings. Collective, blocks."""
 
         def gather(data: bytes) -> list[bytes]:
             self._brought[rank] = data

@@ -14,7 +14,8 @@ from mpikv.arrays import sum_dtype
 from mpikv.optimizers import Optimizer
 from mpikv.spaces.base import Formula
 from mpikv.spaces.host import HostSpace
-from mpikv.spaces.program import Program, update_program
+from mpikv.spaces.program import Program
+from mpikv.spaces.update_programs import update_program
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
