@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble
-from mpikv.codecs.named import Codecs
+from mpikv.codecs.compression import Compression, Compressions
 from mpikv.collectives.nccl import Nccl
 from mpikv.collectives.nccl_introduction import introduce
 from mpikv.config import Config
@@ -37,7 +37,7 @@ def spawn_stores(
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
-    codecs: Codecs | None = None,
+    compression: Compression | None = None,
     spaces: Sequence[Spaces] | None = None,
     drivers: Sequence[Driver | None] | None = None,
     nccls: Sequence[Nccl] | None = None,
@@ -45,7 +45,7 @@ def spawn_stores(
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
-    one on these hosts. codecs: what their pushes may travel as, by default as they are. spaces: where the
+    one on these hosts. compression: how their values travel, by default as they are. spaces: where the
     values of each rank are. drivers: of the GPU of each rank, of its own process's (`FakeGpu.view`); keys in device
     memory go the path that `config` names, by default the first one that needs no trial. nccls: of each rank, by which
     large keys go where `config` leaves it open. The store is
@@ -94,7 +94,7 @@ def spawn_stores(
             threaded=threaded,
             on_fatal=fatal.append,
             memory=memory,
-            codecs=codecs,
+            compressions=None if compression is None else Compressions(compression),
             spaces=rank_spaces,
             nccl=comm,
         )
