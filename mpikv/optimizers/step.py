@@ -10,7 +10,7 @@ Cost: for each key and update, one comparison of the optimizer's attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mpikv.keys import Key
 from mpikv.spaces.base import Formula, SpaceArray, TracedFormula
@@ -104,8 +104,14 @@ class StepFormula(TracedFormula):
         self._optimizer, self._step = optimizer, step
 
     def __call__(self, w: SpaceArray, g: SpaceArray, arrays: Any, tmp: list[SpaceArray], /) -> None:
-        """See `Formula`."""
-        self._optimizer.formula(self._step, w, g, arrays, tmp)
+        """See `Formula`. Where it fails the state's numbers are as before: it may be run again, elsewhere."""
+        state: State = cast(Any, tuple).__getitem__(self._step, -1)  # nobody has looked at it yet
+        before = dict(state)
+        try:
+            self._optimizer.formula(self._step, w, g, arrays, tmp)
+        except BaseException:
+            state.update(before)
+            raise
 
     def constants(self) -> Hashable | None:
         """See `TracedFormula`. A schedule has had its say in the step."""

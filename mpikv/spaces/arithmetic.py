@@ -50,6 +50,19 @@ def divide(dtype: np.dtype[Any]) -> Program:
 
 
 @functools.lru_cache(KEPT)
+def squares_in_order(n: int, dtype: np.dtype[Any]) -> Program:
+    """n sources, of this dtype, out, of float64: the sum of their squares, in float64 and in their order."""
+
+    def total(*arrays: Any) -> None:
+        *sources, out = arrays
+        for i, source in enumerate(sources):
+            wide = source.astype(np.float64)
+            np.copyto(out, wide * wide if i == 0 else out + wide * wide)
+
+    return trace(total, [*[dtype] * n, np.dtype(np.float64)])[0]
+
+
+@functools.lru_cache(KEPT)
 def sum_in_order(
     n: int,
     dtype: np.dtype[Any],

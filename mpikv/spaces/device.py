@@ -23,7 +23,7 @@ from mpikv.arrays import write as write_host
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import StallError
-from mpikv.spaces import arithmetic, callers
+from mpikv.spaces import arithmetic, callers, folded
 from mpikv.spaces.base import Formula
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device_array import DeviceArray
@@ -32,8 +32,8 @@ from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Chunk, Memory, Pool
 from mpikv.spaces.program import Program
-from mpikv.spaces.tracing import NotAProgram
-from mpikv.spaces.update_programs import UpdatePrograms
+from mpikv.spaces.tracing import NotAProgram, Stage
+from mpikv.spaces.update_programs import Kind, UpdatePrograms
 
 SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
 
@@ -376,30 +376,27 @@ class DeviceSpace:
     ) -> None:
         """See `Space`. An elementwise formula is one program, which reads and writes each array once.
 
-        Any other formula, and one that no program can say, runs on the host: its arrays go there and come back.
+        One that asks for norms is several, with sums in between that stay on the device. What no program can say runs
+        on the host: its arrays go there and come back.
         """
         masters = [] if master is None else [master]
-        if elementwise:
-            try:
-                found, numbers = self.programs.of(
-                    formula,
-                    weight.dtype,
-                    [term.dtype for term in terms],
-                    {name: array.dtype for name, array in arrays.items()},
-                    master=master is not None,
-                    dtype=dtype,
-                    temporaries=temporaries,
-                )
-            except NotAProgram:
-                pass
-            else:
-                changed = [weight, *terms, *arrays.values(), *masters]
-                gathered = self._together.runs
-                if gathered is None or not weight.size:
-                    self.launch(found, changed, numbers)
-                else:
-                    gathered.setdefault(found, []).append((changed, numbers))
-                return
+        kind = Kind(
+            weight.dtype,
+            tuple([term.dtype for term in terms]),
+            tuple([(name, array.dtype) for name, array in arrays.items()]),
+            master is not None,
+            dtype,
+            temporaries,
+            elementwise,
+        )
+        try:
+            stages = self.programs.of(formula, kind)
+        except NotAProgram:
+            pass
+        else:
+            if weight.size:
+                self._run(stages, kind, [weight, *terms, *arrays.values(), *masters])
+            return
         on_host = {id(array): self.to_host(array) for array in (weight, *terms, *arrays.values(), *masters)}
         self._host.update(
             formula,
@@ -413,3 +410,16 @@ class DeviceSpace:
         )
         for array in (weight, *arrays.values(), *masters):
             self.copy(array, self.from_host(on_host[id(array)]))
+
+    def _run(self, stages: Sequence[Stage], kind: Kind, arrays: list[DeviceArray]) -> None:
+        gathered = self._together.runs
+        if len(stages) == 1 and kind.elementwise and gathered is not None:
+            gathered.setdefault(stages[0].program, []).append((arrays, stages[0].numbers))
+            return
+        arrays = [*arrays, *(self.empty(arrays[0].size, dtype) for dtype in kind.scratch)]
+        sums: list[DeviceArray] = []
+        for stage in stages:
+            if any(one.last is not None for one in stage.program.arguments):
+                self.launch(stage.program, [*arrays, *sums], stage.numbers)
+            if stage.squares is not None:
+                sums.append(folded.on_device(self, self.launch, arrays[stage.squares]))

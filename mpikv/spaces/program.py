@@ -21,6 +21,7 @@ from mpikv.arrays import HostArray
 from mpikv.spaces.host import round_into
 
 CAST, ROUND = "cast", "round"  # to another dtype: as NumPy casts; as `host.round_into` makes whole numbers
+SELECT = "select"  # of three inputs: the second where the first is above 0, else the third
 OPERATIONS: dict[str, np.ufunc] = {
     one.__name__: one
     for one in (
@@ -45,15 +46,19 @@ Entry = tuple[int, Sequence[int], Sequence[Any]]
 
 
 class Argument(NamedTuple):
-    """An array of a program. first: the number of the value that is loaded from it, None where it is not read."""
+    """An array of a program. first: the number of the value that is loaded from it, None where it is not read.
+
+    single: it has one element, which counts for all elements of the others, and is only read: what a reduction found.
+    """
 
     dtype: np.dtype[Any]
     first: int | None
     last: int | None  # of the value that is stored there at the end, None where it is only read
+    single: bool = False
 
 
 class Operation(NamedTuple):
-    """One value, made of earlier ones, which have its dtype; or CAST or ROUND, from any dtype.
+    """One value, made of earlier ones, which have its dtype; or SELECT; or CAST or ROUND, from any dtype.
 
     name: in `OPERATIONS`, or one of these.
     """
@@ -79,7 +84,7 @@ class Program(NamedTuple):
         return [*loaded, *self.numbers, *(one.dtype for one in self.operations)]
 
     def run(self, arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
-        """Do it, with NumPy, in place. arrays: (n,) each, one for each argument; one may be there twice."""
+        """Do it, with NumPy, in place. arrays: (n,) each, (1,) of a single one, one for each argument, maybe twice."""
         values: list[Any] = [
             array.copy() for array, argument in zip(arrays, self.arguments, strict=True) if argument.first is not None
         ]
@@ -99,4 +104,6 @@ def _result(operation: Operation, inputs: Sequence[Any]) -> Any:
         rounded = np.empty(np.shape(inputs[0]), operation.dtype)
         round_into(rounded, np.array(inputs[0]))
         return rounded
+    if operation.name == SELECT:
+        return np.where(inputs[0] > 0, inputs[1], inputs[2])
     return OPERATIONS[operation.name](*inputs)

@@ -15,54 +15,83 @@ does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.spaces.base import TracedFormula
-from mpikv.spaces.program import ROUND, Numbers, Program
-from mpikv.spaces.tracing import NotingArray, trace
+from mpikv.spaces.program import ROUND
+from mpikv.spaces.tracing import NotingArray, Stage, trace_stages
 
 
-def update_program(
-    formula: Callable[..., Any],
-    weight: np.dtype[Any],
-    terms: Sequence[np.dtype[Any]],
-    arrays: Mapping[str, np.dtype[Any]],
-    *,
-    master: bool,
-    dtype: np.dtype[Any],
-    temporaries: int,
-) -> tuple[Program, Numbers]:
-    """The program of `Space.update`, and its numbers: it does what `HostSpace.update` does, with the same bits.
+class Kind(NamedTuple):
+    """The dtypes of an update, see `Space.update`. arrays: names and dtypes. master: whether there is one."""
 
-    Its arguments, in this order: the weight, the terms, the state's arrays in the order of `arrays`, the master where
-    there is one. formula, dtype, temporaries: see `Space.update`; the formula is elementwise, and is called once, here.
-    weight, terms, arrays: dtypes. Raises NotAProgram, and what the formula raises.
+    weight: np.dtype[Any]
+    terms: tuple[np.dtype[Any], ...]
+    arrays: tuple[tuple[str, np.dtype[Any]], ...]
+    master: bool
+    dtype: np.dtype[Any]
+    temporaries: int
+    elementwise: bool = True
+
+    @property
+    def arguments(self) -> list[np.dtype[Any]]:
+        """Of the weight, the terms, the state's arrays, and the master where there is one."""
+        masters = [self.dtype] * self.master
+        return [self.weight, *self.terms, *(dtype for _, dtype in self.arrays), *masters]
+
+    @property
+    def scratch(self) -> list[np.dtype[Any]]:
+        """Temporary memory behind these: the formula's own, the weight and the gradient in its arithmetic.
+
+        An elementwise formula has these in registers.
+        """
+        return [] if self.elementwise else [self.dtype] * (self.temporaries + 2)
+
+
+def update_stages(formula: Callable[..., Any], kind: Kind) -> list[Stage]:
+    """What does what `HostSpace.update` does, with the same bits: one program, or several where there are sums.
+
+    Their arguments: those of `Kind.arguments`, `Kind.scratch`, and the sums so far. The formula is called once, here.
+    Raises NotAProgram, and what the formula raises.
     """
-    n_terms, names = len(terms), list(arrays)
+    n_terms, n_arrays = len(kind.terms), len(kind.arrays)
 
     def update(stored: Any, *rest: Any) -> None:
-        sources, state, masters = rest[:n_terms], rest[n_terms : n_terms + len(names)], rest[n_terms + len(names) :]
+        sources, state = rest[:n_terms], rest[n_terms : n_terms + n_arrays]
+        behind = rest[n_terms + n_arrays :]
+        masters, scratch = behind[: kind.master], list(behind[kind.master :])
         notes = stored.notes
-
-        def temporary(dtype: np.dtype[Any]) -> Any:
-            return NotingArray(notes, dtype, None)
-
+        if kind.elementwise:
+            scratch = [NotingArray(notes, kind.dtype, None) for _ in range(kind.temporaries)]
         w = stored
-        if weight != dtype:
-            w = masters[0] if masters else stored.astype(dtype)
+        if kind.weight != kind.dtype:
+            w = masters[0] if masters else stored.astype(kind.dtype)
         g = sources[0]
         for source in sources[1:]:
-            g = np.add(g, source, out=temporary(terms[0]))
-        g = g.astype(dtype, copy=False)
-        formula(w, g, dict(zip(names, state, strict=True)), [temporary(dtype) for _ in range(temporaries)])
+            total: Any = NotingArray(notes, kind.terms[0], None)
+            g = np.add(g, source, out=total)
+        g = g.astype(kind.dtype, copy=False)
+        if not kind.elementwise:  # what is no argument must be in memory, where a sum can find it
+            w, g = _in_memory(w, stored, masters, scratch[-2]), _in_memory(g, sources[0], (), scratch[-1])
+        names = [name for name, _ in kind.arrays]
+        formula(w, g, dict(zip(names, state, strict=True)), scratch[: kind.temporaries])
         if w is not stored:
-            rounds = weight.kind in "iu"
-            stored.value = notes.add(ROUND, weight, (notes.read(w, dtype),)) if rounds else notes.read(w, weight)
+            rounds = kind.weight.kind in "iu"
+            value = notes.read(w, kind.dtype)
+            stored.value = notes.add(ROUND, kind.weight, (value,)) if rounds else notes.cast(value, kind.weight)
 
-    return trace(update, [weight, *terms, *arrays.values(), *([dtype] if master else [])])
+    return trace_stages(update, kind.arguments, kind.scratch)
+
+
+def _in_memory(array: Any, own: Any, masters: Sequence[Any], memory: Any) -> Any:
+    """The array where it is an argument, else the memory, which holds it."""
+    if array is own or any(array is one for one in masters):
+        return array
+    np.copyto(memory, array)
+    return memory
 
 
 class _Kept(NamedTuple):
@@ -70,8 +99,7 @@ class _Kept(NamedTuple):
 
     fields: tuple[str, ...]
     values: Hashable
-    program: Program
-    numbers: Numbers
+    stages: list[Stage]
 
 
 class UpdatePrograms:
@@ -84,36 +112,24 @@ class UpdatePrograms:
         self._kept: dict[Hashable, list[_Kept]] = {}
         self.traces = 0
 
-    def of(
-        self,
-        formula: Callable[..., Any],
-        weight: np.dtype[Any],
-        terms: Sequence[np.dtype[Any]],
-        arrays: Mapping[str, np.dtype[Any]],
-        *,
-        master: bool,
-        dtype: np.dtype[Any],
-        temporaries: int,
-    ) -> tuple[Program, Numbers]:
-        """What `update_program` returns for the same arguments, traced if it has to be."""
+    def of(self, formula: Callable[..., Any], kind: Kind) -> list[Stage]:
+        """What `update_stages` returns for the same arguments, traced if it has to be."""
         constants = formula.constants() if isinstance(formula, TracedFormula) else None
         if constants is None or not isinstance(formula, TracedFormula):
             self.traces += 1
-            return update_program(formula, weight, terms, arrays, master=master, dtype=dtype, temporaries=temporaries)
-        what = constants, weight, tuple(terms), tuple(arrays.items()), master, dtype, temporaries
+            return update_stages(formula, kind)
+        what = constants, kind
         alike = self._kept.get(what, [])
         for one in alike:
             if formula.values(one.fields) == one.values:
-                return one.program, one.numbers
+                return one.stages
         noting, looked_at = formula.noting()
         self.traces += 1
-        program, numbers = update_program(
-            noting, weight, terms, arrays, master=master, dtype=dtype, temporaries=temporaries
-        )
+        stages = update_stages(noting, kind)
         fields = tuple(sorted(looked_at))
         values = formula.values(fields)
         if values is not None:
             if what not in self._kept and len(self._kept) >= self.MOST:
                 self._kept.clear()
-            self._kept[what] = [_Kept(fields, values, program, numbers), *alike[: self.MOST_ALIKE - 1]]
-        return program, numbers
+            self._kept[what] = [_Kept(fields, values, stages), *alike[: self.MOST_ALIKE - 1]]
+        return stages

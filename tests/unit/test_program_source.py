@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from program_cases import DTYPES, Run, hard_values, same_bits, update_runs
+from program_cases import DTYPES, Run, hard_values, same_bits, update_program, update_runs
 
 from mpikv.errors import UnsupportedError
 from mpikv.reductions import REDUCTIONS
 from mpikv.spaces import arithmetic, source
 from mpikv.spaces.program import OPERATIONS, Program
-from mpikv.spaces.tracing import trace
-from mpikv.spaces.update_programs import update_program
+from mpikv.spaces.tracing import trace, trace_stages, where_positive
 
 FLOAT16, FLOAT32, FLOAT64, INT64 = (np.dtype(one) for one in (np.float16, np.float32, np.float64, np.int64))
 BFLOAT16 = DTYPES[1]
@@ -126,11 +125,30 @@ def own_arithmetic() -> Iterator[Run]:
             yield run_of(arithmetic.divide(dtype), [dtype] * 2, [3])
 
 
+def sums() -> Iterator[Run]:
+    """Those of squares, and what follows a norm: single arguments, and choices between two."""
+    for dtype in (FLOAT32, FLOAT64):
+        for n in (1, 3, 16):
+            yield run_of(arithmetic.squares_in_order(n, dtype), [dtype] * n + [FLOAT64])
+
+        def function(w: Any, tmp: Any) -> None:
+            found = np.sqrt(w.sum_of_squares())
+            np.multiply(w, where_positive(found, found / 3.0, 1.0).astype(w.dtype), out=w)
+
+        last = trace_stages(function, [dtype], [dtype])[-1]
+        for total in (0.0, 2.5, np.inf, np.nan):
+            before = [hard_values(N, dtype, 0), hard_values(N, dtype, 1), np.array([total])]
+            arrays = [array.copy() for array in before]
+            last.program.run(arrays, last.numbers)
+            yield Run(last.program, last.numbers, before, arrays)
+
+
 KINDS: dict[str, Callable[[], Iterator[Run]]] = {
     "operations": operations,
     "casts": casts,
     "rounds": rounds,
     "own arithmetic": own_arithmetic,
+    "sums": sums,
 }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from program_cases import CASES, DTYPES, ProgramSpace, case_id, hard_values, same_bits, updated
+from program_cases import CASES, DTYPES, ProgramSpace, case_id, hard_values, same_bits, update_program, updated
 
 from mpikv import optimizers
 from mpikv.arrays import sum_dtype
@@ -19,7 +18,6 @@ from mpikv.spaces import arithmetic
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.program import Argument, Program
 from mpikv.spaces.tracing import NotAProgram, trace
-from mpikv.spaces.update_programs import update_program
 
 FLOAT32, FLOAT64, FLOAT16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 INT8, INT32 = np.dtype(np.int8), np.dtype(np.int32)
@@ -108,22 +106,6 @@ def test_what_is_only_read_is_not_written() -> None:
     assert weight.last is not None
     assert first.last is second.last is None
     assert None not in (mean.first, mean.last, var.first, var.last, master.first, master.last)
-
-
-@pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_formulas_of_whole_weights_are_no_programs(name: str) -> None:
-    optimizer = optimizers.create(name)
-    step = optimizers.Step("w", 1, 0.5, 0.0, 0.5, real=np.float32, shape=(3,), state={"last_rate": 0.0})
-    with pytest.raises(NotAProgram, match=r"np\.sum"):
-        update_program(
-            functools.partial(optimizer.formula, step),
-            FLOAT32,
-            [FLOAT32],
-            dict.fromkeys(optimizer.state_names(), FLOAT32),
-            master=False,
-            dtype=FLOAT32,
-            temporaries=optimizer.scratch,
-        )
 
 
 def test_what_a_formula_raises_is_raised() -> None:
