@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mpikv.codecs.compression import Compressions
+from mpikv.collectives.nccl import NcclComm
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
@@ -55,14 +56,15 @@ def assemble(
     asked_to_stop: Callable[[], str | None] = lambda: None,
     compressions: Compressions | None = None,
     spaces: Spaces | None = None,
+    nccl: NcclComm | None = None,
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
     memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
     server asks all workers to stop, once it does. compressions: how the values of keys travel.
-    spaces: where this rank's part of the values is, default host memory. Raises MpikvError where an optimizer ended a
-    server.
+    spaces: where this rank's part of the values is, default host memory. nccl: this worker's rank of the communicator,
+    where keys go by NCCL and there are several workers. Raises MpikvError where an optimizer ended a server.
     """
     links = None
     spaces = _spaces(spaces, spec, on_host=members.device_path == "host")
@@ -100,7 +102,7 @@ def assemble(
     )
     strategy: Strategy
     if members.path != "servers":
-        strategy = AllreduceStrategy(session, memory)
+        strategy = AllreduceStrategy(session, memory, nccl)
     else:
         service = None if members.servers else serve(reached, members.workers, core())
         strategy = PsStrategy(session, service)

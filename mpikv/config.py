@@ -9,7 +9,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
 | `MPIKV_PARTITION_BYTES` | 1048576 | bytes of a piece of a big value on its way to a server and back; see settings.md |
-| `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical` |
+| `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical`; `nccl`: on GPUs |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
 | `MPIKV_TIMEOUT_S` | 300 | seconds after which a wait ends in a `StallError`; at most 1e9 |
@@ -52,7 +52,7 @@ NOT_TO_STOP_BY = {"KILL", "STOP", "ABRT", "BUS", "FPE", "ILL", "SEGV", "SYS", "T
 PLACEMENTS = ("spread", "hosts", "last")  # of the servers among the hosts
 AUTO_INTERFACE = "auto"
 INTERFACE_NAME_CHARS = 15  # IFNAMSIZ of linux/if.h, less the end
-ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical")
+ALGORITHMS = ("auto", "naive", "native", "ring", "halving_doubling", "hierarchical", "nccl")
 DEVICE_PATHS = ("auto", "ipc", "mpi", "nccl", "staged", "host")  # of arrays on a GPU between workers
 NUMBER_OR_WORD = ("local_device", "cuda_aware")  # fields that a program may give as a number, too
 
@@ -224,6 +224,15 @@ class Config:
                 object.__setattr__(self, variable.field, variable.parse(_text_of(variable, value)))
             except ValueError as error:
                 raise ConfigError(f"Config({variable.field}={shown(value)}): {shown(value)} {error}") from None
+
+    @property
+    def host_algorithm(self) -> str:
+        """That of arrays in host memory, which NCCL does not add: `auto` where `algorithm` is `nccl`.
+
+        >>> mpikv.Config(algorithm='nccl').host_algorithm
+        'auto'
+        """
+        return "auto" if self.algorithm == "nccl" else self.algorithm
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> Config:

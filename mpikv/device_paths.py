@@ -5,26 +5,31 @@ MPIKV_DEVICE_PATH names:
 
 - `ipc`: all workers are on one host, share memory there, and could open each other's device memory;
 - `mpi`: the MPI library takes device memory on every host;
-- `nccl`: only where it is asked for;
 - `staged`: always;
 - `host`: keys are in host memory, since some worker has no GPU.
 
 Where servers own the keys, `mpi` and `staged` say how values get to them from a worker's GPU, and back.
 
-Whether `ipc` and `mpi` work is tried, by all together, once nothing better is left and nothing else speaks against
-them: so `choose` takes the outcomes of what has been tried, and is asked again after each trial. Pure.
+Where that is `mpi` or `staged`, large keys go by `nccl` if each worker has a GPU of its own and all could make a
+communicator of NCCL; all keys do so where MPIKV_DEVICE_PATH or MPIKV_ALGORITHM asks for it. The bits of its sums are
+NCCL's own. Those of all other paths are the same.
+
+Whether `ipc`, `mpi` and `nccl` work is tried, by all together, once nothing better is left and nothing else speaks
+against them: so `choose` takes the outcomes of what has been tried, and is asked again after each trial. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple, cast, get_args
 
+from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.placement import DevicePath, Members
+from mpikv.placement import LARGE_BYTES, DevicePath, Members
 
 PATHS: tuple[DevicePath, ...] = get_args(DevicePath)  # the best first
-TRIED = ("ipc", "mpi", "nccl")
+BESIDE_NCCL = ("mpi", "staged")  # large keys need not go these ways
 
 
 class Told(NamedTuple):
@@ -42,10 +47,15 @@ class Told(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The path, and why it is none of those before it in `PATHS`."""
+    """The path, and why it is none of the better ones. large: the path of large keys, where it is another one."""
 
     path: DevicePath
     reasons: tuple[tuple[str, str], ...]
+    large: DevicePath | None = None
+
+    def of(self, members: Members) -> Members:
+        """The members with this choice."""
+        return replace(members, device_path=self.path, large_device_path=self.large, device_reasons=self.reasons)
 
 
 def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) -> Choice:
@@ -53,24 +63,30 @@ def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) 
 
     told: by each worker. members: with what is known of the memory that ranks share. outcomes: why a path that was
     tried cannot be gone, "" where it can; one that was not tried counts as good. Raises ConfigError where
-    MPIKV_DEVICE_PATH or MPIKV_LOCAL_DEVICE asks for what cannot be done.
+    MPIKV_DEVICE_PATH, MPIKV_ALGORITHM or MPIKV_LOCAL_DEVICE asks for what cannot be done.
     """
     called = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
     for one, name in zip(told, called, strict=True):
         if one.error:
             raise ConfigError(f"kv.create: {name}: {one.error}")
-    wanted = wanted_path(members)
-    against = _against(told, members, called, outcomes, wanted)
-    if wanted == "auto":
-        path = next(path for path in PATHS if not against.get(path))
-    elif against.get(wanted):
-        raise ConfigError(f"kv.create: {_setting(members)}: {against[wanted]}")
+    wanted, setting = _wanted(members.config)
+    against = _against(told, members, called, outcomes)
+    path: DevicePath
+    large: DevicePath | None = None
+    if wanted is None:
+        path = next(one for one in PATHS if one != "nccl" and not against[one])
+        if path in BESIDE_NCCL:
+            if members.config.algorithm != "auto":
+                against["nccl"] = f"MPIKV_ALGORITHM={members.config.algorithm} asks for another algorithm"
+            large = None if against["nccl"] else "nccl"
+    elif against[wanted]:
+        raise ConfigError(f"kv.create: {setting}: {against[wanted]}")
     else:
         path = wanted
-    better = PATHS[: PATHS.index(path)]
-    asked = {} if wanted == "auto" else dict.fromkeys(better, f"{_setting(members)} asks for another")
-    reasons = {one: against.get(one) or asked.get(one, "") for one in better}
-    return Choice(path, tuple((one, why) for one, why in reasons.items() if why))
+        against = {one: why or f"{setting} asks for another" for one, why in against.items()}
+    better = PATHS[: PATHS.index("staged" if path in BESIDE_NCCL else path)]
+    reasons = {one: against[one] for one in better if one != path and against[one]}
+    return Choice(path, tuple(reasons.items()), large)
 
 
 def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable[[], str]]) -> Choice:
@@ -81,32 +97,33 @@ def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable
     outcomes: dict[str, str] = {}
     while True:
         choice = choose(told, members, outcomes)
-        if choice.path not in trials or choice.path in outcomes:
+        paths = [path for path in (choice.path, choice.large) if path is not None]
+        left = [path for path in paths if path in trials and path not in outcomes]
+        if not left:
             return choice
-        outcomes[choice.path] = trials[choice.path]()
+        outcomes[left[0]] = trials[left[0]]()
 
 
-def wanted_path(members: Members) -> Any:
-    """The path that the settings name, or `auto`."""
-    config = members.config
-    return "nccl" if config.device_path == "auto" and config.algorithm == "nccl" else config.device_path
-
-
-def _setting(members: Members) -> str:
-    config = members.config
-    return "MPIKV_ALGORITHM=nccl" if config.device_path == "auto" else f"MPIKV_DEVICE_PATH={config.device_path}"
+def _wanted(config: Config) -> tuple[DevicePath | None, str]:
+    """The path that the settings ask for, None where they leave it open, and the setting that does."""
+    path, setting = config.device_path, f"MPIKV_DEVICE_PATH={config.device_path}"
+    if config.algorithm == "nccl":
+        if path not in ("auto", "nccl"):
+            raise ConfigError(f"kv.create: MPIKV_ALGORITHM=nccl, but {setting}: give one of the two")
+        path, setting = "nccl", "MPIKV_ALGORITHM=nccl"
+    return None if path == "auto" else cast(DevicePath, path), setting
 
 
 def _against(
-    told: Sequence[Told], members: Members, called: Sequence[str], outcomes: Mapping[str, str], wanted: str
+    told: Sequence[Told], members: Members, called: Sequence[str], outcomes: Mapping[str, str]
 ) -> dict[str, str]:
-    """Why paths cannot be gone, those that cannot."""
+    """Why paths cannot be gone, "" of those that can."""
     without = [
         f"{name} uses no GPU: {one.why_none}" for one, name in zip(told, called, strict=True) if one.number is None
     ]
     if without:
-        return dict.fromkeys(PATHS[: PATHS.index("host")], without[0])
-    against = {path: outcomes.get(path, "") for path in TRIED}
+        return {path: without[0] if path != "host" else "" for path in PATHS}
+    against: dict[str, str] = {path: outcomes.get(path, "") for path in PATHS}
     if members.path == "servers":
         against |= dict.fromkeys(("ipc", "nccl"), "servers own the keys")
         if members.shares_memory and len(_hosts(members)) == 1:
@@ -117,11 +134,7 @@ def _against(
         against["ipc"] = f"the workers are on {n_hosts} hosts"
     elif len(told) > 1 and not members.shares_memory:
         against["ipc"] = "the workers share no memory of their host (MPIKV_SHARED_MEMORY, MPIKV_ALGORITHM, mpikv info)"
-    if wanted != "nccl":
-        against["nccl"] = "not asked for (MPIKV_DEVICE_PATH=nccl)"
-    else:
-        shared = _shared_gpu(told, members.worker_hosts, called)
-        against["nccl"] = against["nccl"] or shared
+    against["nccl"] = _shared_gpu(told, members.worker_hosts, called) or against["nccl"]
     return against
 
 
@@ -140,18 +153,40 @@ def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str
 
 
 def describe(choice: Choice) -> str:
-    """One line for a reader: the path, and why it is none of the better ones."""
+    """One line for a reader: the paths, why not the better ones, and whose bits the sums have."""
     by_reason: dict[str, list[str]] = {}
     for path, why in choice.reasons:
         by_reason.setdefault(why, []).append(path)
     text = "; ".join(f"not {', '.join(paths)}: {why}" for why, paths in by_reason.items())
-    return choice.path + (f" ({text})" if text else "")
+    bits = _bits(choice.path, choice.large)
+    return choice.path + (f" ({text})" if text else "") + (f"; {bits}" if bits else "")
+
+
+def _bits(path: DevicePath, large: DevicePath | None) -> str:
+    """What to say where bits are not those of all other paths."""
+    which = f"keys of {LARGE_BYTES >> 20} MiB and more go by nccl" if large == "nccl" else "keys go by nccl"
+    if "nccl" not in (path, large):
+        return ""
+    return f"{which} and have the bits of its sums; MPIKV_DEVICE_PATH=mpi or staged: the bits of all other paths"
+
+
+def stats(members: Members) -> dict[str, Any]:
+    """What `store.stats()` says of the path."""
+    found: dict[str, Any] = {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
+    if members.large_device_path is not None:
+        found["device_path_large"] = members.large_device_path
+        found["device_path_large_bytes"] = LARGE_BYTES
+    bits = _bits(members.device_path, members.large_device_path)
+    return {**found, "device_path_bits": bits} if bits else found
 
 
 def advice(members: Members) -> str:
     """What to tell the user of values that pass through the host on their way to another one; "" elsewhere."""
-    if members.device_path != "staged" or len(_hosts(members)) == 1 or wanted_path(members) == "staged":
+    asked_for = members.config.device_path == "staged"
+    if members.device_path != "staged" or len(_hosts(members)) == 1 or asked_for:
         return ""
+    if members.large_device_path is not None:
+        return ""  # the values that take long do not
     why = dict(members.device_reasons).get("mpi", "")
     return (
         f"mpikv: arrays on GPUs are copied through host memory on their way to other hosts, since MPI takes no device "

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from mpikv import device_paths, placement_map, worker_device
 from mpikv._version import __version__
+from mpikv.collectives import nccl_introduction
+from mpikv.collectives.nccl import CupyNccl
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
 from mpikv.hostmemory import segment
@@ -164,10 +166,16 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
     """Say at rank 0 whether MPI takes device memory, and how arrays on GPUs travel in a `dist_sync_device` store.
 
     Rank 0 finds the first out, and perhaps tries it, while the others wait for its row. That workers of a host can open
-    each other's memory, which a store tries when it is made, is taken for granted.
+    each other's memory, and that all can make a communicator of NCCL where they have the same one, is taken for
+    granted: a store tries both when it is made.
     """
     rank, spec = comm.Get_rank(), spec_of("dist_sync_device")
-    told = comm.allgather(worker_device.find(spec, config, topology(hosts).local_rank[rank]).told)
+    found = worker_device.find(spec, config, topology(hosts).local_rank[rank])
+    told = comm.allgather(found.told)
+    by_nccl = "some rank uses no GPU"
+    if all(one.number is not None for one in told):
+        number, names = found.told.number or 0, [f"rank {i} on {host}" for i, host in enumerate(hosts)]
+        by_nccl, _ = nccl_introduction.compare(lambda: CupyNccl(number), names, rank, comm.allgather)
     if rank:
         return []
     device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)
@@ -178,7 +186,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
         places = pretended(hosts, config.fake_hosts)
         roles = assign(places, config.num_servers, config.server_placement)
         members = Members(places, roles.workers, roles.servers, config=config)
-        outcomes = {"mpi": "" if answer.aware else answer.why}
+        outcomes = {"mpi": "" if answer.aware else answer.why, "nccl": by_nccl}
         choice = device_paths.choose([told[worker] for worker in roles.workers], members, outcomes)
     except ConfigError as error:
         # No mistake yet on a machine without a GPU, such as a login node; and the row of the roles says of servers.

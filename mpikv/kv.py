@@ -10,26 +10,21 @@ import atexit
 import os
 import sys
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mpikv import device_paths, notices, worker_device
+from mpikv import device_paths, device_trials, notices, worker_device
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble, local_store
 from mpikv.checks import wrong
-from mpikv.collectives import nccl
 from mpikv.config import Config
 from mpikv.device_paths import Told
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory import segment, waker
-from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
 from mpikv.placement import Members
-from mpikv.runtime import abort, cuda_aware, launcher, library, signals
+from mpikv.runtime import abort, launcher, library, signals
 from mpikv.server.roles import Roles, assign
 from mpikv.session.agreement import grouped
-from mpikv.spaces import peers
-from mpikv.spaces.driver import Driver
 from mpikv.spec import StoreSpec
 from mpikv.topology import labels, topology
 from mpikv.transports.memory import LocalTransport
@@ -37,7 +32,6 @@ from mpikv.transports.memory import LocalTransport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpikv.processes import Processes
 
 __all__ = ["KVStore", "create"]
 
@@ -171,7 +165,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         if members.path != "servers":
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
-        members = _with_device_path(members, told, memory, processes, found.driver)
+        devices = [Told(**told[rank]["device"]) for rank in members.workers]
+        members, nccl = device_trials.settled(members, devices, memory, processes, found.driver)
     except MpikvError:
         transport.close()
         raise
@@ -191,6 +186,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
         connect=connect,
         asked_to_stop=listener.why,
         spaces=found.spaces,
+        nccl=nccl,
     )
     if store is None:
         listener.end()
@@ -217,47 +213,6 @@ def _check_servers(name: str, comm: MPI.Intracomm) -> str:
             )
         return f"; an earlier store had its servers at rank {ranks}, where the process ended with it: {advice}"
     return ""
-
-
-def _with_device_path(
-    members: Members,
-    told: list[dict[str, Any]],
-    memory: HostMemory | None,
-    processes: Processes,
-    driver: Driver | None,
-) -> Members:
-    """With the path of keys in device memory, which all ranks settle on. Collective where a worker asks for a GPU.
-
-    Raises ConfigError on all ranks where what the settings ask for cannot be done.
-    """
-    devices = [Told(**told[rank]["device"]) for rank in members.workers]
-    if all(one == Told() for one in devices):
-        return members
-    if members.path != "servers":
-        members = replace(members, memory=memory is not None)
-    local_rank = topology(processes.transport.hosts).local_rank[processes.transport.rank]
-    trials = {
-        "ipc": lambda: peers.why_not_shared(driver, local_rank, processes.gather_here),
-        "mpi": lambda: _takes_device_memory(members, processes, driver),
-        "nccl": lambda: _first_of(processes.gather(nccl.missing().encode())),
-    }
-    choice = device_paths.settle(devices, members, trials)
-    return replace(members, device_path=choice.path, device_reasons=choice.reasons)
-
-
-def _first_of(problems: list[bytes]) -> str:
-    return next((text.decode() for text in problems if text), "")
-
-
-def _takes_device_memory(members: Members, processes: Processes, driver: Driver | None) -> str:
-    """Why MPI takes no device memory, "" where it does on every host. Collective; one rank of each host asks."""
-    transport, config = processes.transport, members.config
-    workers = [rank for rank in members.workers if transport.hosts[rank] == transport.hosts[transport.rank]]
-    answer = ""
-    if workers and workers[0] == transport.rank:
-        found = cuda_aware.find_out(config.cuda_aware, 0 if driver is None else driver.number)
-        answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
-    return _first_of(processes.gather(answer.encode()))
 
 
 def _warn_of_devices(text: str) -> None:

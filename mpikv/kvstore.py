@@ -320,7 +320,9 @@ class KVStore:
         those for which that was possible, but workers were in different calls. Both only where workers share memory.
         Where a GPU is used: copies_down (to the host), copies_up, copies_device and their bytes; device_bytes, the
         memory that the store holds there; with several workers device_path, how keys in device memory travel, and
-        device_path_reasons, why not by each of the better paths.
+        device_path_reasons, why not by each of the better paths. Where large keys go another path: device_path_large,
+        and device_path_large_bytes, from how many bytes on. Where sums have NCCL's own bits: device_path_bits, of which
+        keys, and how to have the bits of the other paths.
 
         >>> kv.create('local').stats()
         {'messages_sent': 0, 'bytes_sent': 0, 'control_messages_sent': 0}

@@ -20,8 +20,9 @@ The paths:
   keys of half precision, whose "codec" is to send them as they are, in place of `messages`.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
-Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), with the
-owners and the algorithm that they would have on the host, so that the bits are the same:
+Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), large ones
+perhaps another than small ones. But for NCCL it is with the owners and the algorithm that they would have on the host,
+so that the bits are the same:
 
 - `ipc`: workers of one host add in each other's device memory.
 - `mpi`: as `messages`, of device memory.
@@ -118,13 +119,20 @@ def bounds_of(algorithm: str, n_elems: int, hosts: Sequence[str]) -> tuple[int, 
     return tuple(accumulate(lengths, initial=0))
 
 
+# From here on a key is large. A round by NCCL begins with some messages of a few bytes one after another, 2 for 2
+# workers and 5 for 16, of 10 to 50 us each between hosts: about as long as a link of 10 GB/s has with 1 MiB. So NCCL
+# would gain little below, and these keys keep the bits that they have everywhere. Reckoned, not measured on GPUs.
+LARGE_BYTES = 1 << 20
+
+
 @dataclass(frozen=True)
 class Members:
     """The ranks of a store and its settings, alike on every rank.
 
     hosts: of each rank of the transport. workers, servers: ranks of it, not always all. memory: whether the ranks of
-    each host can share memory, as far as known. device_path: of keys in device memory. device_reasons: why it is none
-    of the better ones: pairs of a path and a sentence.
+    each host can share memory, as far as known. device_path: of keys in device memory; large_device_path: of those of
+    at least LARGE_BYTES, where it is another one. device_reasons: why it is none of the better ones: pairs of a path
+    and a sentence.
     """
 
     hosts: tuple[str, ...]
@@ -135,6 +143,7 @@ class Members:
     memory: bool = True
     device_path: DevicePath = "host"
     device_reasons: tuple[tuple[str, str], ...] = ()
+    large_device_path: DevicePath | None = None
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -167,7 +176,7 @@ class Members:
     @cached_property
     def shares_memory(self) -> bool:
         """Whether ranks of one host use memory that they share, where a host has several ranks."""
-        wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.algorithm == "auto")
+        wanted = self.config.shared_memory == "auto" and (self._on_servers or self.config.host_algorithm == "auto")
         hosts = [self.hosts[rank] for rank in (*self.workers, *self.servers)]
         return wanted and self.memory and len(set(hosts)) < len(hosts)
 
@@ -179,6 +188,13 @@ class Members:
         if not self.shares_memory:
             return "native" if self.config.algorithm == "native" else "messages"
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
+
+    def device_path_of(self, info: KeyInfo) -> DevicePath:
+        """The path of a key in device memory; `host` for any other. Bytes are counted as they are added."""
+        if info.space != "device":
+            return "host"
+        large = info.n_elems * sum_dtype(info.dtype).itemsize >= LARGE_BYTES
+        return self.large_device_path if large and self.large_device_path is not None else self.device_path
 
 
 # Pieces of a value, unless they are long. Each costs a server some 0.1 ms for each worker. And a short message waits
@@ -255,7 +271,7 @@ def place(
     if members.path == "servers":
         return _on_servers(members, info, whole=whole, load_bytes=load_bytes)
     size = len(members.workers)
-    way: DevicePath = members.device_path if info.space == "device" else "host"
+    way = members.device_path_of(info)
     on_host: Path = members.path if room or not members.shares_memory else "messages"
     if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):
         # A key on a GPU has its owners: one worker's copy of the sum comes up to the device, not all.
@@ -271,7 +287,7 @@ def place(
         # A call that does not go the direct way must add in the same order: it is a matter of time which way it goes.
         algorithm = "naive"
     else:
-        forced = members.config.algorithm
+        forced = members.config.host_algorithm
         if way == "mpi" and forced == "native":  # whose collectives take no device memory
             forced = "auto"
         n_bytes = info.n_elems * sum_dtype(info.dtype).itemsize

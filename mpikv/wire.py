@@ -32,8 +32,7 @@ VERSION = 7
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
-TAG_REGROUPED = 4  # to below TAG_NCCL
-TAG_NCCL = 15
+TAG_REGROUPED = 4  # to below TAG_REPLY
 TAG_REPLY = 16
 REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
 TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
@@ -47,7 +46,7 @@ def control_tag(regrouped: int) -> int:
 
     A message of the smaller group that comes to a worker of the larger one waits there until this goes on, too.
     """
-    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_NCCL - TAG_REGROUPED)
+    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_REPLY - TAG_REGROUPED)
 
 
 def key_tag(key_id: int, use: int) -> int:

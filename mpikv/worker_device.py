@@ -1,8 +1,8 @@
 """The GPU that this worker uses, if any. It is looked for only where something asks for one.
 
-Asked for it is by a store's type (`device`, `dist_sync_device`), by MPIKV_LOCAL_DEVICE or MPIKV_DEVICE_PATH, or by an
-array library that this program has imported and that has GPUs in use. Else nothing is imported, and no driver is asked:
-a program of NumPy alone pays nothing. Local.
+Asked for it is by a store's type (`device`, `dist_sync_device`), by MPIKV_LOCAL_DEVICE, MPIKV_DEVICE_PATH or
+MPIKV_ALGORITHM=nccl, or by an array library that this program has imported and that has GPUs in use. Else nothing is
+imported, and no driver is asked: a program of NumPy alone pays nothing. Local.
 
 Cost: where it is asked for, CUDA's driver is asked for its GPUs, and CuPy is imported if there are any.
 """
@@ -53,6 +53,8 @@ def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | No
         return "MPIKV_LOCAL_DEVICE"
     if config.device_path != "auto":
         return "MPIKV_DEVICE_PATH"
+    if config.algorithm == "nccl":
+        return "MPIKV_ALGORITHM"
     if modules.get("cupy"):
         return "CuPy"
     torch = modules.get("torch")

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.collectives.labelled import Comparison
-from mpikv.collectives.nccl import Nccl
+from mpikv.collectives.nccl import ID_BYTES, Nccl
 from mpikv.engine.engine import Engine
 from mpikv.engine.running import Running
 from mpikv.errors import StallError
@@ -136,8 +136,8 @@ def run_rounds(path: Path, transport: Transport, side: Side, cases: Sequence[Cas
     engine = Engine(threaded=False, on_fatal=lambda error: None, poll=transport.poll)
     try:
         if side.nccl is not None:
-            side.workers = NcclWorkers(side.nccl, group, LIMIT_S)
-            side.workers.start(engine)
+            comm = side.nccl.init(group.size, bytes(ID_BYTES), group.rank) if group.size > 1 else None
+            side.workers = NcclWorkers(comm, LIMIT_S)
         running: dict[int, Running[Any]] = {}
         for i in np.random.default_rng(transport.rank).permutation(len(cases)).tolist():
             running[i] = engine.start(steps(path, group, side, i, cases[i]), f"{cases[i]}")

@@ -93,11 +93,18 @@ class _Gate:
 
 
 class FakeNccl:
-    """See `Nccl`. error: what its calls raise."""
+    """See `Nccl`. error: what its calls raise; init_error: what `init` does."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
         self.error: MpikvError | None = None
+        self.init_error: MpikvError | None = None
+        self.number = "21805"
+
+    def version(self) -> str:
+        if self.error is not None:
+            raise self.error
+        return self.number
 
     def unique_id(self) -> bytes:
         if self.error is not None:
@@ -106,8 +113,8 @@ class FakeNccl:
         return bytes([self.network.ids]) * 128
 
     def init(self, size: int, unique_id: bytes, rank: int) -> FakeComm:
-        if self.error is not None:
-            raise self.error
+        if self.init_error is not None:
+            raise self.init_error
         assert (size, unique_id, rank) == (len(self.network.gpus), bytes([self.network.ids]) * 128, self.rank)
         self.network.arrived.wait(30)
         return FakeComm(self.network, rank)

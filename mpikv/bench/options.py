@@ -10,7 +10,7 @@ from mpikv.bench.progress import FILE_OPTION
 from mpikv.numbers import at_least, seconds, size, words
 from mpikv.progress import MODES
 
-ALGORITHMS = tuple(name for name in config.ALGORITHMS if name != "auto")
+ALGORITHMS = tuple(name for name in config.ALGORITHMS if name not in ("auto", "nccl"))  # of arrays in host memory
 DEVICE_PATHS = ("ipc", "mpi", "staged", "nccl")  # what is compared by default, where it works
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 FLOATS = DTYPES[:4]  # what an optimizer takes

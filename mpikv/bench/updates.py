@@ -25,7 +25,8 @@ from mpikv.bench.measure import Contender, measure
 from mpikv.bench.report import microseconds
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short
-from mpikv.optimizers.base import Optimizer, State
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.step import State
 from mpikv.tables import Column, Table
 
 IN_A_ROW = 8

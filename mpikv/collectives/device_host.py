@@ -30,9 +30,9 @@ import numpy as np
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
+from mpikv.spaces.arithmetic import sum_in_order
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.device_array import DeviceArray
-from mpikv.spaces.program import sum_in_order
 
 
 def reduce_scatter(

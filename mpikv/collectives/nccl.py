@@ -58,6 +58,10 @@ class NcclComm(Protocol):
 class Nccl(Protocol):
     """What makes communicators. Raises MpikvError where NCCL fails."""
 
+    def version(self) -> str:
+        """Which NCCL it is. Ranks of a communicator have the same."""
+        ...
+
     def unique_id(self) -> bytes:
         """What makes the ranks of a new communicator find each other: ID_BYTES bytes, from one of them to all."""
         ...
@@ -83,6 +87,10 @@ class CupyNccl:
             raise UnsupportedError("this CuPy is built without NCCL; its wheels need the package nvidia-nccl as well")
         self._device = device
 
+    def version(self) -> str:
+        """See `Nccl`. CuPy gives a number, 21805 for 2.18.5."""
+        return str(self._called(self._nccl.get_version))
+
     def unique_id(self) -> bytes:
         """See `Nccl`."""
         return np.array(self._called(self._nccl.get_unique_id), np.int8).tobytes()
@@ -95,15 +103,6 @@ class CupyNccl:
 
     def _called(self, call: Any, *arguments: Any) -> Any:
         return _call(self._nccl, call, *arguments)
-
-
-def missing() -> str:
-    """Why NCCL cannot be used in this process, "" where it can as far as is known without trying."""
-    try:
-        CupyNccl(0)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
 
 
 class CupyComm:

@@ -70,7 +70,7 @@ class World:
             self.engine,
             timeout_s=timeout_s,
             shared=self._shared(group, number),
-            algorithm=self.config.algorithm,
+            algorithm=self.config.host_algorithm,
             stalled=self._watch.stall,
         )
         self.groups[number] = made

@@ -13,7 +13,7 @@ from mpikv.checks import meant, shown
 from mpikv.optimizers.adadelta import AdaDelta
 from mpikv.optimizers.adagrad import AdaGrad
 from mpikv.optimizers.adam import Adam, AdamW
-from mpikv.optimizers.base import Array, Optimizer, Scalar, State, Step
+from mpikv.optimizers.base import Array, Optimizer, Scalar
 from mpikv.optimizers.dcasgd import DCASGD
 from mpikv.optimizers.fields import field, flag, number, texts
 from mpikv.optimizers.ftrl import Ftrl
@@ -30,6 +30,7 @@ from mpikv.optimizers.schedules import (
 )
 from mpikv.optimizers.sgd import NAG, SGD
 from mpikv.optimizers.signum import Signum
+from mpikv.optimizers.step import State, Step
 from mpikv.optimizers.test import Test
 from mpikv.optimizers.torch_class import TorchOptimizer, is_torch_class
 from mpikv.runtime.abort import tells

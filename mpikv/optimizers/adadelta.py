@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.base import Array, Optimizer
 from mpikv.optimizers.fields import number
+from mpikv.optimizers.step import Step
 
 
 class AdaDelta(Optimizer):

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -31,15 +30,12 @@ from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
 from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
+from mpikv.optimizers.step import State, Step, StepFormula
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.host import HostSpace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-State = dict[str, Any]
-"""The state of one key or slice: "t", the int number of updates so far, and by name flat arrays of the weight's number
-of elements and plain numbers. What a user's own function keeps may be anything (function.py)."""
 
 
 @dataclass(frozen=True)
@@ -69,27 +65,6 @@ class Scalar:
     name: str
     doc: str
     begin: float
-
-
-class Step(NamedTuple):
-    """What a formula knows of the update it makes.
-
-    t: the update's number, 1 for the first. learning_rate, wd: those of the key, factors included. global_rate: the
-    learning rate without the key's factor. real: makes a number that keeps the arithmetic's dtype. shape: the weight's.
-    state: the state, for its numbers; the arrays come as blocks.
-
-    >>> optimizers.Step('w', 1, 0.5, wd=0.0, global_rate=0.5, real=np.float32, shape=(2,), state={}).real(0.25).dtype
-    dtype('float32')
-    """
-
-    key: Key
-    t: int
-    learning_rate: float
-    wd: float
-    global_rate: float
-    real: Callable[[float], Any]
-    shape: tuple[int, ...]
-    state: State
 
 
 class Optimizer(Declared):
@@ -299,7 +274,7 @@ class Optimizer(Declared):
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
             self._space_of(flat).update(
-                partial(self.formula, step),
+                StepFormula(self, step),
                 flat,
                 [term.reshape(-1) for term in terms],
                 {name: state[name] for name in names},

@@ -14,8 +14,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
-from mpikv.optimizers.base import Array, Optimizer, Step
+from mpikv.optimizers.base import Array, Optimizer
 from mpikv.optimizers.fields import number
+from mpikv.optimizers.step import Step
 
 
 class Ftrl(Optimizer):

@@ -21,8 +21,9 @@ from mpikv.arrays import HostArray, is_elsewhere, own_space
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key
-from mpikv.optimizers.base import Optimizer, State
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.identity import identity
+from mpikv.optimizers.step import State
 from mpikv.spaces.base import Space, SpaceArray
 
 UserFunction = Callable[[HostArray, HostArray, Any], Any]

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.optimizers.adam import RunningMeans
-from mpikv.optimizers.base import Step
 from mpikv.optimizers.fields import flag, number
-from mpikv.optimizers.norms import norm
+from mpikv.optimizers.norms import norm, where_positive
+from mpikv.optimizers.step import Step
 
 
 class LAMB(RunningMeans):
@@ -54,14 +55,14 @@ class LAMB(RunningMeans):
             change *= real(1.0 / (1.0 - self.beta1**step.t))
         if step.wd:
             change += np.multiply(w, real(step.wd), out=root)
-        w_norm, step_norm = self._limited(norm(w, root)), norm(change, root)
-        ratio = w_norm / step_norm if w_norm > 0.0 and step_norm > 0.0 else 1.0
-        change *= real(step.learning_rate * ratio)
+        w_norm, step_norm = self._limited(norm(w)), norm(change)
+        ratio = where_positive(where_positive(w_norm, step_norm, 0.0), w_norm / step_norm, 1.0)
+        change *= (ratio * step.learning_rate).astype(w.dtype)
         w -= change
 
-    def _limited(self, w_norm: float) -> float:
+    def _limited(self, w_norm: Any) -> Any:
         if self.lower_bound is not None and self.lower_bound > 0.0:
-            w_norm = max(w_norm, self.lower_bound)
+            w_norm = np.maximum(w_norm, self.lower_bound)
         if self.upper_bound is not None and self.upper_bound > 0.0:
-            w_norm = min(w_norm, self.upper_bound)
+            w_norm = np.minimum(w_norm, self.upper_bound)
         return w_norm

@@ -10,12 +10,15 @@ python/mxnet/optimizer/optimizer.py (LARS).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Array, Optimizer, Scalar, Step
+from mpikv.optimizers.base import Array, Optimizer, Scalar
 from mpikv.optimizers.fields import flag, number, texts
-from mpikv.optimizers.norms import norm
-from mpikv.optimizers.sgd import momentum_step
+from mpikv.optimizers.norms import norm, where_positive
+from mpikv.optimizers.step import Step
 
 
 class LARS(Optimizer):
@@ -54,14 +57,30 @@ class LARS(Optimizer):
         if self.momentum_correction and last_rate:
             momentum *= step.global_rate / last_rate
         step.state["last_rate"] = step.global_rate
-        rate = step.learning_rate * self._ratio(step, w, g, tmp[0])
-        step = step._replace(learning_rate=rate)
-        momentum_step(self, step, w, g, tmp, mom=arrays.get("momentum"), momentum=momentum)
+        real, mom = step.real, arrays.get("momentum")
+        rate = self._ratio(step, w, g) * step.learning_rate
+        if mom is None:
+            if step.wd:
+                w *= (1.0 - rate * step.wd).astype(w.dtype)
+            w -= self._scaled(step, w, g, tmp, rate)
+            return
+        mom *= real(momentum)
+        if step.wd:
+            mom -= np.multiply(w, (rate * step.wd).astype(w.dtype), out=tmp[0])
+        mom -= self._scaled(step, w, g, tmp, rate)
+        w += mom
 
-    def _ratio(self, step: Step, w: HostArray, g: HostArray, tmp: HostArray) -> float:
+    def _scaled(self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], rate: Any) -> HostArray:
+        """The prepared gradient times `rate`, in tmp[0]: as `prepared` scales it, by a number of a program's."""
+        if self.clip_gradient is not None and self.clip_gradient > 0.0:
+            scaled: HostArray = np.multiply(self.prepared(step, w, g, tmp), rate.astype(w.dtype), out=tmp[0])
+        else:
+            scaled = np.multiply(g, (rate * self.rescale_grad).astype(w.dtype), out=tmp[0])
+        return scaled
+
+    def _ratio(self, step: Step, w: HostArray, g: HostArray) -> Any:
         if isinstance(step.key, str) and step.key.endswith(self.skip):
-            return 1.0
-        w_norm, g_norm = norm(w, tmp), norm(g, tmp) * abs(self.rescale_grad)
-        if w_norm > 0.0 and g_norm > 0.0:
-            return self.eta * w_norm / (g_norm + step.wd * w_norm + self.eps)
-        return 1.0
+            return np.float64(1.0)
+        w_norm, g_norm = norm(w), norm(g) * abs(self.rescale_grad)
+        ratio = w_norm * self.eta / (g_norm + w_norm * step.wd + self.eps)
+        return where_positive(where_positive(w_norm, g_norm, 0.0), ratio, 1.0)

@@ -19,8 +19,9 @@ from mpikv.checks import shown
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.labels import PLAIN, Label, label_of
-from mpikv.optimizers.base import FACTOR, Optimizer, State
+from mpikv.optimizers.base import FACTOR, Optimizer
 from mpikv.optimizers.states import in_space
+from mpikv.optimizers.step import State
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 

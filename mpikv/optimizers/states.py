@@ -28,7 +28,7 @@ from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.optimizers.archive import damaged, read_archive, write_archive
-from mpikv.optimizers.base import State
+from mpikv.optimizers.step import State
 from mpikv.spaces.base import Space
 
 KIND = "mpikv optimizer states"

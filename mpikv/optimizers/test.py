@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.optimizers.base import Optimizer, Step
+from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.step import Step
 
 
 class Test(Optimizer):

@@ -23,9 +23,10 @@ import numpy as np
 from mpikv.arrays import HostArray, own_space
 from mpikv.checks import meant, shown
 from mpikv.errors import UnsupportedError
-from mpikv.optimizers.base import Optimizer, State, Step
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.function import count_of
 from mpikv.optimizers.schedules import Scheduler
+from mpikv.optimizers.step import State, Step
 
 _COMMON = ("rescale_grad", "clip_gradient", "lr_scheduler", "multi_precision")
 _REFUSED = {"LBFGS": "it evaluates the model several times in a step", "SparseAdam": "gradients here are dense"}

@@ -27,9 +27,10 @@ from mpikv.codecs.compression import Compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
-from mpikv.optimizers.base import Optimizer, State
+from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
 from mpikv.optimizers.states import Part, join_states, part_of, slice_state
+from mpikv.optimizers.step import State
 from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Pool

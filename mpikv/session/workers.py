@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from mpikv import wire
+from mpikv import device_paths, wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs import compression
@@ -230,7 +230,7 @@ class Workers(Session):
         """What the transport and the control messages have counted, and the path of keys in device memory."""
         members, path = self.members, {}
         if self.spaces.device is not None or members.device_reasons:
-            path = {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
+            path = device_paths.stats(members)
         return {
             "messages_sent": self.transport.sent_messages,
             "bytes_sent": self.transport.sent_bytes,

@@ -14,7 +14,8 @@ Every call is local. Which space a key is in all workers agree on (named.py); th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -30,6 +31,31 @@ CallersArray = Any
 
 Formula = Callable[[SpaceArray, SpaceArray, Mapping[str, SpaceArray], "list[SpaceArray]"], None]
 """Changes a weight and the arrays of its state in place: (weight, gradient, arrays, temporaries)."""
+
+
+class TracedFormula(ABC):
+    """A formula that says what it hangs on, so that a space need not run it again to learn what it does."""
+
+    @abstractmethod
+    def __call__(
+        self, w: SpaceArray, g: SpaceArray, arrays: Mapping[str, SpaceArray], tmp: list[SpaceArray], /
+    ) -> None:
+        """See `Formula`."""
+
+    @abstractmethod
+    def constants(self) -> Hashable | None:
+        """What it is, but for the update's own values: two that are equal here do the same with equal values.
+
+        None: it cannot be said.
+        """
+
+    @abstractmethod
+    def values(self, names: Sequence[str]) -> Hashable | None:
+        """The update's own values of these names; equal ones have equal bits. None: they cannot be compared."""
+
+    @abstractmethod
+    def noting(self) -> tuple[Formula, set[str]]:
+        """The same formula, and the names of the values that it has looked at, once it has been run."""
 
 
 class Space(Protocol):

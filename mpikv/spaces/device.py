@@ -24,7 +24,7 @@ from mpikv.arrays import write as write_host
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import StallError
-from mpikv.spaces import callers, program
+from mpikv.spaces import arithmetic, callers, folded
 from mpikv.spaces.base import Formula
 from mpikv.spaces.callers import Caller
 from mpikv.spaces.device_array import DeviceArray
@@ -33,6 +33,8 @@ from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Chunk, Memory, Pool
 from mpikv.spaces.program import Program
+from mpikv.spaces.tracing import NotAProgram, Stage
+from mpikv.spaces.update_programs import Kind, UpdatePrograms
 
 SLOW_S = 300.0  # copies between host and device end long before, or the GPU has failed
 
@@ -73,6 +75,7 @@ class DeviceSpace:
         self._written_by: dict[int, Event] = {}  # the last of each caller's stream
         self._closed = False
         self._together = _Gathered()
+        self.programs = UpdatePrograms()
 
     @property
     def device(self) -> int:
@@ -106,7 +109,7 @@ class DeviceSpace:
         if len(taken) == 1:
             return taken[0]
         first = taken[0]
-        self.launch(program.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
+        self.launch(arithmetic.sum_in_order(len(taken), first.dtype, first.dtype, how=combine), [*taken, first])
         return first
 
     def _taken(self, array: Any, what: str) -> DeviceArray:
@@ -309,7 +312,7 @@ class DeviceSpace:
             if isinstance(values, np.ndarray) and values.ndim:
                 values = self.from_host(values)
             else:
-                self.launch(program.fill(out.dtype), [out], [out.dtype.type(values)])
+                self.launch(arithmetic.fill(out.dtype), [out], [out.dtype.type(values)])
                 return
         if not out.size:
             return
@@ -318,7 +321,7 @@ class DeviceSpace:
             self.driver.copy(out.address, values.address, out.nbytes, self.stream)
             self.copies.count("device", out.nbytes)
         else:
-            self.launch(program.copy_program(values.dtype, out.dtype), [values, out])
+            self.launch(arithmetic.copy_program(values.dtype, out.dtype), [values, out])
 
     def cast(self, values: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
         """See `Space`."""
@@ -340,15 +343,15 @@ class DeviceSpace:
 
     def combine(self, first: DeviceArray, second: DeviceArray, out: DeviceArray, how: np.ufunc) -> None:
         """See `Space`."""
-        self.launch(program.combine(how, first.dtype), [first, second, out])
+        self.launch(arithmetic.combine(how, first.dtype), [first, second, out])
 
     def scale(self, values: DeviceArray, factor: float, out: DeviceArray) -> None:
         """See `Space`."""
-        self.launch(program.scale(values.dtype), [values, out], [values.dtype.type(factor)])
+        self.launch(arithmetic.scale(values.dtype), [values, out], [values.dtype.type(factor)])
 
     def divide(self, values: DeviceArray, divisor: float, out: DeviceArray) -> None:
         """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
-        self.launch(program.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
+        self.launch(arithmetic.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
     def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
         """Run a program on arrays of one length, in the store's stream."""
@@ -385,30 +388,27 @@ class DeviceSpace:
     ) -> None:
         """See `Space`. An elementwise formula is one program, which reads and writes each array once.
 
-        Any other formula, and one that no program can say, runs on the host: its arrays go there and come back.
+        One that asks for norms is several, with sums in between that stay on the device. What no program can say runs
+        on the host: its arrays go there and come back.
         """
         masters = [] if master is None else [master]
-        if elementwise:
-            try:
-                found, numbers = program.update_program(
-                    formula,
-                    weight.dtype,
-                    [term.dtype for term in terms],
-                    {name: array.dtype for name, array in arrays.items()},
-                    master=master is not None,
-                    dtype=dtype,
-                    temporaries=temporaries,
-                )
-            except program.NotAProgram:
-                pass
-            else:
-                changed = [weight, *terms, *arrays.values(), *masters]
-                gathered = self._together.runs
-                if gathered is None or not weight.size:
-                    self.launch(found, changed, numbers)
-                else:
-                    gathered.setdefault(found, []).append((changed, numbers))
-                return
+        kind = Kind(
+            weight.dtype,
+            tuple([term.dtype for term in terms]),
+            tuple([(name, array.dtype) for name, array in arrays.items()]),
+            master is not None,
+            dtype,
+            temporaries,
+            elementwise,
+        )
+        try:
+            stages = self.programs.of(formula, kind)
+        except NotAProgram:
+            pass
+        else:
+            if weight.size:
+                self._run(stages, kind, [weight, *terms, *arrays.values(), *masters])
+            return
         on_host = {id(array): self.to_host(array) for array in (weight, *terms, *arrays.values(), *masters)}
         self._host.update(
             formula,
@@ -422,3 +422,16 @@ class DeviceSpace:
         )
         for array in (weight, *arrays.values(), *masters):
             self.copy(array, self.from_host(on_host[id(array)]))
+
+    def _run(self, stages: Sequence[Stage], kind: Kind, arrays: list[DeviceArray]) -> None:
+        gathered = self._together.runs
+        if len(stages) == 1 and kind.elementwise and gathered is not None:
+            gathered.setdefault(stages[0].program, []).append((arrays, stages[0].numbers))
+            return
+        arrays = [*arrays, *(self.empty(arrays[0].size, dtype) for dtype in kind.scratch)]
+        sums: list[DeviceArray] = []
+        for stage in stages:
+            if any(one.last is not None for one in stage.program.arguments):
+                self.launch(stage.program, [*arrays, *sums], stage.numbers)
+            if stage.squares is not None:
+                sums.append(folded.on_device(self, self.launch, arrays[stage.squares]))

@@ -1,31 +1,27 @@
 """A program: what is done to each element of some arrays, in one pass over them.
 
-`trace` runs a function of NumPy arrays on arrays that only note what is done with them. So the formula of an optimizer,
-written for NumPy, becomes a program as it is: each array is read once, and written once if it has changed, however many
-calls the formula has. A program is a value, which knows no device: `run` does what it says with NumPy, on host memory;
-`source.py` writes it in CUDA C++. Numbers (a learning rate) are not part of it: they come beside it, in the order in
-which the function uses them, so that the program stays the same when they change.
+A program is a value, which knows no device: `run` does what it says with NumPy, on host memory; `source.py` writes it
+in CUDA C++. `tracing.py` makes one of a function of NumPy arrays. Numbers (a learning rate) are not part of it: they
+come beside it, in the order in which the function uses them, so that the program stays the same when they change.
 
 Every operation is rounded to its dtype, as NumPy's is, and all those in `OPERATIONS` are exact or correctly rounded by
 IEEE 754. So a device that rounds correctly and contracts nothing (no fused multiply-add) computes the same bits.
 
-Cost: a trace takes 4 to 8 us for each call of the function, 0.1 to 0.2 ms for Adam, however long the arrays are. The
-programs of the store's own arithmetic (`combine`, `scale`, ...) are traced once.
+Cost: each array is read once, and written once if it has changed, however many operations there are.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpikv.arrays import SUPPORTED_DTYPES, HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.spaces.host import round_into
 
 CAST, ROUND = "cast", "round"  # to another dtype: as NumPy casts; as `host.round_into` makes whole numbers
+SELECT = "select"  # of three inputs: the second where the first is above 0, else the third
 OPERATIONS: dict[str, np.ufunc] = {
     one.__name__: one
     for one in (
@@ -48,24 +44,21 @@ Numbers = tuple[Any, ...]
 Entry = tuple[int, Sequence[int], Sequence[Any]]
 """One run of a program: how many elements, the addresses of its arrays, its numbers."""
 
-KEPT = 1024
-"""Programs of the store's arithmetic that are kept: more than a store has pairs of dtypes and numbers of workers."""
-
-
-class NotAProgram(Exception):  # noqa: N818 - says what was found; caught where the host can do the work instead
-    """A function does what no program can say: something else than the operations above on whole arrays."""
-
 
 class Argument(NamedTuple):
-    """An array of a program. first: the number of the value that is loaded from it, None where it is not read."""
+    """An array of a program. first: the number of the value that is loaded from it, None where it is not read.
+
+    single: it has one element, which counts for all elements of the others, and is only read: what a reduction found.
+    """
 
     dtype: np.dtype[Any]
     first: int | None
     last: int | None  # of the value that is stored there at the end, None where it is only read
+    single: bool = False
 
 
 class Operation(NamedTuple):
-    """One value, made of earlier ones, which have its dtype; or CAST or ROUND, from any dtype.
+    """One value, made of earlier ones, which have its dtype; or SELECT; or CAST or ROUND, from any dtype.
 
     name: in `OPERATIONS`, or one of these.
     """
@@ -91,7 +84,7 @@ class Program(NamedTuple):
         return [*loaded, *self.numbers, *(one.dtype for one in self.operations)]
 
     def run(self, arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
-        """Do it, with NumPy, in place. arrays: (n,) each, one for each argument; one may be there twice."""
+        """Do it, with NumPy, in place. arrays: (n,) each, (1,) of a single one, one for each argument, maybe twice."""
         values: list[Any] = [
             array.copy() for array, argument in zip(arrays, self.arguments, strict=True) if argument.first is not None
         ]
@@ -111,352 +104,6 @@ def _result(operation: Operation, inputs: Sequence[Any]) -> Any:
         rounded = np.empty(np.shape(inputs[0]), operation.dtype)
         round_into(rounded, np.array(inputs[0]))
         return rounded
+    if operation.name == SELECT:
+        return np.where(inputs[0] > 0, inputs[1], inputs[2])
     return OPERATIONS[operation.name](*inputs)
-
-
-# --- tracing
-
-
-def trace(function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]]) -> tuple[Program, Numbers]:
-    """The program of a function, and the numbers that it used. The function is called once, and its result not used.
-
-    function: takes one array for each dtype, and changes some of them in place. What it does beside that happens, too.
-    Raises NotAProgram where it does something else than operations on whole arrays, and what the function raises.
-    """
-    notes = _Notes()
-    arrays = [NotingArray(notes, dtype, _Value(dtype, "")) for dtype in dtypes]
-    loads = [array.value for array in arrays if array.value is not None]
-    function(*arrays)
-    return notes.program(loads, arrays)
-
-
-class _Value:
-    """A value in a trace. name: of its operation; "" where it is loaded or a number."""
-
-    __slots__ = ("dtype", "inputs", "name", "needed", "number")
-
-    def __init__(self, dtype: np.dtype[Any], name: str, inputs: tuple[_Value, ...] = (), number: Any = None) -> None:
-        self.dtype, self.name, self.inputs, self.number = dtype, name, inputs, number
-        self.needed = False
-
-
-class _Notes:
-    """What a function does, as it does it."""
-
-    def __init__(self) -> None:
-        self.numbers: list[_Value] = []
-        self.operations: list[_Value] = []
-
-    def add(self, name: str, dtype: np.dtype[Any], inputs: tuple[_Value, ...]) -> _Value:
-        """One more operation."""
-        value = _Value(dtype, name, inputs)
-        self.operations.append(value)
-        return value
-
-    def cast(self, value: _Value, dtype: np.dtype[Any]) -> _Value:
-        """The value in that dtype."""
-        return value if value.dtype == dtype else self.add(CAST, dtype, (value,))
-
-    def read(self, source: Any, dtype: np.dtype[Any]) -> _Value:
-        """What an operation in `dtype` reads: a noting array, or a number, which is converted here."""
-        if isinstance(source, NotingArray):
-            if source.notes is not self:
-                _refuse("an array of another trace")
-            value = source.value
-            if value is None:
-                _refuse("temporary memory is read before it is written")
-            return value if value.dtype is dtype else self.cast(value, dtype)
-        value = _Value(dtype, "", number=source if type(source) is dtype.type else _number(source, dtype))
-        self.numbers.append(value)
-        return value
-
-    def program(self, loads: Sequence[_Value], arrays: Sequence[NotingArray]) -> tuple[Program, Numbers]:
-        """What is noted, without values that nobody needs."""
-        stored = [array.value if array.value is not load else None for array, load in zip(arrays, loads, strict=True)]
-        for value in stored:
-            if value is not None:
-                value.needed = True
-        for value in reversed(self.operations):
-            if value.needed:
-                for one in value.inputs:
-                    one.needed = True
-        numbers = [value for value in self.numbers if value.needed]
-        operations = [value for value in self.operations if value.needed]
-        all_values = [*(value for value in loads if value.needed), *numbers, *operations]
-        index = {value: i for i, value in enumerate(all_values)}
-        program = Program(
-            tuple(
-                Argument(load.dtype, index.get(load), None if last is None else index[last])
-                for load, last in zip(loads, stored, strict=True)
-            ),
-            tuple(value.dtype for value in numbers),
-            tuple(
-                Operation(value.name, value.dtype, tuple(index[one] for one in value.inputs)) for value in operations
-            ),
-        )
-        return program, tuple(value.number for value in numbers)
-
-
-class NotingArray(NDArrayOperatorsMixin):
-    """Looks like a NumPy array (n,) to a function that works on whole arrays, and only notes what is done with it."""
-
-    __slots__ = ("dtype", "notes", "value")
-
-    def __init__(self, notes: _Notes, dtype: np.dtype[Any], value: _Value | None) -> None:
-        self.notes, self.dtype, self.value = notes, dtype, value
-
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = (), **kwargs: Any) -> Any:
-        name = ufunc.__name__
-        if ufunc is np.square:
-            name, inputs = "multiply", inputs * 2
-        elif method != "__call__" or OPERATIONS.get(name) is not ufunc:
-            _refuse(f"np.{name}" if method == "__call__" else f"np.{name}.{method}")
-        casting, forced = "same_kind", None
-        if kwargs:
-            casting, forced = kwargs.pop("casting", casting), kwargs.pop("dtype", None)
-            if kwargs:
-                _refuse(f"np.{name} with {', '.join(sorted(kwargs))}")
-        dtype = _dtype_of(ufunc, inputs, forced, casting)
-        read = self.notes.read
-        value = self.notes.add(name, dtype, tuple([read(one, dtype) for one in inputs]))
-        if not out:
-            return NotingArray(self.notes, dtype, value)
-        (target,) = out
-        return _write(target, value, casting)
-
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if function is not np.copyto:
-            _refuse(f"np.{getattr(function, '__name__', function)}")
-        _copy(*args, **kwargs)
-
-    def __setitem__(self, index: Any, source: Any) -> None:
-        _check_whole(index)
-        _copy(self, source, casting="unsafe")
-
-    def __getitem__(self, index: Any) -> NotingArray:
-        _check_whole(index)
-        return self
-
-    def __pow__(self, exponent: Any) -> Any:
-        if type(exponent) in (int, float) and exponent == 2:  # as NumPy's arrays do it
-            return np.multiply(self, self)
-        return _refuse("a power")
-
-    def fill(self, number: Any) -> None:
-        """As NumPy's."""
-        _copy(self, number, casting="unsafe")
-
-    def copy(self) -> NotingArray:
-        """As NumPy's."""
-        return NotingArray(self.notes, self.dtype, self.notes.read(self, self.dtype))
-
-    def astype(self, dtype: Any, *, copy: bool = True) -> NotingArray:
-        """As NumPy's, without its other arguments."""
-        wanted = _checked(np.dtype(dtype))
-        if wanted == self.dtype and not copy:
-            return self
-        return NotingArray(self.notes, wanted, self.notes.read(self, wanted))
-
-    def __getattr__(self, name: str) -> Any:
-        _refuse(f"an array's `{name}`")
-
-    def __bool__(self) -> bool:  # noqa: PLE0304 - never returns
-        _refuse("the truth of an array")
-
-    def __len__(self) -> int:  # noqa: PLE0303 - never returns
-        _refuse("the length of an array")
-
-    def __iter__(self) -> NoReturn:
-        _refuse("the elements of an array")
-
-    def __float__(self) -> float:
-        _refuse("the value of an array")
-
-    def __int__(self) -> int:
-        _refuse("the value of an array")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("the values of an array")
-
-    # Without these a comparison with a number of another library's would be tried the other way round, and be False.
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = lambda self, other: _refuse("a comparison")
-    __hash__ = None  # type: ignore[assignment] # as NumPy's
-
-
-_FLOATS = frozenset(dtype for dtype in SUPPORTED_DTYPES if dtype.kind not in "iu")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise NotAProgram(f"{what} is nothing that a program can say")
-
-
-def _number(source: Any, dtype: np.dtype[Any]) -> Any:
-    """A number in that dtype, as NumPy casts it."""
-    if not (isinstance(source, (int, float, np.generic)) or (isinstance(source, np.ndarray) and source.ndim == 0)):
-        _refuse(f"an operand of type {type(source).__name__}")
-    try:
-        with np.errstate(all="ignore"):
-            return np.asarray(source).astype(dtype)[()]
-    except Exception as error:
-        raise NotAProgram(f"{source!r} as {dtype}: {error}") from error
-
-
-def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype not in SUPPORTED_DTYPES:
-        _refuse(f"the dtype {dtype}")
-    return dtype
-
-
-def _dtype_of(ufunc: np.ufunc, inputs: Sequence[Any], forced: Any, casting: str) -> np.dtype[Any]:
-    """The dtype that NumPy calculates in, which is that of the result: all of `OPERATIONS` have one for both."""
-    first = getattr(inputs[0], "dtype", None)
-    # Two float32 make a float32, and the like. Anything else is for NumPy to say.
-    if forced is None and first in _FLOATS and first is getattr(inputs[-1], "dtype", None):
-        return first  # type: ignore[return-value]
-    try:
-        with np.errstate(all="ignore"):
-            probes = [np.empty(1, one.dtype) if isinstance(one, NotingArray) else one for one in inputs]
-            result: Any = ufunc(*probes, dtype=forced, casting=casting)
-            return _checked(result.dtype)
-    except NotAProgram:
-        raise
-    except Exception as error:
-        raise NotAProgram(f"np.{ufunc.__name__}: {error}") from error
-
-
-def _write(target: Any, value: _Value, casting: str) -> NotingArray:
-    if not isinstance(target, NotingArray):
-        _refuse(f"a result in a {type(target).__name__}")
-    if value.dtype is target.dtype:
-        target.value = value
-        return target
-    if not np.can_cast(value.dtype, target.dtype, casting):  # type: ignore[arg-type]
-        _refuse(f"{value.dtype} cast to {target.dtype} by the rule {casting}")
-    target.value = target.notes.cast(value, target.dtype)
-    return target
-
-
-def _copy(dst: Any, src: Any, casting: str = "same_kind", where: Any = True) -> None:
-    if where is not True:
-        _refuse("a copy of some elements")
-    if not isinstance(dst, NotingArray):
-        _refuse(f"a copy to a {type(dst).__name__}")
-    if isinstance(src, NotingArray):
-        _write(dst, dst.notes.read(src, src.dtype), casting)
-    elif casting == "unsafe" or np.can_cast(np.asarray(src).dtype, dst.dtype, casting):  # type: ignore[arg-type]
-        dst.value = dst.notes.read(src, dst.dtype)
-    else:
-        _refuse(f"{src!r} cast to {dst.dtype} by the rule {casting}")
-
-
-def _check_whole(index: Any) -> None:
-    if index is not Ellipsis and index != slice(None):
-        _refuse("a part of an array")
-
-
-# --- a whole update
-
-
-def update_program(
-    formula: Callable[..., Any],
-    weight: np.dtype[Any],
-    terms: Sequence[np.dtype[Any]],
-    arrays: Mapping[str, np.dtype[Any]],
-    *,
-    master: bool,
-    dtype: np.dtype[Any],
-    temporaries: int,
-) -> tuple[Program, Numbers]:
-    """The program of `Space.update`, and its numbers: it does what `HostSpace.update` does, with the same bits.
-
-    Its arguments, in this order: the weight, the terms, the state's arrays in the order of `arrays`, the master where
-    there is one. formula, dtype, temporaries: see `Space.update`; the formula is elementwise, and is called once, here.
-    weight, terms, arrays: dtypes. Raises NotAProgram, and what the formula raises.
-    """
-    n_terms, names = len(terms), list(arrays)
-
-    def update(stored: Any, *rest: Any) -> None:
-        sources, state, masters = rest[:n_terms], rest[n_terms : n_terms + len(names)], rest[n_terms + len(names) :]
-        notes = stored.notes
-
-        def temporary(dtype: np.dtype[Any]) -> Any:
-            return NotingArray(notes, dtype, None)
-
-        w = stored
-        if weight != dtype:
-            w = masters[0] if masters else stored.astype(dtype)
-        g = sources[0]
-        for source in sources[1:]:
-            g = np.add(g, source, out=temporary(terms[0]))
-        g = g.astype(dtype, copy=False)
-        formula(w, g, dict(zip(names, state, strict=True)), [temporary(dtype) for _ in range(temporaries)])
-        if w is not stored:
-            rounds = weight.kind in "iu"
-            stored.value = notes.add(ROUND, weight, (notes.read(w, dtype),)) if rounds else notes.read(w, weight)
-
-    return trace(update, [weight, *terms, *arrays.values(), *([dtype] if master else [])])
-
-
-# --- the store's own arithmetic. Arguments are in the order of the words in each first line.
-
-
-@functools.lru_cache(KEPT)
-def copy_program(source: np.dtype[Any], to: np.dtype[Any]) -> Program:
-    """source, out: a copy, cast as `np.copyto(..., casting="unsafe")` does it."""
-    return trace(lambda values, out: np.copyto(out, values, casting="unsafe"), [source, to])[0]
-
-
-@functools.lru_cache(KEPT)
-def fill(dtype: np.dtype[Any]) -> Program:
-    """out: one number in all of it."""
-    return trace(lambda out: np.copyto(out, dtype.type(0)), [dtype])[0]
-
-
-@functools.lru_cache(KEPT)
-def combine(how: np.ufunc, dtype: np.dtype[Any]) -> Program:
-    """first, second, out, which may be one of them: `how(first, second, out=out)`."""
-    return trace(lambda first, second, out: how(first, second, out=out), [dtype] * 3)[0]
-
-
-@functools.lru_cache(KEPT)
-def scale(dtype: np.dtype[Any]) -> Program:
-    """values, out, which may be the same: the values times one number, of their dtype."""
-    return trace(lambda values, out: np.multiply(values, dtype.type(1), out=out), [dtype] * 2)[0]
-
-
-@functools.lru_cache(KEPT)
-def divide(dtype: np.dtype[Any]) -> Program:
-    """values, out, which may be the same: the values divided by one number. NotAProgram for whole numbers."""
-    return trace(lambda values, out: np.divide(values, dtype.type(1), out=out), [dtype] * 2)[0]
-
-
-@functools.lru_cache(KEPT)
-def sum_in_order(
-    n: int,
-    dtype: np.dtype[Any],
-    to: np.dtype[Any],
-    *,
-    scaled: tuple[int, ...] = (),
-    how: np.ufunc = np.add,
-    mean: bool = False,
-) -> Program:
-    """n sources, out, which may be the first of them: their sum, as `hostmemory.sums.way_of` makes it.
-
-    dtype: that of the sources; they are combined by `how` in `sum_dtype(dtype)`, in their order. to: that of `out`.
-    scaled: which sources are multiplied by a number first, in their dtype; the numbers come in the order of the
-    sources. mean: the result is divided by one more number, the last.
-    """
-    wide = sum_dtype(dtype)
-
-    def total(*arrays: Any) -> None:
-        *sources, out = arrays
-        for i in sorted(scaled):
-            sources[i] = sources[i] * dtype.type(1)
-        result = sources[0].astype(wide)
-        for source in sources[1:]:
-            result = how(result, source, dtype=wide)
-        if mean:
-            np.divide(result, wide.type(1), out=result)
-        np.copyto(out, result, casting="unsafe")
-
-    return trace(total, [*[dtype] * n, to])[0]

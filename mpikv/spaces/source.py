@@ -31,7 +31,8 @@ import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
-from mpikv.spaces.program import CAST, KEPT, ROUND, Entry, Operation, Program
+from mpikv.spaces.arithmetic import KEPT
+from mpikv.spaces.program import CAST, ROUND, SELECT, Entry, Operation, Program
 
 NAME = "mpikv_program"
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
@@ -170,7 +171,10 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
     fields = [f"{const[i]}{stored[i]}* a{i};" for i in range(len(arguments))]
     parameters = [f"{stored[i]}{'&' if arguments[i].last is not None else ''} a{i}" for i in used] + numbers
     passed = [f"n{i}" for i in range(n_numbers)]
-    misaligned = [f"((unsigned long long)a{i} & {pack * arguments[i].dtype.itemsize - 1})" for i in used] or ["0"]
+    long = [i for i in used if not arguments[i].single]
+    misaligned = [f"((unsigned long long)a{i} & {pack * arguments[i].dtype.itemsize - 1})" for i in long] or ["0"]
+    packed = [f"a{i}[0]" if arguments[i].single else f"p{i}.of[j]" for i in used]
+    alone = [f"a{i}[0]" if arguments[i].single else f"a{i}[i]" for i in used]
     lines = [
         f"struct {name}_entry {{ {' '.join([*fields, 'long long n;', *(f'{one};' for one in numbers)])} }};",
         f"struct {name}_table {{ {name}_entry entries[{entries}]; }};",
@@ -188,15 +192,15 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
         "    long long done = 0;",
         f"    if (({' | '.join(misaligned)}) == 0) {{",
         f"        for (long long i = first; i < n / {pack}; i += step) {{",
-        *(f"            {_pack(arguments[i].dtype, pack)} p{i};" for i in used),
+        *(f"            {_pack(arguments[i].dtype, pack)} p{i};" for i in long),
         *(
             f"            p{i} = reinterpret_cast<const {_pack(arguments[i].dtype, pack)}*>(a{i})[i];"
-            for i in used
+            for i in long
             if arguments[i].first is not None
         ),
         "            #pragma unroll",
         f"            for (int j = 0; j < {pack}; ++j)",
-        f"                {name}_element({', '.join([*(f'p{i}.of[j]' for i in used), *passed])});",
+        f"                {name}_element({', '.join([*packed, *passed])});",
         *(
             f"            reinterpret_cast<{_pack(arguments[i].dtype, pack)}*>(a{i})[i] = p{i};"
             for i in used
@@ -206,7 +210,7 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
         f"        done = n / {pack} * {pack};",
         "    }",
         "    for (long long i = done + first; i < n; i += step)",
-        f"        {name}_element({', '.join([*(f'a{i}[i]' for i in used), *passed])});",
+        f"        {name}_element({', '.join([*alone, *passed])});",
         "}",
         "",
     ]
@@ -253,6 +257,8 @@ def _expression(operation: Operation, inputs: Sequence[str], source_dtype: np.dt
         return _cast(inputs[0], source_dtype, dtype)
     if name == ROUND:
         return _round(inputs[0], source_dtype, dtype)
+    if name == SELECT:
+        return f"{inputs[0]} > 0 ? {inputs[1]} : {inputs[2]}"
     value, wrapping = _TYPES[dtype].value, _TYPES[dtype].wrapping
     if wrapping and name in _OPERATORS:
         return f"({value})(({wrapping}){inputs[0]} {_OPERATORS[name]} ({wrapping}){inputs[1]})"
@@ -357,7 +363,8 @@ def strided_table(to: tuple[int, Sequence[int]], source: tuple[int, Sequence[int
 @functools.lru_cache(KEPT)
 def elements_per_thread(program: Program) -> int:
     """How many elements a thread takes at a time."""
-    sizes = [one.dtype.itemsize for one in program.arguments if one.first is not None or one.last is not None]
+    used = [one for one in program.arguments if one.first is not None or one.last is not None]
+    sizes = [one.dtype.itemsize for one in used if not one.single]
     return PACK_BYTES // max(sizes, default=PACK_BYTES)
 
 

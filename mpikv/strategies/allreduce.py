@@ -20,6 +20,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.collectives import blobs
+from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.hostmemory.segment import HostMemory
@@ -43,9 +44,9 @@ from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 class AllreduceStrategy(Strategy):
     """The strategy of `dist_sync` without servers. keys: of this worker; they can go on with fewer workers."""
 
-    def __init__(self, session: Workers, memory: HostMemory | None = None) -> None:
+    def __init__(self, session: Workers, memory: HostMemory | None = None, nccl: NcclComm | None = None) -> None:
         self._session = session
-        self.keys = PlacedKeys(session, memory)
+        self.keys = PlacedKeys(session, memory, nccl)
         self._queues = self.keys.queues
 
     # --- keys

@@ -1,11 +1,12 @@
 """The way "nccl": a key's value is on a GPU, and NCCL adds it over all workers, each of which has a GPU of its own.
 
-One communicator serves all keys of a store. NCCL wants its calls in the same order on all workers, and a call waits on
-the GPU until all others have made it; workers push keys in any order, and may wait for one before they push the next.
-So a round of a key begins with short messages in host memory. First every worker hears from all others
+One communicator serves all keys that go this way. NCCL wants its calls in the same order on all workers, and a call
+waits on the GPU until all others have made it; workers push keys in any order, and may wait for one before they push
+the next. So a round of a key begins with short messages in host memory. First every worker hears from all others
 (collectives/notes.py), and then all have pushed the key; the same messages say under which labels. Then worker 0 gives
 the round a number, the next one, and tells it to all. Rounds are put into the stream in the order of their numbers,
-each as a whole: reduce-scatter, update and allgather, one after another, while no other generator runs.
+each as a whole: reduce-scatter, update and allgather, one after another, while no other generator runs. Keys that go
+another way have no number and wait for none: docs/adr/0021 says why both can be under way at a time.
 
 What cannot end, because a worker has died after it had told that it is there, is aborted after the store's limit, and
 whoever waits for the key gets StallError. The store is of no use then.
@@ -19,21 +20,18 @@ The first value comes through host memory, once. Memory: the value.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives import notes
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import Comparison, Said
-from mpikv.collectives.nccl import ID_BYTES, Nccl, NcclComm
-from mpikv.engine.engine import Engine
-from mpikv.engine.request import Completion, Predicate, Request, Steps
+from mpikv.collectives.nccl import NcclComm
+from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import MpikvError, StallError
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
@@ -51,50 +49,15 @@ NOTHING = Said(0, 1.0)  # of a round whose labels are not compared
 class NcclWorkers:
     """What all keys of one worker have in common: its rank of the communicator, and the order of rounds.
 
-    group: of all workers. timeout_s: how long a round may take on the GPU. The communicator is made by `start`; until
-    then, and where that fails, no round of a key begins.
+    comm: of all workers; None where there is one alone, which asks nothing of NCCL. timeout_s: how long a round may
+    take on the GPU.
     """
 
-    def __init__(self, nccl: Nccl, group: Group, timeout_s: float) -> None:
-        self._nccl, self._group, self.timeout_s = nccl, group, timeout_s
-        self._made: Completion = Completion()
-        self._comm: NcclComm | None = None
+    def __init__(self, comm: NcclComm | None, timeout_s: float) -> None:
+        self._comm, self.timeout_s = comm, timeout_s
         self._failure: MpikvError | None = None
         self.given = 0  # at worker 0: how many rounds have a number
         self.begun = 0  # how many rounds are in the stream
-
-    def start(self, engine: Engine) -> None:
-        """Introduce the workers to each other, unless there is one alone. To be called once on each of them."""
-        if self._group.size > 1:
-            engine.start(self._introduce(), "introduction to NCCL")
-
-    def _introduce(self) -> Steps[None]:
-        unique_id = np.empty(ID_BYTES, np.uint8)
-        error: Exception | None = None
-        if self._group.rank == 0:
-            try:
-                unique_id[:] = np.frombuffer(self._nccl.unique_id(), np.uint8)
-            except Exception as found:  # noqa: BLE001 - raised to whoever waits for the communicator
-                error, unique_id[:] = found, 0
-        yield from broadcast(self._group, unique_id, 0, wire.TAG_NCCL)
-        if not unique_id.any():
-            self._made.finish(error or MpikvError("worker 0 could not begin with NCCL; it says why"))
-            return
-        # It blocks until all workers are there, in NCCL, where nobody can limit the wait: whoever waits here can.
-        threading.Thread(target=self._init, args=(unique_id.tobytes(),), name="mpikv-nccl", daemon=True).start()
-
-    def _init(self, unique_id: bytes) -> None:
-        try:
-            self._comm = self._nccl.init(self._group.size, unique_id, self._group.rank)
-        except Exception as error:  # noqa: BLE001 - raised to whoever waits for the communicator
-            self._made.finish(error)
-        else:
-            self._made.finish()
-
-    @property
-    def made(self) -> Request:
-        """Done when there is a communicator. Raises what went wrong."""
-        return Predicate(self._made.test)
 
     @property
     def comm(self) -> NcclComm:
@@ -118,6 +81,12 @@ class NcclWorkers:
             self._comm.destroy()
         self._comm = None
 
+    def leave(self) -> None:
+        """Give the communicator up without the others, some of whom may be gone. Nothing may be under way."""
+        if self._comm is not None and self._failure is None:
+            self._comm.abort()
+        self._comm = None
+
 
 class NcclWay(DeviceWay):
     """See `Way`. Its arrays are those of a `DeviceSpace`; the workers own parts of any length."""
@@ -130,7 +99,7 @@ class NcclWay(DeviceWay):
         self._alone = means.group.size == 1 or info.n_elems == 0
 
     def share(self) -> Steps[None]:
-        """By a tree, through host memory. Then the key waits for the communicator."""
+        """By a tree, through host memory."""
         if self._alone:
             return
         space, is_root = self._space, self._group.rank == 0
@@ -138,7 +107,6 @@ class NcclWay(DeviceWay):
         yield from broadcast(self._group, value, 0, self._tag(0))
         if not is_root:
             space.copy(self.value, value)
-        yield self._workers.made
 
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool

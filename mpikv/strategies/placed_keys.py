@@ -13,7 +13,7 @@ from typing import Any, cast
 from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.labelled import Comparison
-from mpikv.collectives.nccl import CupyNccl
+from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, UnsupportedError
 from mpikv.hostmemory.segment import HostMemory
@@ -46,11 +46,11 @@ class PlacedKeys:
     """Those of one worker.
 
     queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns.
-    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators: of the ways that need
-    them; None where the store has no such way.
+    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: of the ways that
+    need them; None where the store has no such way.
     """
 
-    def __init__(self, session: Workers, memory: HostMemory | None) -> None:
+    def __init__(self, session: Workers, memory: HostMemory | None, nccl: NcclComm | None = None) -> None:
         self._session = session
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
@@ -61,10 +61,8 @@ class PlacedKeys:
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
         self.nccl: NcclWorkers | None = None
-        device = None if session.spaces.device is None else session.spaces.device.device
-        if session.members.device_path == "nccl" and device is not None:
-            self.nccl = NcclWorkers(CupyNccl(device), session.group, session.members.config.timeout_s)
-            self.nccl.start(session.engine)
+        if "nccl" in {session.members.device_path, session.members.large_device_path}:
+            self.nccl = NcclWorkers(nccl, session.members.config.timeout_s)
         self._follow(memory)
         agreed = None if self.communicators is None else self.communicators.agreed
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
@@ -100,21 +98,28 @@ class PlacedKeys:
         Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
         or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
         UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
-        be lost, and with MPIKV_ALGORITHM=native or NCCL, whose communicators are those of all workers.
+        be lost, and with MPIKV_ALGORITHM=native or nccl, whose communicators are those of all workers. Where NCCL was
+        no more than the default of large keys these go the way of small ones from now on.
         """
         session = self._session
         if session.optimizers():
             raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
         if self.communicators is not None:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
-        if self.nccl is not None:
+        if members.device_path == "nccl":
             raise UnsupportedError("regroup with keys that go by NCCL, whose communicator is that of all workers")
         members = replace(members, memory=memory is not None)
+        if members.large_device_path is not None:
+            reasons = (*members.device_reasons, ("nccl", "its communicator was that of more workers"))
+            members = replace(members, large_device_path=None, device_reasons=reasons)
         if members.device_path == "ipc" and memory is None:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
         self._settle(queues)
+        if self.nccl is not None:
+            self.nccl.leave()
+            self.nccl = None
         with session.engine.lock:
             if self.direct is not None:
                 self.direct.reset()
@@ -134,7 +139,7 @@ class PlacedKeys:
 
     def _reserve(self, info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> Any:
         """The key's place in shared memory; all else follows from what all workers know. keys: of a bucket."""
-        on_device, path = info.space == DEVICE, self._session.members.device_path
+        on_device, path = info.space == DEVICE, self._session.members.device_path_of(info)
         if (
             self.hosts is None
             or (on_device and path not in {"ipc", "staged"})

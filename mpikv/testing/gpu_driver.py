@@ -222,7 +222,8 @@ class HostDriver:
             uses: list[Use] = []
             for argument, address in zip(arguments, addresses, strict=True):
                 at, writes = (address, (argument.dtype.itemsize,)), argument.last is not None
-                array, use = self.process.array(at, (n_elems,), argument.dtype, writes=writes)
+                shape = (1,) if argument.single else (n_elems,)
+                array, use = self.process.array(at, shape, argument.dtype, writes=writes)
                 arrays.append(array)
                 if use is not None:
                     _check_apart(use, uses)
@@ -235,12 +236,12 @@ class HostDriver:
     def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
         """See `Driver`. Counts as one launch; the last entry is done first, since nothing orders them.
 
-        >>> from mpikv.spaces import program
+        >>> from mpikv.spaces import arithmetic
         >>> from mpikv.testing.fake_gpu import FakeGpu
         >>> gpu, real = FakeGpu(), np.dtype('f4')
         >>> x, y = gpu.array(np.ones(3, real)), gpu.array(np.ones(2, real))
         >>> entries = [(one.size, [one.address] * 2, [factor]) for one, factor in ((x, 2.0), (y, 3.0))]
-        >>> gpu.launch_many(program.scale(real), entries, gpu.current_stream)
+        >>> gpu.launch_many(arithmetic.scale(real), entries, gpu.current_stream)
         >>> x.get(), y.get()
         (array([2., 2., 2.], dtype=float32), array([3., 3.], dtype=float32))
         """

@@ -17,6 +17,7 @@ from mpikv.transports.threads import Fabric
 T = TypeVar("T")
 
 GRACE_S = 5.0  # how long the other ranks have after one failed
+GATHER_S = 30.0  # for the others to come
 
 
 class RankError(AssertionError):
@@ -90,6 +91,31 @@ def spawn(
     if errors:
         raise RankError(errors) from errors[min(errors)]
     return results
+
+
+class Gathering:
+    """Lets thread ranks give each other bytes, as `Processes.gather` does for processes.
+
+    >>> from mpikv.testing.ranks import Gathering
+    >>> Gathering(1).of(0)(b'a')
+    [b'a']
+    """
+
+    def __init__(self, size: int) -> None:
+        self._brought = [b""] * size
+        self._all_here = threading.Barrier(size)
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        """Return the call of one rank: it returns what every rank brings. Collective, blocks."""
+
+        def gather(data: bytes) -> list[bytes]:
+            self._brought[rank] = data
+            self._all_here.wait(GATHER_S)
+            everybodys = list(self._brought)
+            self._all_here.wait(GATHER_S)  # the next call may write only now
+            return everybodys
+
+        return gather
 
 
 def run_collective(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble
 from mpikv.codecs.compression import Compression, Compressions
+from mpikv.collectives.nccl import Nccl
+from mpikv.collectives.nccl_introduction import introduce
 from mpikv.config import Config
 from mpikv.device_paths import Told, choose
 from mpikv.kvstore import KVStore
@@ -17,13 +18,13 @@ from mpikv.server.roles import assign
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.driver import Driver
 from mpikv.spaces.named import Spaces
-from mpikv.testing.ranks import memories_of, spawn
+from mpikv.testing.ranks import Gathering, memories_of, spawn
 from mpikv.transports.base import Transport
 from mpikv.transports.threads import Fabric
 
 T = TypeVar("T")
 
-NOT_TRIED = {"ipc": "not tried", "mpi": "not tried"}
+NOT_TRIED = {"ipc": "not tried", "mpi": "not tried", "nccl": "not tried"}
 TEST_TIMEOUT_S = 20.0  # far above what a healthy wait takes, far below a test runner's patience
 
 
@@ -39,13 +40,15 @@ def spawn_stores(
     compression: Compression | None = None,
     spaces: Sequence[Spaces] | None = None,
     drivers: Sequence[Driver | None] | None = None,
+    nccls: Sequence[Nccl] | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
     one on these hosts. compression: how their values travel, by default as they are. spaces: where the
     values of each rank are. drivers: of the GPU of each rank, of its own process's (`FakeGpu.view`); keys in device
-    memory go the path that `config.device_path` names, by default the first one that needs no trial. The store is
+    memory go the path that `config` names, by default the first one that needs no trial. nccls: of each rank, by which
+    large keys go where `config` leaves it open. The store is
     closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
 
     >>> from mpikv.testing.stores import spawn_stores
@@ -65,10 +68,10 @@ def spawn_stores(
     memories = memories_of(places) if members.shares_memory else [None] * size
     if drivers is not None:
         told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in drivers]
-        choice = choose(
-            [told[rank] for rank in roles.workers], members, {} if config.device_path != "auto" else NOT_TRIED
-        )
-        members = replace(members, device_path=choice.path, device_reasons=choice.reasons)
+        open_ = config.device_path == "auto" and config.algorithm != "nccl"
+        outcomes = {**NOT_TRIED, **({} if nccls is None else {"nccl": ""})} if open_ else {}
+        members = choose([told[rank] for rank in roles.workers], members, outcomes).of(members)
+    gathering = Gathering(num_workers)
 
     def rank_body(transport: Transport) -> T | None:
         fatal: list[BaseException] = []
@@ -77,6 +80,12 @@ def spawn_stores(
         rank_spaces = None if spaces is None else spaces[transport.rank]
         if driver is not None:
             rank_spaces = Spaces(device=DeviceSpace(driver))
+        comm = None
+        if nccls is not None:
+            names = [f"worker {rank}" for rank in range(num_workers)]
+            comm, _ = introduce(
+                lambda: nccls[transport.rank], names, transport.rank, gathering.of(transport.rank), config.timeout_s
+            )
         store = assemble(
             name.lower(),
             spec,
@@ -87,6 +96,7 @@ def spawn_stores(
             memory=memory,
             compressions=None if compression is None else Compressions(compression),
             spaces=rank_spaces,
+            nccl=comm,
         )
         if store is None:
             return None

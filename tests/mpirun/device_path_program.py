@@ -1,8 +1,9 @@
 """A worker whose arrays are on a GPU of its process, made of host memory. Prints what became of its keys.
 
-Arguments: the store's type, and whether it closes the store.
+Arguments: the store's type, and whether it closes the store. MPIKV_TEST_OWN_GPUS: the workers' GPUs are different ones.
 """
 
+import os
 import sys
 from unittest import mock
 
@@ -15,6 +16,8 @@ from mpikv.testing.fake_gpu import FakeGpu
 
 def main(name: str, closes: bool) -> None:
     gpu, n = FakeGpu(), 3000
+    if os.environ.get("MPIKV_TEST_OWN_GPUS"):
+        gpu.uuid = f"GPU of process {os.getpid()}"
     found = cuda_driver.Devices(("a GPU",), "a version")
     with (
         mock.patch.dict(worker_device.find.__kwdefaults__, {"ask": lambda: found}),
@@ -30,7 +33,7 @@ def main(name: str, closes: bool) -> None:
     store.barrier()
     if store.rank == 0:
         stats = store.stats()
-        why = dict(stats["device_path_reasons"]).get("mpi", "")
+        why = dict(stats["device_path_reasons"])
         down, up = stats["copies_down"], stats["copies_up"]
         print(
             f"sum {np.unique(out.get()).tolist()} path {stats['device_path']} down {down} up {up} why {why}", flush=True

@@ -53,3 +53,16 @@ def test_a_path_that_cannot_be_gone_is_an_error() -> None:
     job = run("openmpi", 2, {"MPIKV_DEVICE_PATH": "mpi", "MPIKV_CUDA_AWARE": "0"})
     assert job.status != 0, job.output
     assert "ConfigError: kv.create: MPIKV_DEVICE_PATH=mpi: on " in job.output
+
+
+def test_nccl_that_is_not_there_is_an_error_only_where_it_is_asked_for() -> None:
+    missing = "NCCL is used through CuPy, which cannot be imported"
+    own = {**HOSTS, "MPIKV_CUDA_AWARE": "0", "MPIKV_TEST_OWN_GPUS": "1"}
+    job = run("mpich", 2, own)
+    assert job.status == 0, job.output
+    assert "sum [5.0] path staged" in job.stdout
+    assert f": {missing}" in job.stdout
+    job = run("mpich", 2, {**own, "MPIKV_ALGORITHM": "nccl"})
+    assert job.status != 0, job.output
+    assert "ConfigError: kv.create: MPIKV_ALGORITHM=nccl: worker 0 on " in job.output
+    assert missing in job.output

@@ -14,7 +14,8 @@ from mpikv.arrays import sum_dtype
 from mpikv.optimizers import Optimizer
 from mpikv.spaces.base import Formula
 from mpikv.spaces.host import HostSpace
-from mpikv.spaces.program import Program, update_program
+from mpikv.spaces.program import Numbers, Program
+from mpikv.spaces.update_programs import Kind, update_stages
 
 DTYPES = tuple(
     np.dtype(d) for d in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.uint8, np.int32, np.int64)
@@ -83,6 +84,22 @@ class Run(NamedTuple):
     numbers: tuple[Any, ...]
     before: list[np.ndarray]
     after: list[np.ndarray]
+
+
+def update_program(
+    formula: Formula,
+    weight: np.dtype[Any],
+    terms: Sequence[np.dtype[Any]],
+    arrays: Mapping[str, np.dtype[Any]],
+    *,
+    master: bool,
+    dtype: np.dtype[Any],
+    temporaries: int,
+) -> tuple[Program, Numbers]:
+    """Of an elementwise formula: its only stage."""
+    kind = Kind(weight, tuple(terms), tuple(arrays.items()), master, dtype, temporaries)
+    (stage,) = update_stages(formula, kind)
+    return stage.program, stage.numbers
 
 
 class ProgramSpace(HostSpace):

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from mpikv.errors import MpikvError, UnsupportedError
-from mpikv.spaces import program, source
+from mpikv.spaces import arithmetic, source
 from mpikv.spaces.cupy_driver import CupyDriver, devices
 from mpikv.spaces.driver import Driver, OutOfDeviceMemory
-from mpikv.spaces.program import trace
+from mpikv.spaces.tracing import trace
 
 FLOAT32 = np.dtype(np.float32)
 MIB = 1 << 20
@@ -332,7 +332,7 @@ def test_copies(driver: CupyDriver, cupy: FakeCupy) -> None:
 
 
 def test_a_launch(driver: CupyDriver, cupy: FakeCupy) -> None:
-    made = program.scale(FLOAT32)
+    made = arithmetic.scale(FLOAT32)
     for factor in (0.5, 0.25):
         driver.launch(made, 10_000, [512, 1024], [factor], 7)
     calls = cupy.taken()
@@ -344,14 +344,14 @@ def test_a_launch(driver: CupyDriver, cupy: FakeCupy) -> None:
 
 
 def test_a_large_launch_has_as_many_threads_as_the_gpu(driver: CupyDriver, cupy: FakeCupy) -> None:
-    driver.launch(program.scale(FLOAT32), 1 << 30, [512, 1024], [2.0], 7)
+    driver.launch(arithmetic.scale(FLOAT32), 1 << 30, [512, 1024], [2.0], 7)
     ((*_, grid, _, _, _, _),) = cupy.taken()
     assert grid == (10 * 8, 1, 1)
 
 
 def test_launches_without_work(driver: CupyDriver, cupy: FakeCupy) -> None:
-    driver.launch(program.scale(FLOAT32), 0, [512, 1024], [2.0], 7)
-    driver.launch_many(program.scale(FLOAT32), [], 7)
+    driver.launch(arithmetic.scale(FLOAT32), 0, [512, 1024], [2.0], 7)
+    driver.launch_many(arithmetic.scale(FLOAT32), [], 7)
     nothing, _ = trace(np.add, [FLOAT32] * 2)
     driver.launch(nothing, 5, [512, 1024], [], 7)
     assert not cupy.taken()
@@ -359,7 +359,7 @@ def test_launches_without_work(driver: CupyDriver, cupy: FakeCupy) -> None:
 
 
 def test_many_keys_are_few_launches(driver: CupyDriver, cupy: FakeCupy) -> None:
-    made = program.scale(FLOAT32)
+    made = arithmetic.scale(FLOAT32)
     room = source.most_entries(made)
     entries = [(n, [512 * n, 1024 * n], [float(n)]) for n in range(2 * room + 2)]
     driver.launch_many(made, entries, 7)
@@ -398,9 +398,9 @@ def test_a_kernel_that_cannot_be_compiled(driver: CupyDriver, cupy: FakeCupy, er
 
     cupy.RawModule = refuse  # type: ignore[method-assign, assignment]
     with pytest.raises(MpikvError, match=r"GPU 1 \(Fake A100\) launches a kernel: no image for this device"):
-        driver.launch(program.scale(FLOAT32), 5, [512, 1024], [2.0], 7)
+        driver.launch(arithmetic.scale(FLOAT32), 5, [512, 1024], [2.0], 7)
 
 
 def test_what_is_no_error_of_cudas_is_not_changed(driver: CupyDriver, cupy: FakeCupy) -> None:
     with pytest.raises(ValueError, match="zip"):
-        driver.launch(program.scale(FLOAT32), 5, [512, 1024], [], 7)
+        driver.launch(arithmetic.scale(FLOAT32), 5, [512, 1024], [], 7)

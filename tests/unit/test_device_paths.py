@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpikv.config import Config
-from mpikv.device_paths import Told, advice, choose, describe, settle
+from mpikv.device_paths import Told, advice, choose, describe, settle, stats
 from mpikv.errors import ConfigError
 from mpikv.placement import Members
 
@@ -27,29 +27,34 @@ def members_of(
     return Members(tuple(hosts), everybody[:n], everybody[n:], synchronous, Config(**settings), memory)
 
 
-# Hosts, settings, outcomes of trials: the path, and the better ones that it is not.
+# Hosts, settings, outcomes of trials: the path, and the better ones that it is not. "+": and large keys go by NCCL.
 CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("a", {}, {}, "ipc", []),
     ("aa", {}, {}, "ipc", []),
-    ("aa", {}, {"ipc": "no"}, "mpi", ["ipc"]),
-    ("aa", {}, {"ipc": "no", "mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aa", {"shared_memory": "off"}, {}, "mpi", ["ipc"]),
+    ("aa", {}, {"ipc": "no"}, "mpi+", ["ipc"]),
+    ("aa", {}, {"ipc": "no", "nccl": "no"}, "mpi", ["ipc", "nccl"]),
+    ("aa", {}, {"ipc": "no", "mpi": "no"}, "staged+", ["ipc", "mpi"]),
+    ("aa", {}, {"ipc": "no", "mpi": "no", "nccl": "no"}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aa", {"shared_memory": "off"}, {}, "mpi+", ["ipc"]),
     ("aa", {"algorithm": "ring"}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aa", {"memory": False}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
-    ("ab", {}, {}, "mpi", ["ipc"]),
-    ("aabb", {}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aa", {"memory": False}, {"mpi": "no"}, "staged+", ["ipc", "mpi"]),
+    ("ab", {}, {}, "mpi+", ["ipc"]),
+    ("aabb", {}, {"mpi": "no"}, "staged+", ["ipc", "mpi"]),
+    ("ab", {"algorithm": "ring"}, {}, "mpi", ["ipc", "nccl"]),
     ("aabb", {"device_path": "staged"}, {}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["ipc"]),
+    ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["ipc", "nccl"]),
     ("aa", {"device_path": "nccl"}, {"nccl": ""}, "nccl", ["ipc", "mpi"]),
+    ("ab", {"algorithm": "nccl"}, {}, "nccl", ["ipc", "mpi"]),
+    ("aa", {"algorithm": "nccl", "device_path": "nccl"}, {}, "nccl", ["ipc", "mpi"]),
     ("aa", {"device_path": "host"}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
     ("aa", {"device_path": "ipc"}, {"ipc": ""}, "ipc", []),
     ("aa", {"synchronous": False}, {}, "staged", ["ipc", "mpi", "nccl"]),
-    ("a", {"synchronous": False}, {}, "mpi", ["ipc"]),
-    ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["ipc"]),
+    ("a", {"synchronous": False}, {}, "mpi", ["ipc", "nccl"]),
+    ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["ipc", "nccl"]),
     ("aaa", {"servers": 1}, {}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["ipc"]),
-    ("aab", {"servers": 1}, {}, "mpi", ["ipc"]),
-    ("aabb", {"servers": 2}, {}, "mpi", ["ipc"]),
+    ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["ipc", "nccl"]),
+    ("aab", {"servers": 1}, {}, "mpi", ["ipc", "nccl"]),
+    ("aabb", {"servers": 2}, {}, "mpi", ["ipc", "nccl"]),
     ("aab", {"servers": 1}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
     ("aab", {"servers": 1, "device_path": "staged"}, {}, "staged", ["ipc", "mpi", "nccl"]),
     ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
@@ -62,19 +67,32 @@ def test_the_first_that_can_be_gone(
 ) -> None:
     members = members_of(hosts, **settings)
     choice = choose(gpus(len(members.workers)), members, outcomes)
-    assert choice.path == path
+    assert choice.path == path.rstrip("+")
+    assert choice.large == ("nccl" if path.endswith("+") else None)
     assert [one for one, _ in choice.reasons] == left
     assert all(why for _, why in choice.reasons)
-    assert describe(choice).startswith(path)
+    assert describe(choice).startswith(choice.path)
+    assert ("have the bits of its sums" in describe(choice)) == ("nccl" in (choice.path, choice.large))
+    found = stats(choice.of(members))
+    assert (found["device_path"], found.get("device_path_large")) == (choice.path, choice.large)
+    assert ("device_path_bits" in found) == ("nccl" in (choice.path, choice.large))
 
 
 def test_reasons_are_those_of_the_trials() -> None:
-    outcomes = {"ipc": "no ipc here", "mpi": "no mpi here"}
+    outcomes = {"ipc": "no ipc here", "mpi": "no mpi here", "nccl": "no nccl here"}
     choice = choose(gpus(2), members_of("aa"), outcomes)
-    assert dict(choice.reasons) == {**outcomes, "nccl": "not asked for (MPIKV_DEVICE_PATH=nccl)"}
+    assert dict(choice.reasons) == outcomes
+    assert describe(choice) == "staged (not ipc: no ipc here; not mpi: no mpi here; not nccl: no nccl here)"
+    choice = choose(gpus(2), members_of("ab"), {"mpi": "no mpi here"})
     assert describe(choice) == (
-        "staged (not ipc: no ipc here; not mpi: no mpi here; not nccl: not asked for (MPIKV_DEVICE_PATH=nccl))"
+        "staged (not ipc: the workers are on 2 hosts; not mpi: no mpi here); keys of 1 MiB and more go by nccl and "
+        "have the bits of its sums; MPIKV_DEVICE_PATH=mpi or staged: the bits of all other paths"
     )
+    assert not stats(choice.of(members_of("ab")))["device_path_bits"].startswith("keys go")
+    forced = choose(gpus(2), members_of("ab", algorithm="nccl"), {})
+    assert stats(forced.of(members_of("ab")))["device_path_bits"].startswith("keys go by nccl")
+    ring = choose(gpus(2), members_of("ab", algorithm="ring"), {})
+    assert dict(ring.reasons)["nccl"] == "MPIKV_ALGORITHM=ring asks for another algorithm"
 
 
 def test_without_a_gpu_keys_are_on_the_host() -> None:
@@ -114,6 +132,22 @@ def test_trials_that_fail_where_a_path_is_asked_for() -> None:
     ):
         choose(same, members_of("aa", device_path="nccl"), {})
     assert choose(same, members_of("ab", device_path="nccl"), {}).path == "nccl"  # of the same name on two hosts
+    with pytest.raises(ConfigError, match="MPIKV_ALGORITHM=nccl: worker 0 on a: CuPy is built without NCCL"):
+        choose(gpus(2), members_of("ab", algorithm="nccl"), {"nccl": "worker 0 on a: CuPy is built without NCCL"})
+    with pytest.raises(ConfigError, match="MPIKV_ALGORITHM=nccl: worker 1 on b uses no GPU: CuPy is not installed"):
+        choose([*gpus(1), NONE], members_of("ab", algorithm="nccl"), {})
+    with pytest.raises(ConfigError, match="MPIKV_ALGORITHM=nccl: servers own the keys"):
+        choose(gpus(1), members_of("ab", servers=1, algorithm="nccl"), {})
+    # By default it is a reason.
+    choice = choose([*gpus(2), gpus(2)[1]], members_of("abb"), {})
+    assert (choice.path, choice.large) == ("mpi", None)
+    assert dict(choice.reasons)["nccl"].endswith("worker 1 on b and worker 2 on b share one")
+
+
+@pytest.mark.parametrize("path", ["ipc", "mpi", "staged", "host"], ids=str.upper)
+def test_settings_that_ask_for_two_ways(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"MPIKV_ALGORITHM=nccl, but MPIKV_DEVICE_PATH={path}: give one of the two"):
+        choose(gpus(2), members_of("ab", algorithm="nccl", device_path=path), {})
 
 
 def test_what_one_worker_cannot_do_all_are_told() -> None:
@@ -126,9 +160,10 @@ def test_what_one_worker_cannot_do_all_are_told() -> None:
     ("hosts", "answers", "path", "tried"),
     [
         ("aa", {"ipc": "", "mpi": ""}, "ipc", ["ipc"]),
-        ("aa", {"ipc": "x", "mpi": ""}, "mpi", ["ipc", "mpi"]),
-        ("aa", {"ipc": "x", "mpi": "y"}, "staged", ["ipc", "mpi"]),
-        ("ab", {"ipc": "", "mpi": "y"}, "staged", ["mpi"]),
+        ("aa", {"ipc": "x", "mpi": "", "nccl": ""}, "mpi+", ["ipc", "mpi", "nccl"]),
+        ("aa", {"ipc": "x", "mpi": "y", "nccl": "z"}, "staged", ["ipc", "mpi", "nccl"]),
+        ("ab", {"ipc": "", "mpi": "y", "nccl": ""}, "staged+", ["mpi", "nccl"]),
+        ("ab", {"ipc": "", "mpi": "", "nccl": "z"}, "mpi", ["mpi", "nccl"]),
     ],
 )
 def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], path: str, tried: list[str]) -> None:
@@ -138,7 +173,8 @@ def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], pa
         return lambda: (found.append(name), answers[name])[1]
 
     choice = settle(gpus(2), members_of(hosts), {name: trial(name) for name in answers})
-    assert choice.path == path
+    assert choice.path == path.rstrip("+")
+    assert choice.large == ("nccl" if path.endswith("+") else None)
     assert found == tried
 
 
@@ -154,3 +190,5 @@ def test_advice_only_where_values_pass_through_the_host_to_another() -> None:
     assert not told("ab", "mpi")
     assert "docs/gpu.md" in told("ab", servers=1)
     assert not told("aa", servers=1)
+    large = replace(members_of("ab"), device_path="staged", large_device_path="nccl")
+    assert not advice(large)  # only small ones do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import types
 
 import ml_dtypes
@@ -13,11 +14,17 @@ from device_rounds import FIRST, Case, Side, run_rounds
 from fake_nccl import CallOrderError, Network
 
 from mpikv import Config, optimizers
-from mpikv.collectives.nccl import CupyNccl, Nccl, NcclComm, missing
+from mpikv.arrays import SUPPORTED_DTYPES, sum_dtype
+from mpikv.collectives.nccl import DTYPES as DTYPES_OF_NCCL
+from mpikv.collectives.nccl import OPS as OPS_OF_NCCL
+from mpikv.collectives.nccl import CupyNccl, Nccl, NcclComm
+from mpikv.collectives.nccl_introduction import Introduced, introduce
 from mpikv.errors import MpikvError, StallError, UnsupportedError
+from mpikv.placement import LARGE_BYTES
+from mpikv.reductions import REDUCTIONS
 from mpikv.testing.device_transport import DeviceFabric
 from mpikv.testing.fake_gpu import FakeGpus
-from mpikv.testing.ranks import RankError, spawn
+from mpikv.testing.ranks import Gathering, RankError, spawn
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports.faulty import Faults, FaultyFabric
 from mpikv.transports.threads import Fabric
@@ -85,11 +92,10 @@ def test_labels_and_factors(p: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_store(monkeypatch, workers: int) -> None:
+def test_a_store(workers: int) -> None:
     """Keys pushed in any order, an optimizer with state, a key with one owner; whole numbers are exact on any way."""
     gpus = [gpu.view(rank) for rank, gpu in enumerate(FakeGpus(workers))]
     network = Network(gpus)
-    monkeypatch.setattr("mpikv.strategies.placed_keys.CupyNccl", network.of)
     sizes = [1001, 0, 3, 1, 64]
 
     def body(store, made=np.array, read=np.asarray):
@@ -109,9 +115,15 @@ def test_a_store(monkeypatch, workers: int) -> None:
     def on_gpu(store):
         return body(store, gpus[store.rank].array, lambda array: array.get())
 
-    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="nccl")
+    config = Config(timeout_s=TEST_TIMEOUT_S, algorithm="nccl")
     results = spawn_stores(
-        "dist_sync", workers, on_gpu, config=config, drivers=gpus, fabric=DeviceFabric(Fabric(workers), gpus)
+        "dist_sync",
+        workers,
+        on_gpu,
+        config=config,
+        drivers=gpus,
+        nccls=[network.of(rank) for rank in range(workers)],
+        fabric=DeviceFabric(Fabric(workers), gpus),
     )
     assert results == spawn_stores("dist_sync", workers, body)
     assert len(network.calls) == (2 * 3 * 4 if workers > 1 else 0)
@@ -194,23 +206,229 @@ def test_what_nccl_notices_ends_the_round() -> None:
     assert network.aborted
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_workers_that_cannot_be_introduced(failing: int) -> None:
-    """Where worker 0 has no number to begin with, all are told; what fails at one alone is raised there."""
-    network = network_of(2)
-    if failing:
-        network.arrived.abort()  # it is not waited for by the other one
+# --- large keys by NCCL, small ones by another way
+
+
+LARGE = LARGE_BYTES // 4
+
+
+def mixed(p: int, body, *, ended: bool = True) -> tuple[list, Network]:
+    """A store of `p` workers on as many hosts that leaves the way of its keys open. ended: by all of them together."""
+    gpus = [gpu.view(rank) for rank, gpu in enumerate(FakeGpus(p))]
+    network, hosts = Network(gpus), [f"host{rank}" for rank in range(p)]
+    results = spawn_stores(
+        "dist_sync",
+        p,
+        lambda store: body(store, gpus[store.rank]),
+        config=Config(timeout_s=TEST_TIMEOUT_S),
+        drivers=gpus,
+        nccls=[network.of(rank) for rank in range(p)],
+        fabric=DeviceFabric(Fabric(p, hosts), gpus),
+        hosts=hosts,
+    )
+    assert network.destroyed == (set(range(p)) if ended else set())
+    return results, network
+
+
+@pytest.mark.parametrize("p", [2, 3])
+def test_large_keys_go_by_nccl_and_small_ones_do_not(p: int) -> None:
+    """Pushed in an order of its own by each worker. Only sums by NCCL have an order of addition of their own."""
+    sizes = [LARGE + 3, LARGE - 1, 17, LARGE, 0, 1000]
+    steps = 3
+
+    def rounds(store, made, read):
+        store.init(list(range(6)), [made(np.zeros(n, np.float32)) for n in sizes])
+        store.set_optimizer(optimizers.create("sgd", learning_rate=0.5, momentum=0.5))
+        for step in range(steps):
+            order = np.random.default_rng([store.rank, step]).permutation(6).tolist()
+            for key in order:
+                values = np.random.default_rng([store.rank, step, key]).standard_normal(sizes[key])
+                store.push(key, made(values.astype(np.float32)))
+        outs = [made(np.empty(n, np.float32)) for n in sizes]
+        store.pull(list(range(6)), outs)
+        return [read(out) for out in outs], store.stats()
+
+    on_host = spawn_stores("dist_sync", p, lambda store: rounds(store, np.array, np.asarray), hosts=list("abc"[:p]))
+    results, network = mixed(p, lambda store, gpu: rounds(store, gpu.array, lambda array: array.get()))
+    for (found, stats), (expected, _) in zip(results, on_host, strict=True):
+        for key, n in enumerate(sizes):
+            if n >= LARGE:
+                np.testing.assert_allclose(found[key], expected[key], rtol=0, atol=p * steps * 2**-20)
+                assert found[key].tobytes() == results[0][0][key].tobytes()
+            else:
+                assert found[key].tobytes() == expected[key].tobytes()
+        assert stats["device_path"] == "staged"
+        assert (stats["device_path_large"], stats["device_path_large_bytes"]) == ("nccl", LARGE_BYTES)
+        assert stats["device_path_bits"].startswith("keys of 1 MiB and more go by nccl and have the bits of its sums")
+    assert len(network.calls) == 2 * 2 * steps
+
+
+def test_a_bucket_goes_by_its_own_length() -> None:
+    """Some are made of few keys, and are no large ones."""
+
+    def body(store, gpu):
+        names = list(range(8))
+        n = LARGE // 4
+        store.init(names, [gpu.array(np.zeros(n, np.float32))] * 8)
+        travelling = store.strategy.bucket(names)
+        queues = store.strategy.keys.all()
+        paths = sorted((queue.info.n_elems >= LARGE, queue.way.placement.path) for queue in queues)
+        store.push(names, [gpu.array(np.full(n, key + store.rank, np.float32)) for key in names])
+        outs = [gpu.array(np.empty(n, np.float32)) for _ in names]
+        store.pull(names, outs)
+        del travelling
+        return paths, [np.unique(out.get()).tolist() for out in outs]
+
+    results, network = mixed(2, body)
+    assert {paths[-1] for paths, _ in results} == {(True, "nccl")}
+    for paths, outs in results:
+        assert all(path == ("nccl" if large else "staged") for large, path in paths)
+        assert outs == [[2.0 * key + 1] for key in range(8)]
+    assert network.calls
+
+
+def test_fewer_workers() -> None:
+    """The communicator was that of all: what went by NCCL goes the way of small keys from then on."""
+
+    def body(store, gpu):
+        def pushed():
+            store.push("k", gpu.array(np.full(LARGE, store.rank + 1, np.float32)))
+            out = gpu.array(np.empty(LARGE, np.float32))
+            store.pull("k", out)
+            return np.unique(out.get()).tolist()
+
+        store.init("k", gpu.array(np.zeros(LARGE, np.float32)))
+        found = pushed()
+        store.barrier()
+        if store.rank == 1:
+            store.session.closed = True  # as if it had died
+            store.session.abandon()
+            return found
+        store.strategy.keys.regroup(store.session.members.only((0, 2)))
+        stats = store.stats()
+        return found + pushed() + [stats["device_path"], stats["device_path_reasons"]["nccl"]]
+
+    results, network = mixed(3, body, ended=False)
+    last = ["staged", "its communicator was that of more workers"]
+    assert results == [[6.0, 3.0, *last], [6.0], [6.0, 3.0, *last]]
+    assert network.aborted == {0, 2}
+
+
+def test_what_asks_for_another_way_keeps_the_bits() -> None:
+    """MPIKV_DEVICE_PATH=staged is of all keys."""
+
+    def body(store, gpu):
+        store.init("w", gpu.array(np.zeros(LARGE, np.float32)))
+        store.pushpull("w", gpu.array(np.ones(LARGE, np.float32)), out := gpu.array(np.empty(LARGE, np.float32)))
+        stats = store.stats()
+        return np.unique(out.get()).tolist(), stats["device_path"], [name for name in stats if name[11:] in WORDS]
+
+    gpus = [gpu.view(rank) for rank, gpu in enumerate(FakeGpus(2))]
+    results = spawn_stores(
+        "dist_sync",
+        2,
+        lambda store: body(store, gpus[store.rank]),
+        config=Config(timeout_s=TEST_TIMEOUT_S, device_path="staged"),
+        drivers=gpus,
+        hosts=["a", "b"],
+    )
+    assert results == [([2.0], "staged", [])] * 2
+
+
+WORDS = ("_large", "_large_bytes", "_bits")
+
+
+def test_nccl_adds_whatever_a_store_adds() -> None:
+    """So a key's dtype, and what a push asks for, never keep it from NCCL."""
+    assert {sum_dtype(dtype).name for dtype in SUPPORTED_DTYPES} <= DTYPES_OF_NCCL.keys()
+    assert {one.combine for one in REDUCTIONS.values()} <= OPS_OF_NCCL.keys()
+
+
+# --- how the workers come to a communicator
+
+
+def introduced(p: int, change) -> tuple[list[Introduced], Network]:
+    """What each of `p` workers has. change: of the NCCL of one rank, before."""
+    network, gathering = network_of(p), Gathering(p)
+    names = [f"worker {rank}" for rank in range(p)]
 
     def body(transport):
         nccl = network.of(transport.rank)
-        if transport.rank == failing:
-            nccl.error = MpikvError("NCCL has failed: no GPU")
-        run_rounds("nccl", transport, Side(network.gpus[transport.rank], nccl), [Case("ring", 100)])
+        change(transport.rank, nccl)
+        return introduce(lambda: nccl, names, transport.rank, gathering.of(transport.rank), 60.0)
 
-    with pytest.raises(RankError) as found:
-        spawn(2, body, fabric=DeviceFabric(Fabric(2), network.gpus))
-    assert "no GPU" in str(found.value.errors[failing])
-    assert 1 - failing in found.value.errors
+    return spawn(p, body), network
+
+
+def test_all_have_a_communicator_or_none_has() -> None:
+    results, network = introduced(3, lambda rank, nccl: None)
+    assert all(one.comm is not None and not one.problem for one in results)
+    assert network.ids == 1
+
+
+def test_a_worker_alone_needs_none() -> None:
+    assert introduced(1, lambda rank, nccl: None)[0] == [Introduced(None, "")]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_worker_without_nccl(failing: int) -> None:
+    def change(rank, nccl):
+        if rank == failing:
+            nccl.error = UnsupportedError("NCCL is used through CuPy, which cannot be imported")
+
+    results, network = introduced(3, change)
+    assert results == [Introduced(None, f"worker {failing}: NCCL is used through CuPy, which cannot be imported")] * 3
+    assert not network.aborted
+
+
+def test_versions_that_differ() -> None:
+    def change(rank, nccl):
+        nccl.number = "22000" if rank == 2 else "21805"
+
+    results, _ = introduced(3, change)
+    text = "worker 0 has NCCL 21805, and worker 2 has NCCL 22000: install the same on all"
+    assert results == [Introduced(None, text)] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_communicator_that_cannot_be_made(failing: int) -> None:
+    """Who has his rank of it gives it up: all hear what failed."""
+
+    def change(rank, nccl):
+        if rank == failing:
+            nccl.init_error = MpikvError("NCCL has failed: no GPU")
+        nccl.network.arrived = threading.Barrier(1)  # the other one has its rank at once
+
+    results, network = introduced(2, change)
+    assert results == [Introduced(None, f"worker {failing}: NCCL has failed: no GPU")] * 2
+    assert network.aborted == {1 - failing}
+
+
+def test_a_communicator_that_does_not_come_in_time_is_given_up_when_it_does() -> None:
+    """NCCL blocks in one worker beyond the limit: nobody waits longer, and nobody uses what comes late."""
+    network, gathering, held = network_of(2), Gathering(2), threading.Event()
+    network.arrived = threading.Barrier(1)
+    given_up = threading.Semaphore(0)
+
+    def body(transport):
+        nccl = network.of(transport.rank)
+        make = nccl.init
+
+        def init(size, unique_id, rank):
+            held.wait(30)
+            comm = make(size, unique_id, rank)
+            comm.abort = given_up.release
+            return comm
+
+        if transport.rank == 1:
+            nccl.init = init
+        return introduce(lambda: nccl, ["a", "b"], transport.rank, gathering.of(transport.rank), 0.2)
+
+    results = spawn(2, body)
+    assert results == [Introduced(None, "b: NCCL has not brought the workers together within 0.1 s")] * 2
+    assert network.aborted == {0}
+    held.set()
+    assert given_up.acquire(timeout=30)
 
 
 # --- how NCCL is called through CuPy
@@ -241,6 +459,7 @@ def cupy_with_nccl(monkeypatch, calls: list) -> None:
     cupy.cuda, cuda.nccl, cuda.Device = cuda, nccl, Device
     nccl.available, nccl.NcclCommunicator, nccl.NcclError = True, NcclCommunicator, NcclError
     nccl.get_unique_id = lambda: tuple([-128, 127] * 64)
+    nccl.get_version = lambda: 21805
     for name in ("groupStart", "groupEnd"):
         setattr(nccl, name, lambda name=name: calls.append((name,)))
     for name in ("SUM", "PROD", "MAX", "MIN", "INT8", "UINT8", "INT32", "INT64", "FLOAT32", "FLOAT64"):
@@ -254,6 +473,7 @@ def test_calls_of_cupy(monkeypatch) -> None:
     calls: list = []
     cupy_with_nccl(monkeypatch, calls)
     nccl: Nccl = CupyNccl(3)
+    assert nccl.version() == "21805"
     unique_id = nccl.unique_id()
     assert len(unique_id) == 128
     comm: NcclComm = nccl.init(2, unique_id, 1)
@@ -298,10 +518,7 @@ def test_nccl_that_is_missing(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(UnsupportedError, match="used through CuPy"):
         CupyNccl(0)
-    assert "used through CuPy" in missing()
     cupy_with_nccl(monkeypatch, [])
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False)
     with pytest.raises(UnsupportedError, match="without NCCL"):
         CupyNccl(0)
-    monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", True)
-    assert not missing()

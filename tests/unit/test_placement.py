@@ -148,6 +148,31 @@ def test_on_devices(
         assert found == on_host._replace(path="staged", host=on_host.path)
 
 
+@pytest.mark.parametrize("small", ["mpi", "staged"])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [("float32", 1 << 18), ("float16", 1 << 18), ("float64", 1 << 17), ("int8", 1 << 20)]
+)
+def test_large_keys_by_another_path(small: Any, dtype: str, least: int) -> None:
+    """Bytes are those of the sums, which are float32 for float16. Keys in host memory have nothing to do with it."""
+    members = Members(("a", "b"), (0, 1), device_path=small, large_device_path="nccl")
+    plain = Members(("a", "b"), (0, 1), device_path=small)
+    for n, path in ((least - 1, small), (least, "nccl")):
+        info = key(0, n, dtype)
+        found = place(members, info._replace(space="device"))
+        assert found.path == path
+        assert (found.algorithm == "nccl") == (path == "nccl")
+        if path != "nccl":
+            assert found == place(plain, info._replace(space="device"))
+        assert place(members, info) == place(plain, info)
+
+
+def test_host_keys_where_nccl_is_asked_for() -> None:
+    """They go as if nothing were asked for, also through shared memory."""
+    for hosts in ("aaa", "aab", "abc"):
+        asked, plain = (Members(tuple(hosts), (0, 1, 2), config=Config(algorithm=name)) for name in ("nccl", "auto"))
+        assert place(asked, key(0, 9000, "float32")) == place(plain, key(0, 9000, "float32"))
+
+
 def test_a_staged_key_that_shared_memory_has_no_room_for() -> None:
     members = Members(("a", "a", "b"), (0, 1, 2), device_path="staged")
     found = place(members, key(0, 10, "float32")._replace(space="device"), room=False)

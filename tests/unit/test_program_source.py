@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from program_cases import DTYPES, Run, hard_values, same_bits, update_runs
+from program_cases import DTYPES, Run, hard_values, same_bits, update_program, update_runs
 
 from mpikv.errors import UnsupportedError
 from mpikv.reductions import REDUCTIONS
-from mpikv.spaces import program, source
-from mpikv.spaces.program import OPERATIONS, Program, trace
+from mpikv.spaces import arithmetic, source
+from mpikv.spaces.program import OPERATIONS, Program
+from mpikv.spaces.tracing import trace, trace_stages, where_positive
 
 FLOAT16, FLOAT32, FLOAT64, INT64 = (np.dtype(one) for one in (np.float16, np.float32, np.float64, np.int64))
 BFLOAT16 = DTYPES[1]
@@ -80,7 +81,7 @@ def casts() -> Iterator[Run]:
     """Each dtype from each, of numbers that the other can hold."""
     for dtype in DTYPES:
         for to in DTYPES:
-            made = program.copy_program(dtype, to)
+            made = arithmetic.copy_program(dtype, to)
             run = run_of(made, [dtype, to])
             if to.kind in "iu" and dtype.kind not in "iu":
                 inside = np.isfinite(run.before[0]) & (run.before[0] >= 0) & (run.before[0] < 127)
@@ -95,7 +96,7 @@ def rounds() -> Iterator[Run]:
         if dtype.kind not in "iu":
             continue
         work = FLOAT32 if dtype.itemsize == 1 else FLOAT64
-        made, _ = program.update_program(
+        made, _ = update_program(
             lambda w, g, arrays, tmp: np.copyto(w, g), dtype, [work], {}, master=False, dtype=work, temporaries=0
         )
         run = run_of(made, [dtype, work])
@@ -111,17 +112,35 @@ def rounds() -> Iterator[Run]:
 def own_arithmetic() -> Iterator[Run]:
     """The store's."""
     for dtype in DTYPES:
-        yield run_of(program.fill(dtype), [dtype], [7])
+        yield run_of(arithmetic.fill(dtype), [dtype], [7])
         for op in REDUCTIONS.values():
-            yield run_of(program.combine(op.combine, dtype), [dtype] * 3)
+            yield run_of(arithmetic.combine(op.combine, dtype), [dtype] * 3)
             if dtype.kind in "iu":
                 continue
             for to in {dtype, FLOAT32}:
-                made = program.sum_in_order(3, dtype, to, scaled=(1,), how=op.combine, mean=op.is_mean)
+                made = arithmetic.sum_in_order(3, dtype, to, scaled=(1,), how=op.combine, mean=op.is_mean)
                 yield run_of(made, [dtype] * 3 + [to], [0.3, 3] if op.is_mean else [0.3])
         if dtype.kind not in "iu":
-            yield run_of(program.scale(dtype), [dtype] * 2, [1 / 3])
-            yield run_of(program.divide(dtype), [dtype] * 2, [3])
+            yield run_of(arithmetic.scale(dtype), [dtype] * 2, [1 / 3])
+            yield run_of(arithmetic.divide(dtype), [dtype] * 2, [3])
+
+
+def sums() -> Iterator[Run]:
+    """Those of squares, and what follows a norm: single arguments, and choices between two."""
+    for dtype in (FLOAT32, FLOAT64):
+        for n in (1, 3, 16):
+            yield run_of(arithmetic.squares_in_order(n, dtype), [dtype] * n + [FLOAT64])
+
+        def function(w: Any, tmp: Any) -> None:
+            found = np.sqrt(w.sum_of_squares())
+            np.multiply(w, where_positive(found, found / 3.0, 1.0).astype(w.dtype), out=w)
+
+        last = trace_stages(function, [dtype], [dtype])[-1]
+        for total in (0.0, 2.5, np.inf, np.nan):
+            before = [hard_values(N, dtype, 0), hard_values(N, dtype, 1), np.array([total])]
+            arrays = [array.copy() for array in before]
+            last.program.run(arrays, last.numbers)
+            yield Run(last.program, last.numbers, before, arrays)
 
 
 KINDS: dict[str, Callable[[], Iterator[Run]]] = {
@@ -129,6 +148,7 @@ KINDS: dict[str, Callable[[], Iterator[Run]]] = {
     "casts": casts,
     "rounds": rounds,
     "own arithmetic": own_arithmetic,
+    "sums": sums,
 }
 
 
@@ -227,7 +247,7 @@ def test_a_table_of_keys(runs: dict[str, list[Run]], call: Call) -> None:
 
 
 def test_an_array_that_is_there_twice(runs: dict[str, list[Run]], call: Call) -> None:
-    made = program.combine(np.add, FLOAT32)
+    made = arithmetic.combine(np.add, FLOAT32)
     first, second = (hard_values(N, FLOAT32, i) for i in range(2))
     with np.errstate(all="ignore"):
         expected = first + second
@@ -253,7 +273,7 @@ def test_narrow_floats_are_rounded_as_numpy_does_it(
         narrow = np.concatenate([*near, *(-one for one in near)])
         expected = narrow.astype(to)
     found = np.zeros_like(expected)
-    made = program.copy_program(dtype, to)
+    made = arithmetic.copy_program(dtype, to)
     call(made, one_entry(made, narrow.size, [narrow, found]))
     assert same_bits(found, expected)
 
@@ -319,7 +339,7 @@ def test_an_entry_is_laid_out_as_in_c() -> None:
 
 
 def test_bfloat16_numbers_go_as_their_bits() -> None:
-    table = source.table(program.fill(BFLOAT16), [(5, [1], [1.5])], 1)
+    table = source.table(arithmetic.fill(BFLOAT16), [(5, [1], [1.5])], 1)
     assert table.tobytes()[16:18] == BFLOAT16.type(1.5).tobytes()
 
 
@@ -328,13 +348,13 @@ def test_bfloat16_numbers_go_as_their_bits() -> None:
     [((np.int8, np.int8), 16), ((np.float16, np.float16), 8), ((np.float16, np.float32), 4), ((np.int8, np.int64), 2)],
 )
 def test_a_thread_takes_sixteen_bytes_of_the_widest_array(dtypes: Any, elements: int) -> None:
-    made = program.copy_program(*(np.dtype(one) for one in dtypes))
+    made = arithmetic.copy_program(*(np.dtype(one) for one in dtypes))
     assert source.elements_per_thread(made) == elements
     assert f", {elements}> p0;" in source.source(made)
 
 
 def test_arguments_that_are_only_read_are_not_written() -> None:
-    text = source.kernel(program.copy_program(FLOAT32, FLOAT16))
+    text = source.kernel(arithmetic.copy_program(FLOAT32, FLOAT16))
     assert "const float* a0; unsigned short* a1;" in text
     assert "(a1)[i] = p1;" in text
     assert "(a0)[i] = p0;" not in text

@@ -44,6 +44,8 @@ ASKING: list[tuple[spec.StoreSpec | None, dict[str, Any], dict[str, Any], str]] 
     (spec.parse("device"), {}, {}, "the type of the store"),
     (SYNC, {"local_device": 0}, {}, "MPIKV_LOCAL_DEVICE"),
     (SYNC, {"device_path": "staged"}, {}, "MPIKV_DEVICE_PATH"),
+    (SYNC, {"algorithm": "nccl"}, {}, "MPIKV_ALGORITHM"),
+    (SYNC, {"algorithm": "ring"}, {}, ""),
     (ON_DEVICE, {"device_path": "host"}, {"cupy": 1}, ""),
 ]
 
