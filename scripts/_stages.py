@@ -35,7 +35,6 @@ import jobs  # noqa: E402
 import report  # noqa: E402
 
 RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
-GENERATED = "tests/unit/test_generated_calls.py"  # of it, too, every run makes a third of the examples
 OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
 FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
 # Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
@@ -47,7 +46,7 @@ RANKS_LIMIT_S = 1200
 OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
 OF_GROUPS = {"oldest": ("torch",), "gpu": ("torch", "jax")}  # frameworks in their environments
 SELECTION = ["-m", "not full and not cluster_full"]  # of the tests on clusters: those that every run makes
-ONLY_FULL = ["-m", "full"]  # tests that take minutes, and the rest of the grids: what --full adds
+FULL_GROUPS = ("unit", "jobs", "examples")  # of which --full makes all tests; of others it makes what every run does
 POLL_S = 0.1
 PROGRESS_S = 30.0  # between two lines of progress where nobody watches a terminal
 NO_TESTS = 5  # pytest's status where it ran none
@@ -55,7 +54,11 @@ NO_TESTS = 5  # pytest's status where it ran none
 
 @dataclass
 class Stage:
-    """One pytest session. ranks: under mpirun with so many, or 0. may_skip: not every machine can run its tests."""
+    """One pytest session.
+
+    ranks: under mpirun with so many, or 0. may_skip: not every machine can run its tests. full: all examples of the
+    properties are made.
+    """
 
     group: str
     title: str
@@ -65,6 +68,7 @@ class Stage:
     ranks: int = 0
     options: list[str] = field(default_factory=list)
     may_skip: bool = False
+    full: bool = False
 
     @property
     def frameworks(self) -> tuple[str, ...]:
@@ -110,9 +114,7 @@ def stages(
         for path in sorted((ROOT / "tests").iterdir())
         if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
     ]
-    without_runner = [f"--ignore={path}" for path in RUNNER]
     without_faulty = [f"--ignore={path}" for path in FAULTY]
-    units, examples = ["tests/unit", "tests/property"], ["tests/examples"]
 
     def under(mpi: jobs.Mpi, name: str, sizes: Sequence[int], group: str) -> list[Stage]:
         """The tests that all ranks run together, with each number of ranks."""
@@ -121,37 +123,29 @@ def stages(
     unit = [Stage("unit", title, openmpi, paths, LIMIT_S) for title, paths in without_mpi().items()]
     if quick:
         return [without_full(stage) for stage in unit + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
-    # The longest first, and no two beside each other whose ranks use more cores than there are.
-    found = [
+    # The longest first. One of those under mpirun is always under way (`may_start`), so that they end with the others.
+    whole, faulty = (
         Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=without_faulty),
         Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
-        *unit,
-        *under(openmpi, "Open MPI", OPENMPI_SIZES[:1], "mpi"),
-        Stage("examples", "examples and documents", openmpi, examples, LIMIT_S),
-        *under(openmpi, "Open MPI", OPENMPI_SIZES[1:], "mpi"),
+    )
+    found = [
+        *(whole, unit.pop(0)),
+        *under(openmpi, "Open MPI", OPENMPI_SIZES, "mpi"),
+        *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
+        *(faulty, *unit),
+        Stage("examples", "examples and documents", openmpi, ["tests/examples"], LIMIT_S),
         Stage(
             "cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True
         ),
-        *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
         Stage("runner", "the test runner", mpich, list(RUNNER), 400),
     ]
-    found = [without_full(stage) for stage in found]
     if full:
-        found += [
-            Stage("full", "what takes minutes", openmpi, examples, LIMIT_S, options=ONLY_FULL),
-            Stage("full", "whole jobs, the rest", openmpi, others, LIMIT_S, options=ONLY_FULL),
-            *under(openmpi, "Open MPI", FULL_OPENMPI_SIZES, "full"),
-            Stage(
-                "full",
-                "without MPI, the rest",
-                openmpi,
-                units[:1],
-                LIMIT_S,
-                options=[*ONLY_FULL, *without_runner, f"--ignore={GENERATED}"],
-            ),
-            *under(mpich, "MPICH", FULL_MPICH_SIZES, "full"),
-            Stage("full", "properties, all examples", openmpi, [*units[1:], GENERATED], LIMIT_S),
-        ]
+        more = under(openmpi, "Open MPI", FULL_OPENMPI_SIZES, "full") + under(mpich, "MPICH", FULL_MPICH_SIZES, "full")
+        # What every run makes and what it leaves out, in the same stages: each of them collects its tests once.
+        found = [replace(stage, full=True) if stage.group in FULL_GROUPS else without_full(stage) for stage in found]
+        found[2:2] = [replace(stage, full=True) for stage in more]
+    else:
+        found = [without_full(stage) for stage in found]
     if oldest is not None:
         paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
         files = [str(path.relative_to(ROOT)) for path in paths]
@@ -166,8 +160,8 @@ def without_mpi() -> dict[str, list[str]]:
     first = [file for file in files if file < "tests/unit/test_s" and file not in RUNNER]
     last = [file for file in files if file > "tests/unit/test_s" and file not in stores]
     return {
-        "without MPI, stores": stores,
         "without MPI, a to r": first,
+        "without MPI, stores": stores,
         "without MPI, s to z and properties": [*last, "tests/property"],
     }
 
@@ -250,7 +244,7 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
             jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
             jobs.CUDA_MPI: os.environ.get(jobs.CUDA_MPI, ""),
             frameworks.VARIABLE: ",".join(stage.frameworks),
-            grids.FULL_VARIABLE: "yes" if stage.group == "full" else "",
+            grids.FULL_VARIABLE: "yes" if stage.full else "",
         },
         folder / "tmp",
     )
@@ -292,6 +286,11 @@ class Progress:
                 print(line, flush=True)
 
 
+def may_start(stage: Stage, active: Sequence[Session]) -> bool:
+    """No two beside each other whose ranks use more cores than there are."""
+    return not stage.ranks or not any(one.stage.ranks for one in active)
+
+
 def run_all(
     chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi], *, at_once: int
 ) -> Iterator[tuple[Stage, jobs.Job, Count]]:
@@ -299,8 +298,9 @@ def run_all(
     waiting, active, progress = list(chosen), [], Progress()
     try:
         while waiting or active:
-            while waiting and len(active) < at_once:
-                active.append(start(waiting.pop(0), options, environments))
+            while len(active) < at_once and (ready := [one for one in waiting if may_start(one, active)]):
+                waiting.remove(ready[0])
+                active.append(start(ready[0], options, environments))
             over = [one for one in active if one.running.is_over]
             if not options.v:  # where the tests' own output is on the terminal, it says so, too
                 progress.look(active)

@@ -86,6 +86,7 @@ headers = st.builds(
     st.integers(0, 2**16 - 1),
     priority,
     st.integers(0, 255),
+    st.integers(0, 255),
 )
 
 

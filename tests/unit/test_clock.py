@@ -78,7 +78,7 @@ def test_what_a_rank_is_doing_is_told_in_the_same_time():
 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_stall_report_after_an_hour_of_virtual_time(servers):
-    """One worker never pushes; the other one is told, after its limit and not before it."""
+    """One worker never pushes; the other one is told, after its limit and not before it. Then a server is, of both."""
     clock = VirtualClock()
     arrived, told = threading.Event(), threading.Event()
 
@@ -98,12 +98,19 @@ def test_a_stall_report_after_an_hour_of_virtual_time(servers):
         assert not told.is_set()
         clock.advance(0.5 * HOUR_S + 1, turns=TURNS, lookers=size, until=told.is_set)
         assert told.wait(30)  # the others' answers may take as long as they like: no time passes meanwhile
+        store.session.abandon()  # so that it answers no server
+        for server in (thread for thread in threading.enumerate() if thread.name in server_names):
+            while server.is_alive():  # else it would look at a clock that stands still for as long as Python runs
+                clock.advance(HOUR_S + 1, lookers=0)
+                server.join(0.01)
         raise ValueError("this worker has had its time")
 
     size = 2 + servers
+    server_names = [f"rank {rank}" for rank in range(2, size)]
     config = Config(timeout_s=HOUR_S, shared_memory="off")
     with pytest.raises(RankError) as raised:
         spawn_stores("dist_sync", 2, body, num_servers=servers, config=config, fabric=Fabric(size, clock=clock))
-    stalls = [error for error in raised.value.errors.values() if isinstance(error, StallError)]
-    assert len(stalls) == 1
-    assert "waited 3600 s in pushpull of key 'w', round 1. Not arrived: worker 1 on localhost" in str(stalls[0])
+    stalls = [str(error) for _, error in sorted(raised.value.errors.items()) if isinstance(error, StallError)]
+    assert len(stalls) == 1 + servers
+    assert "no request and no answer" in stalls[-1] or not servers
+    assert "waited 3600 s in pushpull of key 'w', round 1. Not arrived: worker 1 on localhost" in stalls[0]

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import frameworks
@@ -177,17 +178,25 @@ def test_stages() -> None:
     # What takes minutes, and the rest of the grids, is left to other stages.
     assert all("not full" in stage.options[1] for stage in (*found, *quick))
     every = _stages.stages(mpi, mpi, quick=False, full=True)
-    assert every[: len(found)] == found
-    more = every[len(found) :]
-    assert {stage.group for stage in more} == {"full"}
-    assert all(stage.options[:2] in ([], ["-m", "full"]) for stage in more)
+    # All of them are made by --full, once: in the stages of every run, and with more numbers of ranks.
+    assert {stage.title for stage in found} < {stage.title for stage in every}
+    assert {stage.group for stage in every if stage not in found} == {"full", *_stages.FULL_GROUPS}
+    assert all(stage.full and "-m" not in stage.options for stage in every if stage not in found)
+    assert not any(stage.full for stage in (*found, *quick))
     assert sorted(stage.ranks for stage in every if stage.ranks) == [1, 2, 3, 3, 4, 4, 5]
-    # Every file of tests belongs to exactly one stage, and to one of those, but those under mpirun to several.
+    # Every file of tests belongs to exactly one stage, but those under mpirun to several.
     for path in (ROOT / "tests").rglob("test_*.py"):
         once = not path.is_relative_to(ROOT / "tests/mpi")
-        assert len(own_stages(found, path)) == once, path
-        clusters_and_runner = path.parent.name == "cluster" or path.name.startswith("test_runner")
-        assert len(own_stages(more, path)) == (once and not clusters_and_runner), path
+        assert len(own_stages(found, path)) == len(own_stages(every, path)) == once, path
+
+
+def test_no_two_stages_with_ranks_run_beside_each_other() -> None:
+    mpi = Mpi("openmpi", Path())
+    alone, ranks = _stages.Stage("unit", "", mpi, [], 1), _stages.Stage("mpi", "", mpi, [], 1, ranks=2)
+    beside = [types.SimpleNamespace(stage=one) for one in (alone, ranks)]
+    assert _stages.may_start(alone, beside)
+    assert _stages.may_start(ranks, beside[:1])
+    assert not _stages.may_start(ranks, beside)
 
 
 def test_what_needs_a_gpu() -> None:
