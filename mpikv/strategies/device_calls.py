@@ -15,8 +15,8 @@ which sees host memory, or device memory that nothing is under way in.
 An array of the caller's in host memory takes an answer as for a key in host memory, without the GPU.
 
 Cost of a call with n elements: staged, n down for a push, n up for an answer; direct, none. An event of the stream for
-each call, and one more where answers were copied up. Memory: page-locked, of each length as many arrays as calls were
-under way at one time, which are kept; on the GPU the pushed total, which the answer overwrites.
+each call. Memory: page-locked, of each length as many arrays as calls were under way at one time, which are kept; on the
+GPU the pushed total, which the answer overwrites.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from mpikv.strategies.exchange import Client, Item
 
 
 class Staging:
-    """Page-locked memory that calls use again. segment: of what a host's ranks share, where they do."""
+    """Page-locked memory that calls use again. segment: of what a host's ranks share, where they do.
+
+    It may be given back while the store's stream still copies from it: whoever takes it uses it in that stream, or when
+    that has come as far as it was then.
+    """
 
     def __init__(self, space: DeviceSpace, segment: Segment | None) -> None:
         self._space, self._segment = space, segment
         self._free: dict[tuple[int, bool], list[HostArray]] = {}  # by length, and whether others are to read it
-        self._lent: deque[tuple[Request, HostArray, bool]] = deque()  # by the stream's order
 
     def take(self, n_bytes: int, *, shared: bool) -> HostArray:
         """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host read, while some is left."""
-        while self._lent and self._lent[0][0].test():
-            self._keep(*self._lent.popleft()[1:])
         length = length_of(n_bytes)
         kept = self._free.get((length, shared))
         if kept:
@@ -56,14 +57,8 @@ class Staging:
         memory = self._segment.take(length, pages=True) if shared and self._segment is not None else None
         return self._space.pinned.take(length) if memory is None else self._space.pinned.lock(memory)
 
-    def give(self, memory: HostArray, after: Request | None, *, shared: bool) -> None:
-        """Take back what `take` returned, once `after` is done: what the stream had been given by then."""
-        if after is None:
-            self._keep(memory, shared)
-        else:
-            self._lent.append((after, memory, shared))
-
-    def _keep(self, memory: HostArray, shared: bool) -> None:
+    def give(self, memory: HostArray, *, shared: bool) -> None:
+        """Take back what `take` returned."""
         self._free.setdefault((memory.size, shared), []).append(memory)
 
 
@@ -158,7 +153,8 @@ class _KeyCall:
     def __init__(self, calls: DeviceCalls, item: Item) -> None:
         self._calls, self._item = calls, item
         info, total = item.key.info, item.total
-        self._sink: Sink | None = item.sink if isinstance(item.sink, Sink) else None
+        assert item.sink is None or isinstance(item.sink, Sink)
+        self._sink = item.sink
         self._places = set() if self._sink is None else self._sink.places
         direct = [route for route in item.routes if calls.direct(item.key, route)]
         self._staged = [route for route in item.routes if route not in direct]
@@ -199,19 +195,18 @@ class _KeyCall:
 
     def deliver(self) -> None:
         """All has been sent and is here: bring it to the caller's arrays, and give the memory back."""
-        space, after = self._calls.space, None
+        space = self._calls.space
         if DEVICE in self._places:
             assert self._sink is not None
             if self._on_host is not None:
                 every = HOST in self._places
                 for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
                     space.bring(self._on_device[begin:end], self._on_host[begin:end])
-                after = space.begun()
             self._sink.deliver(self._on_device, self._on_host if HOST in self._places else None)
         elif self._sink is not None:
             self._sink.deliver(self._result)
         if self._memory is not None:
-            self._calls.staging.give(self._memory, after, shared=self._shared)
+            self._calls.staging.give(self._memory, shared=self._shared)
 
 
 def _runs(routes: Sequence[Route]) -> list[tuple[int, int]]:

@@ -230,9 +230,10 @@ class PsStrategy(Strategy):
         return self._pending(running, [self._waiting(call, item.key) for item in items]) if pulls else []
 
     def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
-        by_device = self._device is not None and self._device.concerns(items)
-        exchange = self._device.exchange if self._device is not None and by_device else self._client.exchange
-        return exchange(kind, items, wire.clamped(priority))
+        device = self._device
+        if device is not None and device.concerns(items):
+            return device.exchange(kind, items, wire.clamped(priority))
+        return self._client.exchange(kind, items, wire.clamped(priority))
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction

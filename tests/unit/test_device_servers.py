@@ -197,12 +197,13 @@ def test_an_asynchronous_store(path: str, memory: str, servers: int) -> None:
             store.push(["w", "s"], [gpu.array(np.ones(n, F32)), gpu.array(np.ones(3, F32))])
             store.pull(["w", "s"], out)
             assert all((one.get() >= i + 1).all() for one in out)
-        store.barrier()
+        store.push(["w", "s"], [gpu.array(np.ones(n, F32)), gpu.array(np.ones(3, F32))])
+        store.barrier()  # nobody has pulled this one
         store.pull(["w", "s"], out)
         return [np.unique(one.get()).tolist() for one in out]
 
     found = run(workers, servers, body, path=path, name="dist_async", shared_memory=memory)
-    assert found == [[[6.0], [6.0]]] * 2
+    assert found == [[[8.0], [8.0]]] * 2
 
 
 @pytest.mark.parametrize("kind", ["adam", "lamb", "sgd"])
