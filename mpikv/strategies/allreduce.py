@@ -134,19 +134,21 @@ class AllreduceStrategy(Strategy):
         begin = self._session.agree("empty", [text, begin], "empty")
         return None if hosts is None or begin is None else hosts.array(begin, n_bytes)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """What went the direct way, the memory held, and what was encoded.
 
-        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
+        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed. compressed_keys:
+        how each key travels that may travel encoded or as it is; missing where there is none.
         """
-        held = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
+        held: dict[str, Any] = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
         if self.keys.hosts is not None:
             on_host = (queue for queue in self.keys.all() if queue.way.shared and queue.info.space == HOST)
             held["shared_bytes"] = sum(queue.info.n_bytes for queue in on_host)
         if self.keys.direct is not None:
             direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}
-        return held | self.keys.encoded_bytes()
+        keys = self.keys.compressed_keys()
+        return held | self.keys.encoded_bytes() | ({"compressed_keys": keys} if keys else {})
 
     def _deliver(self, info: KeyInfo, sink: Sink, call: str) -> Pending:
         queue, waiting = self._queues[info.id], Waiting(call, info.key, info.id, self.keys.pushed(info))

@@ -9,6 +9,9 @@ then the owner, too, goes on with what the others decode, and keeps the exact va
 Where few workers send few bytes and nothing updates the key, each sends its pieces to all others instead, and every
 worker adds all of them in the same order: nothing has to come back. (`gather`)
 
+Values that are compressed, and not by force, travel as they are in rounds where that is faster (codecs/choice). The
+first of such rounds adds what the codec owes.
+
 Keys of half precision go this way without a codec: two bytes for each element, added in float32, rounded once.
 
 Sending, receiving and adding run side by side, with a limited number of messages under way; a piece is encoded when it
@@ -31,6 +34,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.codecs import compression
 from mpikv.codecs.base import State
+from mpikv.codecs.choice import Choice
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.labelled import Comparison, DecodingGroup
@@ -72,11 +76,19 @@ class Encoded(Alone):
         self.pushed, self.returned = Pieces(info, travels.push), Pieces(info, travels.pull)
         self._sends_back_encoded = travels.pull != IDENTITY
         self._as_it_is, self._plain = Pieces(info, IDENTITY), False
+        self._clock = means.group.transport.clock
+        measures = not travels.plain and not travels.force and info.n_elems > 0 and means.group.size > 1
+        self.choice: Choice | None = Choice() if measures else None
+        self._measured, self._begun_s = False, 0.0  # whether the choice says how the round travels; when it began
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
 
     def begin(self, *, plain: bool) -> None:
         """A plain round goes by the owners: it is long."""
-        self._plain = plain
+        choice = None if plain else self.choice
+        self._measured = choice is not None
+        self._plain = plain or (choice is not None and choice.plain)
+        if choice is not None:
+            self._begun_s = self._clock.now_s()
 
     @property
     def _gathers(self) -> bool:
@@ -99,11 +111,14 @@ class Encoded(Alone):
             self._exact = None
             self.returned.states = {}  # of parts that are others' now
         super().cut(placement)
+        if self.choice is not None:
+            self.choice = Choice()  # other messages take another time
         self.remember(self.pushed.states)
 
     def remember(self, states: Mapping[Span, State]) -> None:
         """Of what this worker pushes, in place of what its codec remembers. states: of these pieces or others."""
-        whole = [(0, self.value.size)] if self._gathers else pairwise(self.placement.bounds)
+        gathers = self.placement.algorithm == "gather"  # whatever the last round was
+        whole = [(0, self.value.size)] if gathers else pairwise(self.placement.bounds)
         self.pushed.recut(states, [piece for span in whole for piece in self.pushed.of(span)])
 
     def share(self) -> Steps[None]:
@@ -139,6 +154,8 @@ class Encoded(Alone):
 
     def _add(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[HostArray]:
         group, pieces = self._groups(comparison)[0], self._as_it_is if self._plain else self.pushed
+        if self._plain and self._measured:
+            values = self.pushed.with_owed(values)
         mine = pieces.of(self.updates)
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
@@ -172,12 +189,27 @@ class Encoded(Alone):
         """Nothing has to be sent, where every worker has added all."""
         (begin, end), n = self.updates, self.value.size
         return whole(
-            self._parts, self._send_back(comparison), self.value, needed=(begin, end), completed=[(0, begin), (end, n)]
+            self._parts, self._complete(comparison), self.value, needed=(begin, end), completed=[(0, begin), (end, n)]
         )
 
+    def _complete(self, comparison: Comparison | None) -> Steps[None]:
+        if not self._gathers:
+            yield from self._send_back(comparison)
+        if self._measured and self.choice is not None:
+            self.choice.add(self._clock.now_s() - self._begun_s)
+            if self.choice.asks:
+                yield from self._agree(self.choice)
+
+    def _agree(self, choice: Choice) -> Steps[None]:
+        """All workers do so after the same round: each sends its times to all others."""
+        tag, times = self._tag(0), [choice.times for _ in range(self._group.size)]
+        mine = times[self._group.rank]
+        receives = [self._group.irecv(times[rank], rank, tag) for rank in self._peers]
+        sends = [self._group.isend(mine, rank, tag) for rank in self._peers]
+        yield from (*receives, *sends)
+        choice.agree(times)
+
     def _send_back(self, comparison: Comparison | None) -> Steps[None]:
-        if self._gathers:
-            return
         group, sends_encoded = self._groups(comparison)[1], self._sends_back_encoded and not self._plain
         pieces = self.returned if sends_encoded else self._as_it_is
         outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._peers]

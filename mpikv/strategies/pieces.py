@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import cut_anew
@@ -41,6 +41,7 @@ class Pieces:
         self._longest = piece_elems(codec, info.dtype)
         self._wire_dtype = codec.wire_dtype(info.dtype)
         self.states: dict[Span, State] = {}
+        self._owes = False  # whether a state may owe something that the next round could pay
         self.encoded_from_bytes = self.encoded_bytes = 0
 
     def of(self, span: Span) -> list[Span]:
@@ -57,10 +58,33 @@ class Pieces:
             state = self.states[piece] = self._codec.init(piece[1] - piece[0])
         given = values[slice(*piece)].astype(self._dtype, copy=False)
         data = self._codec.encode(given, state)
+        self._owes = self._owes or "residual" in state
         if self._codec != IDENTITY:
             self.encoded_from_bytes += given.nbytes
             self.encoded_bytes += data.nbytes
         return data
+
+    def with_owed(self, values: HostArray) -> HostArray:
+        """Return the values of a round that travel as they are: with what earlier ones owe, in new memory where that is.
+
+        values: (n,), in the key's dtype. What it cannot say of the sum stays owed, until a round is encoded again.
+        """
+        if not self._owes:
+            return values
+        self._owes = False
+        totals = values.astype(sum_dtype(self._dtype))
+        for piece, state in self.states.items():
+            if "residual" not in state:
+                continue
+            part, owed = totals[slice(*piece)], state["residual"]
+            part += owed
+            owed[...] = 0
+            if part.dtype != self._dtype:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    lost = part - part.astype(self._dtype).astype(part.dtype)
+                np.copyto(owed, lost, where=np.isfinite(lost))
+        with np.errstate(over="ignore"):
+            return totals.astype(self._dtype, copy=False)
 
     def _seen(self, data: HostArray) -> HostArray:
         """What a codec decodes, of bytes."""
@@ -83,7 +107,7 @@ class Pieces:
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
         """From now on these pieces travel. states: what is remembered of others that they may have been cut from."""
-        self.states = cut_anew(self._codec, states, pieces)
+        self.states, self._owes = cut_anew(self._codec, states, pieces), True
 
     def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:
         """What is remembered of elements of a span alone: begin and end there, and the state."""

@@ -266,6 +266,21 @@ class PlacedKeys:
         after = sum(one.encoded_bytes for one in pushed)
         return {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
 
+    def compressed_keys(self) -> dict[str, Any]:
+        """Of each key that may travel encoded or as it is, how it does now, and what each took."""
+        return {
+            str(info.key): {
+                "codec": info.codec,
+                "travels": "as it is" if choice.plain else "encoded",
+                "encoded_s": choice.seconds[0],
+                "plain_s": choice.seconds[1],
+                "looks": choice.looks,
+            }
+            for queue, encoder in self._encoders()
+            if (choice := encoder.choice) is not None
+            for info in queue.keys
+        }
+
     def codec_states(self) -> list[Part]:
         """What is remembered of this worker's pushes. Not while rounds are under way."""
         return [

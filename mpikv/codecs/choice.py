@@ -1,0 +1,103 @@
+"""Whether the values of a key travel encoded or as they are: whichever has been faster, by the times of its rounds.
+
+The first rounds travel encoded, the next ones as they are, each for `SETTLING_ROUNDS` that do not count and
+`SAMPLES` that do. Then all workers tell each other their times (`asks`, `agree`), so that all decide alike. From then on
+they compare times every `CHECK_ROUNDS`. Where a round takes longer or shorter by `MOVED` than when they decided, the link has
+changed, and the other form is tried again; else it is tried after `FIRST_STRETCH_ROUNDS`, and after twice as many each
+time that it was no faster.
+
+A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
+rounds it is the median. The form changes only for one that is faster by more than `MARGIN`, which is more than noise.
+
+No clock and no messages here: times come in, and what follows from them is the same on every worker. Cost: a few
+numbers for each key.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+
+SETTLING_ROUNDS = 2  # after a change of form: memory is new, and others may still be at the round before
+SAMPLES = 5
+MARGIN = 1.03
+CHECK_ROUNDS = 32
+MOVED = 1.5
+FIRST_STRETCH_ROUNDS = 128
+LONGEST_STRETCH_ROUNDS = 1 << 14
+
+
+class Choice:
+    """Of one key. plain: whether its next round travels as it is. looks: how often both forms have been compared."""
+
+    def __init__(self) -> None:
+        self.plain = False
+        self.looks = 0
+        self.seconds: list[float | None] = [None, None]  # of a round, encoded and plain, as last agreed on
+        self._recent = [deque[float](maxlen=SAMPLES), deque[float](maxlen=SAMPLES)]
+        self._begin(trying=False)
+        self._rounds_left = SETTLING_ROUNDS + SAMPLES  # of the form that is there at first
+        self._stretch = self._stretch_left = FIRST_STRETCH_ROUNDS
+
+    def _begin(self, *, trying: bool) -> None:
+        self._trying, self._settling = trying, SETTLING_ROUNDS
+        self._rounds_left = SETTLING_ROUNDS + SAMPLES if trying else CHECK_ROUNDS
+
+    def add(self, seconds: float) -> None:
+        """A round has ended on this worker, after so long."""
+        self._rounds_left -= 1
+        if self._settling:
+            self._settling -= 1
+        else:
+            self._recent[self.plain].append(seconds)
+        if not self.looks and not self._trying and self._rounds_left == 0:
+            self._try_other()
+
+    def _try_other(self) -> None:
+        self.plain = not self.plain
+        self._begin(trying=True)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the workers tell each other their times before the next round."""
+        return self._rounds_left == 0
+
+    @property
+    def times(self) -> HostArray:
+        """This worker's: float64 (2, SAMPLES), seconds of the newest rounds, encoded and plain; 0 where there are none."""
+        found: HostArray = np.zeros((2, SAMPLES))
+        for row, times in zip(found, self._recent, strict=True):
+            row[: len(times)] = times
+        return found
+
+    def agree(self, times: Sequence[HostArray]) -> None:
+        """Decide. times: those of all workers, in any order."""
+        encoded_s, plain_s = np.median(np.min(times, axis=0), axis=1).tolist()
+        newest = [encoded_s, plain_s]
+        if self._trying:
+            self._decide(newest)
+            return
+        now_s, then_s = newest[self.plain], self.seconds[self.plain] or 0.0
+        moved = now_s > MOVED * then_s or then_s > MOVED * now_s
+        self._stretch_left -= CHECK_ROUNDS
+        if moved:
+            self._stretch = FIRST_STRETCH_ROUNDS
+        if moved or self._stretch_left <= 0:
+            self._try_other()
+        else:
+            self._rounds_left = CHECK_ROUNDS
+
+    def _decide(self, seconds: list[float]) -> None:
+        """The form that was tried stays where it is faster; else the one before comes back."""
+        tried, before = self.plain, not self.plain
+        faster = seconds[tried] * MARGIN < seconds[before]
+        self.plain = tried if faster else before
+        first = not self.looks
+        self._stretch = FIRST_STRETCH_ROUNDS if faster or first else min(2 * self._stretch, LONGEST_STRETCH_ROUNDS)
+        self._stretch_left = self._stretch
+        self.looks, self.seconds = self.looks + 1, [*seconds]
+        self._begin(trying=False)

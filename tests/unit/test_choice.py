@@ -1,0 +1,262 @@
+"""Whether values travel encoded or as they are: what the times of rounds lead to, and that nothing pushed is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from codecs_of_tests import Reversed
+from grids import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpikv import optimizers
+from mpikv.codecs.choice import (
+    CHECK_ROUNDS,
+    FIRST_STRETCH_ROUNDS,
+    LONGEST_STRETCH_ROUNDS,
+    MARGIN,
+    SAMPLES,
+    SETTLING_ROUNDS,
+    Choice,
+)
+from mpikv.codecs.compression import make
+from mpikv.config import Config
+from mpikv.keys import KeyInfo
+from mpikv.strategies.pieces import Pieces
+from mpikv.testing.stores import spawn_stores
+
+EACH = SETTLING_ROUNDS + SAMPLES
+FIRST = 2 * EACH  # rounds before the first decision
+Times = Callable[[int, bool], float]
+
+
+def go_on(choices: list[Choice], rounds: int, seconds: Callable[[int, int, bool], float]) -> list[bool]:
+    """Let workers have rounds; whether each round travelled as it is. seconds: of a worker, a round and that."""
+    found = []
+    for round_ in range(rounds):
+        plain = choices[0].plain
+        assert all(choice.plain == plain for choice in choices)
+        found.append(plain)
+        for worker, choice in enumerate(choices):
+            choice.add(seconds(worker, round_, plain))
+        assert len({choice.asks for choice in choices}) == 1
+        if choices[0].asks:
+            times = [choice.times for choice in choices]
+            for worker, choice in enumerate(choices):
+                choice.agree(times[worker:] + times[:worker])
+    return found
+
+
+def constant(encoded_s: float, plain_s: float) -> Callable[[int, int, bool], float]:
+    return lambda worker, round_, plain: plain_s if plain else encoded_s
+
+
+@pytest.mark.parametrize(
+    ("encoded_s", "plain_s", "ends_plain"),
+    [(1.0, 2.0, False), (2.0, 1.0, True), (1.0, 1.0, False), (1.0, 0.98, False), (1.0, 0.96, True)],
+)
+def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: bool) -> None:
+    choice = Choice()
+    travelled = go_on([choice], FIRST + 1, constant(encoded_s, plain_s))
+    assert travelled == [False] * EACH + [True] * EACH + [ends_plain]
+    assert choice.seconds == [encoded_s, plain_s]
+    assert choice.looks == 1
+
+
+def test_what_is_no_faster_is_tried_ever_more_seldom() -> None:
+    travelled = np.array(go_on([Choice()], 40 * FIRST_STRETCH_ROUNDS, constant(1.0, 10.0)))
+    begins = np.flatnonzero(travelled[1:] & ~travelled[:-1]) + 1
+    stretches = [FIRST_STRETCH_ROUNDS * 2**i for i in range(len(begins) - 1)]
+    assert (np.diff(begins) - EACH).tolist() == stretches
+    assert len(begins) == 6
+    assert travelled.sum() == 6 * EACH
+    choice = Choice()
+    for _ in range(40):
+        choice.plain = True  # it is what is tried
+        choice._decide([1.0, 10.0])
+    assert choice._stretch == LONGEST_STRETCH_ROUNDS
+
+
+@pytest.mark.parametrize("slow_first", [False, True])
+def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
+    """Long before the stretch is over: at the next comparison of times."""
+    slow, fast = constant(2.0, 8.0), constant(1.5, 0.5)
+    choice = Choice()
+    before, after = (slow, fast) if slow_first else (fast, slow)
+    go_on([choice], FIRST + 2 * CHECK_ROUNDS, before)
+    assert (choice.plain, choice.looks) == (not slow_first, 1)
+    if slow_first:  # 2 seconds are 1.5 now: not by MOVED
+        after = constant(1.0, 0.5)
+    go_on([choice], CHECK_ROUNDS + EACH, after)
+    assert (choice.plain, choice.looks) == (slow_first, 2)
+
+
+def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
+    """Each round another worker begins last; it alone sees how long the round itself takes."""
+    choices = [Choice() for _ in range(3)]
+    seconds = constant(1.0, 0.5)
+    waits = lambda worker, round_, plain: seconds(worker, round_, plain) + 7.0 * ((worker + round_) % 3)  # noqa: E731
+    go_on(choices, FIRST, waits)
+    assert [choice.seconds for choice in choices] == [[1.0, 0.5]] * 3
+    assert all(choice.plain for choice in choices)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 2**32),
+    st.floats(0.1, 10.0),
+    st.floats(0.1, 10.0),
+    st.floats(0.0, 1.0),
+)
+def test_all_workers_decide_alike(workers: int, seed: int, encoded_s: float, plain_s: float, noise: float) -> None:
+    """Whatever times they see (`go_on` asserts it); without noise they end with the faster one."""
+    rng = np.random.default_rng(seed)
+    choices = [Choice() for _ in range(workers)]
+    rounds = FIRST + FIRST_STRETCH_ROUNDS + 3 * EACH
+    go_on(choices, rounds, lambda worker, round_, plain: (plain_s if plain else encoded_s) * (1 + noise * rng.random()))
+    choices = [Choice() for _ in range(workers)]
+    go_on(choices, FIRST, constant(encoded_s, plain_s))
+    assert choices[0].plain == (plain_s * MARGIN < encoded_s)
+
+
+# --- what is owed
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_values_that_travel_as_they_are_pay_what_is_owed(dtype: Any) -> None:
+    info = KeyInfo(0, "w", (10,), np.dtype(dtype), "2bit")
+    pieces, values = Pieces(info, make({"type": "2bit", "threshold": 8.0}).push), np.arange(10).astype(dtype)
+    assert pieces.with_owed(values) is values
+    arrived = np.zeros(10, np.float64)
+    for piece in ((0, 6), (6, 10)):
+        out = np.empty(piece[1] - piece[0], np.float64 if dtype == np.float64 else np.float32)
+        pieces.decode(pieces.encode(values, piece), out)
+        arrived[slice(*piece)] += out
+    given_ = values.copy()
+    arrived += pieces.with_owed(values)
+    assert values.tolist() == given_.tolist()
+    assert arrived.tolist() == (2 * np.arange(10)).tolist()
+    assert all(not state["residual"].any() for state in pieces.states.values())
+    assert pieces.with_owed(values) is values
+
+
+def test_what_half_precision_cannot_say_stays_owed() -> None:
+    pieces = Pieces(KeyInfo(0, "w", (3,), np.dtype(np.float16), "2bit"), make({"type": "2bit", "threshold": 8.0}).push)
+    pieces.encode(np.array([1, 1, 1], np.float16), (0, 3))
+    sent = pieces.with_owed(np.array([2048, np.inf, np.nan], np.float16))
+    np.testing.assert_array_equal(sent, np.array([2048, np.inf, np.nan], np.float16))
+    assert pieces.states[0, 3]["residual"].tolist() == [1, 0, 0]
+
+
+# --- in a store
+
+
+class GivenTimes:
+    """A clock that is looked at when a round begins and when it ends. seconds: of the round of a way."""
+
+    def __init__(self, way: Any, worker: int, seconds: Times) -> None:
+        self._way, self._seconds, self._round = way, seconds, 0
+        self._now_s, self._under_way = 1e6 * worker, False
+
+    def now_s(self) -> float:
+        self._under_way = not self._under_way
+        if not self._under_way:
+            self._now_s += self._seconds(self._round, self._way._plain)
+            self._round += 1
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError("nobody sleeps by it")
+
+
+def train(compression: Any, seconds: Times, rounds: int, *, workers: int = 3, optimizer: bool = False) -> list[Any]:
+    """Rounds of whole numbers on workers of several hosts: what each worker had of each, what it owes at last, stats."""
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(67, np.float32))
+        if optimizer:
+            store.set_optimizer(optimizers.create("sgd", learning_rate=1.0, wd=0.0))
+        way = store.strategy.keys.queues[store.session.infos["w"].id].way
+        way._clock = GivenTimes(way, store.rank, lambda round_, plain: seconds(round_, plain) * (1 + 3 * store.rank))
+        found, plain = [], []
+        for round_ in range(rounds):
+            value = pushed(store.rank, round_)
+            store.pushpull("w", value)
+            found.append(value)
+            plain.append(way._plain)
+        owed = np.zeros(67)
+        for piece, state in way.pushed.states.items():
+            owed[slice(*piece)] += state.get("residual", np.zeros(1))
+        return np.array(found, np.float64), plain, owed, store.stats()
+
+    config = Config(timeout_s=20.0)
+    return spawn_stores(
+        "dist_sync", workers, body, hosts="abcde"[:workers], config=config, compression=make(compression)
+    )
+
+
+def pushed(worker: int, round_: int) -> np.ndarray:
+    return np.random.default_rng([worker, round_]).integers(-3, 4, 67).astype(np.float32)
+
+
+TWO_BITS = {"type": "2bit", "threshold": 1.0}
+LOOKS = FIRST + CHECK_ROUNDS + EACH
+
+
+@pytest.mark.parametrize("optimizer", [False, True], ids=["gather", "owners"])
+@pytest.mark.parametrize("link", ["slow", "fast", "faster at last"])
+def test_all_that_is_pushed_arrives(link: str, optimizer: bool) -> None:
+    """What all rounds added, and what is owed, is the sum of all pushes, exactly; all workers go the same ways."""
+
+    def seconds(round_: int, plain: bool) -> float:
+        fast = link == "fast" or (link == "faster at last" and round_ >= FIRST)
+        return (1.0 if plain else 1.5) if fast else (8.0 if plain else 4.0)
+
+    found = train(TWO_BITS, seconds, LOOKS + 1, optimizer=optimizer)
+    values, travelled, _, stats = found[0]
+    assert all(np.array_equal(one[0], values) and one[1] == travelled for one in found)
+    arrived = -values[-1] if optimizer else values.sum(axis=0)
+    total = sum(pushed(worker, round_).astype(np.float64) for worker in range(3) for round_ in range(LOOKS + 1))
+    assert np.array_equal(arrived + sum(owed for _, _, owed, _ in found), total)
+    assert travelled[:FIRST] == [False] * EACH + [True] * EACH
+    assert travelled[FIRST : FIRST + CHECK_ROUNDS] == [link == "fast"] * CHECK_ROUNDS
+    assert travelled[-1] == (link != "slow")
+    row = stats["compressed_keys"]["w"]
+    assert row["travels"] == ("encoded" if link == "slow" else "as it is")
+    assert row["looks"] == (2 if link == "faster at last" else 1)
+    assert all(one[3]["compressed_keys"] == stats["compressed_keys"] for one in found)
+
+
+def test_plain_rounds_have_the_bits_of_no_compression() -> None:
+    """Once nothing is owed any more, each round is the sum of what was pushed."""
+    values, travelled, _, _ = train(TWO_BITS, lambda _, plain: 1.0 if plain else 2.0, FIRST + 3)[0]
+    for round_ in range(EACH + 1, FIRST + 3):
+        assert travelled[round_]
+        assert np.array_equal(values[round_], sum(pushed(worker, round_) for worker in range(3)))
+
+
+def test_what_is_forced_is_never_measured() -> None:
+    def body(_: int, plain: bool) -> float:
+        raise AssertionError("a forced key asks for no time")
+
+    for values, travelled, _, stats in train(TWO_BITS | {"force": True}, body, FIRST + 2):
+        assert len(values) == FIRST + 2
+        assert not any(travelled)
+        assert "compressed_keys" not in stats
+        assert stats["encoded_from_bytes"] == (FIRST + 2) * 67 * 4
+
+
+def test_values_that_come_back_encoded() -> None:
+    """In plain rounds the exact values come back, and the owner goes on with them."""
+    compression = {"type": Reversed.name, "pull": "fp16"}
+    values, travelled, _, _ = train(compression, lambda _, plain: 1.0 if plain else 2.0, FIRST + 2, optimizer=True)[0]
+    total = np.zeros(67)
+    for round_ in range(FIRST + 2):
+        total -= sum(pushed(worker, round_) for worker in range(3))
+        expected = total if travelled[round_] else total.astype(np.float16)
+        assert np.array_equal(values[round_], expected)
+    assert travelled[-1]
