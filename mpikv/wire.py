@@ -50,7 +50,7 @@ def control_tag(regrouped: int) -> int:
 
 
 def key_tag(key_id: int, use: int) -> int:
-    """The tag of a key's collective: use 0 is the initial value and times of rounds, 1 the reduce-scatter, 2 the allgather."""
+    """The tag of a key's collective: use 0 is the initial value, then times of rounds; 1 adds, 2 brings the result."""
     return TAG_KEYS + key_id * TAGS_PER_KEY + use
 
 

@@ -65,7 +65,7 @@ class Pieces:
         return data
 
     def with_owed(self, values: HostArray) -> HostArray:
-        """Return the values of a round that travel as they are: with what earlier ones owe, in new memory where that is.
+        """Return the values of a round that travel as they are, with what earlier ones owe; then in new memory.
 
         values: (n,), in the key's dtype. What it cannot say of the sum stays owed, until a round is encoded again.
         """

@@ -174,7 +174,7 @@ class GivenTimes:
 
 
 def train(compression: Any, seconds: Times, rounds: int, *, workers: int = 3, optimizer: bool = False) -> list[Any]:
-    """Rounds of whole numbers on workers of several hosts: what each worker had of each, what it owes at last, stats."""
+    """Rounds of whole numbers on workers of several hosts: what a worker had of each, what it owes at last, stats."""
 
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, np.float32))
