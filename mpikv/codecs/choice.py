@@ -1,10 +1,10 @@
 """Whether the values of a key travel encoded or as they are: whichever has been faster, by the times of its rounds.
 
-The first rounds travel encoded, the next ones as they are, each for `SETTLING_ROUNDS` that do not count and
-`SAMPLES` that do. Then all workers tell each other their times (`asks`, `agree`), so that all decide alike. From then
-on they compare times every `CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much
-less, the link has changed, and the other form is tried again; else it is tried after `FIRST_STRETCH_ROUNDS`, and after twice
-as many each time that it was no faster.
+The first rounds travel encoded, the next ones as they are, each for `SETTLING_ROUNDS` that do not count and `SAMPLES`
+that do. Then all workers tell each other their times (`asks`, `agree`), so that all decide alike. From then on they
+compare times every `CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much less,
+the link has changed, and the other form is tried again; else it is tried after `FIRST_STRETCH_ROUNDS`, and after
+twice as many each time that it was no faster.
 
 A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
 rounds it is the median. The form changes only for one that is faster by more than `MARGIN`, which is more than noise.
