@@ -26,6 +26,7 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.sparse_owners import RowServer
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 
@@ -93,7 +94,12 @@ def assemble(
     )
     strategy: Strategy
     if members.path != "servers":
-        strategy = AllreduceStrategy(session, memory)
+
+        def serve_rows() -> RowServer:
+            made = core()
+            return RowServer(made.rows, serve(reached, members.workers, made))
+
+        strategy = AllreduceStrategy(session, serve_rows, memory)
     else:
         service = None if members.servers else serve(reached, members.workers, core())
         strategy = PsStrategy(session, service)

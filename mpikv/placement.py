@@ -235,6 +235,11 @@ def place(
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
 
 
+def place_rows(members: Members, info: KeyInfo) -> tuple[int, ...]:
+    """What each owner has of a row-sparse key: owner i the rows `[bounds[i], bounds[i+1])`, as many as any other."""
+    return even_bounds(info.shape[0], len(members.owners))
+
+
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:
     """A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all."""
     n_servers = len(members.owners)

@@ -18,6 +18,7 @@ from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.row_sparse import RowSparse
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 
@@ -33,12 +34,17 @@ class Pending(NamedTuple):
 
 
 class NewKey(NamedTuple):
-    """A key as one worker initialises it. value: flat, in the space of this name."""
+    """A key as one worker initialises it. value: flat, in the space of this name, or the rows of a row-sparse key."""
 
     key: Key
     shape: tuple[int, ...]
-    value: SpaceArray
+    value: SpaceArray | RowSparse
     space: str
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the key is row-sparse."""
+        return isinstance(self.value, RowSparse)
 
 
 class OwnUpdates(Protocol):

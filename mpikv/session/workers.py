@@ -17,6 +17,7 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
+from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.named import Codecs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
@@ -153,7 +154,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3], result[4])
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), *result[3:6])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -163,7 +164,7 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[5])
+                self._events.begin(info, reply.result[6])
             if reply.final:
                 self._released.discard(name)
                 if self._events.agreed is not None:
@@ -185,7 +186,18 @@ class Workers(Session):
         names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
         codec = self.codecs.of_new_keys
         items = [
-            ("init", key, [list(shape), names_of[value.dtype], codec, space]) for key, shape, value, space in values
+            (
+                "init",
+                new.key,
+                [
+                    list(new.shape),
+                    names_of[new.value.dtype],
+                    IDENTITY.name if new.sparse else codec,
+                    new.space,
+                    new.sparse,
+                ],
+            )
+            for new in values
         ]
         proposal = self.control.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")

@@ -34,6 +34,7 @@ from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
+from mpikv.strategies.sparse_owners import WorkersRows
 from mpikv.strategies.staged import Staged
 from mpikv.strategies.ways import WAYS, Make, Means
 
@@ -43,13 +44,13 @@ ALL_WAYS: Mapping[Path, Make] = {**WAYS, "staged": Staged}
 class PlacedKeys:
     """Those of one worker.
 
-    queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns.
-    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators: of the ways that need
-    them; None where the store has no such way.
+    queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns. rows: the
+    row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators: of the
+    ways that need them; None where the store has no such way.
     """
 
-    def __init__(self, session: Workers, memory: HostMemory | None) -> None:
-        self._session = session
+    def __init__(self, session: Workers, memory: HostMemory | None, rows: WorkersRows) -> None:
+        self._session, self._rows = session, rows
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
@@ -64,7 +65,7 @@ class PlacedKeys:
             self.nccl = NcclWorkers(CupyNccl(device), session.group, session.members.config.timeout_s)
             self.nccl.start(session.engine)
         self._follow(memory)
-        agreed = None if self.communicators is None else self.communicators.agreed
+        agreed = None if self.communicators is None else self._agreed
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
 
     # --- the ranks
@@ -109,6 +110,8 @@ class PlacedKeys:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
         if self.nccl is not None:
             raise UnsupportedError("regroup with keys that go by NCCL, whose communicator is that of all workers")
+        if self._rows.any:
+            raise UnsupportedError("regroup with row-sparse keys: rows that other workers own would be lost")
         members = replace(members, memory=memory is not None)
         if members.device_path == "ipc" and memory is None:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
@@ -132,6 +135,8 @@ class PlacedKeys:
 
     def _reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
+        if info.sparse:
+            return None
         if not self._session.codecs.can_be_added(info):
             raise Disagreement(
                 UnsupportedError,
@@ -144,7 +149,12 @@ class PlacedKeys:
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Open the key's queue, which first brings the value of worker 0 to all."""
+        """Open the key's queue, which first brings the value of worker 0 to all. Of a row-sparse key the rows go to
+        their owners.
+        """
+        if info.sparse:
+            self._rows.begin(info)
+            return
         queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
@@ -156,10 +166,15 @@ class PlacedKeys:
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
+        self._rows.client.forget(info)
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
             queue.space.settle()
+
+    def _agreed(self, info: KeyInfo) -> None:
+        if self.communicators is not None and not info.sparse:
+            self.communicators.agreed(info)
 
     def _settle(self, queues: Sequence[RoundQueue]) -> None:
         """Wait for copies that are under way in memory of ways that other ways take the place of."""
@@ -213,7 +228,8 @@ class PlacedKeys:
 
     def _pushes(self) -> dict[int, int]:
         """The same of each key, by its number."""
-        return {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
+        dense = {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
+        return {**dense, **self._rows.client.pushes()}
 
     def drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
         """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.

@@ -167,8 +167,6 @@ def test_with_block_closes_and_lets_exceptions_through():
 @EVERY_KIND
 def test_calls_that_other_versions_have(mode):
     def body(store):
-        with pytest.raises(UnsupportedError, match="row_sparse_pull"):
-            store.row_sparse_pull("a")
         with pytest.raises(UnsupportedError, match="compression"):
             store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
 
