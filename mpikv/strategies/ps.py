@@ -113,9 +113,8 @@ class PsStrategy(Strategy):
         if info.sparse:
             self._rows.begin(info)
             return
-        session = self._session
         placement = as_told(self._members, info, reserved)
-        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info))
+        key = self._keys[info.id] = ClientKey(info, placement)
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
@@ -214,14 +213,22 @@ class PsStrategy(Strategy):
         """The keys of a call, each push counted; room for all of it is waited for."""
         items = []
         for info, total, sink in entries:
-            number = 0 if total is None else self._count_push(info)
-            items.append(Item(self._keys[info.id], total, sink, number, op))
+            key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
+            items.append(Item(key, total, sink, number, op, self._plain(key, op)))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
+    def _plain(self, key: ClientKey, op: Reduction) -> int:
+        """What of a call travels as it is: sums alone are compressed, and not while the session says so."""
+        if self._session.compressions.suspended or not op.adds:
+            return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
+        return wire.PLAIN_ANSWER if key.plain else 0
+
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
-        items = self._items(entries, op)
+        return self._exchange(self._items(entries, op), priority)
+
+    def _exchange(self, items: Sequence[Item], priority: int) -> list[Pending]:
         if not items:
             return []
         pushes, pulls = items[0].total is not None, items[0].sink is not None
@@ -249,7 +256,7 @@ class PsStrategy(Strategy):
             raise
 
     def _blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
-        if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
+        if len(entries) == 1 and self._keys[entries[0][0].id].smallest and self._service is None:
             info, total, sink = entries[0]
             if total is not None and sink is not None:
                 self._blocking_small(info, total, sink, op)
@@ -263,7 +270,8 @@ class PsStrategy(Strategy):
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
-        item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
+        key, number = self._keys[info.id], self._count_push(info)
+        item = Item(key, total, sink, number, op, self._plain(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -326,7 +334,8 @@ class PsStrategy(Strategy):
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
-                self._session.wait(self.exchange([Entry(info, None, Sink(info, [value], spaces))], 0)[0])
+                item = Item(key, None, Sink(info, [value], spaces))
+                self._session.wait(self._exchange([item], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)
@@ -406,15 +415,19 @@ class PsStrategy(Strategy):
         return None if self._local is None else self._local.segment.take(n_bytes)
 
     def stats(self) -> dict[str, int]:
-        """What was sent through memory.
+        """What was encoded, and what was sent through memory.
 
+        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
         memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
         held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, and the values that it serves.
         """
+        before, after = (sum(key.encoded_bytes[i] for key in tuple(self._keys.values())) for i in (0, 1))
+        encoded = {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
         local = self._local
         if local is None:
-            return {}
+            return encoded
         return {
+            **encoded,
             "memory_messages": local.sent_messages,
             "memory_bytes": local.sent_bytes,
             "bytes_copied": local.copied_bytes,
