@@ -165,13 +165,18 @@ class RowCalls:
         form = [some if _is_list_of_arrays(ids_of) else some[0] for some, ids_of in zip(results, ids, strict=True)]
         return form if several else form[0]
 
-    def _wanted(self, key: Any, out: Any, row_ids: Any) -> list[_Wanted]:
-        """What one key's results are; one for each device, where there are lists."""
-        info = self._forms.info(PULL, self._forms.key(key))
+    def sparse_info(self, call: str, key: Any) -> KeyInfo:
+        """Return what is known of a key. UnsupportedError where it is dense."""
+        info = self._forms.info(call, self._forms.key(key))
         if not info.sparse:
             raise UnsupportedError(
-                f"{PULL}: key {shown(info.key)} is dense: initialise it with a RowSparse, or use pull"
+                f"{call}: key {shown(info.key)} is dense: initialise it with a RowSparse, or use pull"
             )
+        return info
+
+    def _wanted(self, key: Any, out: Any, row_ids: Any) -> list[_Wanted]:
+        """What one key's results are; one for each device, where there are lists."""
+        info = self.sparse_info(PULL, key)
         if row_ids is None:
             raise ValueError(
                 f"{PULL}: key {shown(info.key)}: row_ids says which rows are wanted; "

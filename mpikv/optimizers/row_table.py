@@ -16,7 +16,9 @@ where ids are new, all ids are copied. Known to nobody else: no message, no lock
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,9 @@ class RowTable:
         self.info, self.begin, self.end = info, begin, end
         self.columns = math.prod(info.shape[1:])
         self._optimizer: Optimizer | None = None  # whose states these are
+        self._updates = 0
+        self._watchers: dict[int, int] = {}  # of each, after how many updates it has asked last
+        self._changed: deque[tuple[int, Ids]] = deque()  # an update's number, and the rows that it has changed
         self._forget_states()
         self.replace(np.empty(0, np.int64), np.empty((0, self.columns), info.dtype))
 
@@ -141,6 +146,7 @@ class RowTable:
         attributes, factor: see `Owner.apply`. The arrays are given up. Raises what the optimizer raises.
         """
         self._follow(owner)
+        self._note(ids)
         optimizer = self._optimizer
         if optimizer is None:
             self.replace(ids, total.astype(self.info.dtype, copy=False))
@@ -159,6 +165,29 @@ class RowTable:
         assert state is not None
         self._keep(optimizer, state, places)
         self._put(ids, weight)
+
+    def _note(self, ids: Ids) -> None:
+        """Note which rows an update changes, where anybody will ask."""
+        self._updates += 1
+        if self._watchers:
+            if self._optimizer is None:  # the rows that exist become zero
+                ids = np.union1d(ids, self._existing())
+            self._changed.append((self._updates, ids))
+
+    def _existing(self) -> Ids:
+        return np.arange(self.begin, self.end) if self._places is None else self._places.in_order()[0]
+
+    def changed(self, watcher: int) -> Ids:
+        """The rows that were changed since this watcher, a number, has asked last; none when it asks first.
+
+        What changes is noted from the first question on, until all who have asked have asked again.
+        """
+        since = self._watchers.get(watcher, self._updates)
+        self._watchers[watcher] = self._updates
+        found = [ids for update, ids in self._changed if update > since]
+        while self._changed and self._changed[0][0] <= min(self._watchers.values()):
+            self._changed.popleft()
+        return functools.reduce(np.union1d, found, np.empty(0, np.int64))
 
     def _follow(self, owner: Owner) -> None:
         """States start anew where another optimizer serves the key."""

@@ -76,7 +76,7 @@ class RowShard:
         self._version = 0
         self._pushed = [0] * len(labels)
         self._waiting: list[deque[tuple[AttributesId, Pushed]]] = [deque() for _ in labels]
-        self._pulls: list[tuple[int, Header, Ids]] = []
+        self._pulls: list[tuple[int, Header, Ids | None]] = []
 
     def begin(self, written: HostArray) -> None:
         """Take the first rows."""
@@ -148,9 +148,11 @@ class RowShard:
     # --- pulls
 
     def pull(self, worker: int, header: Header, written: HostArray) -> list[Event]:
-        """Answer now, or when the round that it needs is done."""
-        ids, _ = row_ids.decode(written, self._n_rows)
-        self._pulls.append((worker, header, ids + self._begin))
+        """Answer now, or when the round that it needs is done. With the ids that are written, or with what changed."""
+        changed = header.kind == wire.ROWS_CHANGED
+        self._pulls.append(
+            (worker, header, None if changed else row_ids.decode(written, self._n_rows)[0] + self._begin)
+        )
         return self._answer()
 
     def _answer(self) -> list[Event]:
@@ -160,10 +162,15 @@ class RowShard:
             if counts and self._version < header.round:
                 later.append((worker, header, ids))
             else:
-                rows = self.table.rows(ids).reshape(-1)
-                events.append(Reply(worker, header.reply_tag, rows, header.priority))
+                data = self._changed(worker) if ids is None else self.table.rows(ids).reshape(-1)
+                events.append(Reply(worker, header.reply_tag, data, header.priority))
         self._pulls = later
         return events
+
+    def _changed(self, worker: int) -> HostArray:
+        ids = self.table.changed(worker)
+        rows = self.table.rows(ids).reshape(-1).view(np.uint8)
+        return np.concatenate([row_ids.encode(ids - self._begin, self._n_rows), rows])
 
 
 class RowCore:

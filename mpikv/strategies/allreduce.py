@@ -122,6 +122,10 @@ class AllreduceStrategy(Strategy):
         """One message to each worker that owns some of the rows, and its answer."""
         return self._rows.pull(info, ids, priority, call)
 
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """One message to each owner, and its answer."""
+        return self._rows.client.changed(info, priority)
+
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:

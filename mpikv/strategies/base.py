@@ -128,6 +128,13 @@ class Strategy(ABC):
         thousands of transfers are under way.
         """
 
+    @abstractmethod
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """Start to pull the rows of a key that were changed since this worker's last such call; none in the first one.
+
+        They are as they are after this worker's last push. The function returns them when what is pending is done.
+        """
+
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> PreparedCall | None:

@@ -5,7 +5,7 @@ Also the reference that every other mode is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.keys import Key, KeyInfo
@@ -70,6 +70,13 @@ class LocalStrategy(Strategy):
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """Copy the rows out."""
         return self._tables[info.id].rows(ids), []
+
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """Those of now."""
+        table = self._tables[info.id]
+        ids = table.changed(0)
+        changed = RowSparse(ids, table.rows(ids).reshape(ids.size, *info.shape[1:]), info.shape)
+        return [], lambda: changed
 
     def stats(self) -> dict[str, int]:
         """The memory of row-sparse keys, where there are some."""

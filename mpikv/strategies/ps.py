@@ -11,7 +11,7 @@ The servers are the same code in all modes; what differs is their policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -208,6 +208,10 @@ class PsStrategy(Strategy):
     def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
         """One message to each server that has some of the rows, and its answer."""
         return self._rows.pull(info, ids, priority, call)
+
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """One message to each owner, and its answer."""
+        return self._rows.changed(info, priority)
 
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
         """The keys of a call, each push counted; room for all of it is waited for."""

@@ -15,7 +15,7 @@ Cost: of a push, one message per owner; of a pull, two for each owner that is as
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -123,15 +123,19 @@ class RowClient:
         values: HostArray = np.empty((ids.size, key.columns), key.info.dtype)
         if not owners:
             return values, []
-        client, session = self._client, self._session
-        if not client.allows(len(owners), 0):
-            session.wait_for(Predicate(lambda: client.allows(len(owners), 0)), "wait for earlier pushes and pulls")
+        session = self._session
+        self._wait_for_tags(len(owners))
         header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
         steps = self._asking(header, self._pieces(key, ids, owners), values)
         running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
         labels = tuple(self._labels[owner] for owner in owners)
         waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
         return values, [Pending(running, waiting)]
+
+    def _wait_for_tags(self, number: int) -> None:
+        if not self._client.allows(number, 0):
+            enough = Predicate(lambda: self._client.allows(number, 0))
+            self._session.wait_for(enough, "wait for earlier pushes and pulls")
 
     def _asking(self, header: wire.Header, pieces: Sequence[_Piece], values: HostArray) -> Steps[None]:
         client = self._client
@@ -144,6 +148,31 @@ class RowClient:
             client.send(piece.owner, [(header._replace(reply_tag=tag), piece.written)])
         yield from receives
         client.reply_tags.give(tags)
+
+    def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """See `Strategy.changed_rows`. An answer is as long as its owner says."""
+        key, session, client = self._keys[info.id], self._session, self._client
+        header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
+        self._wait_for_tags(len(key.owners))
+        name = f"changed rows of key {shown(info.key)}"
+        answers = [session.engine.start(client.answer(owner, header, None), name) for owner in key.owners]
+        round_ = key.pushed if session.synchronous else None
+        pending = [
+            Pending(answer, Waiting("pull", info.key, info.id, round_, (self._labels[owner],)))
+            for owner, answer in zip(key.owners, answers, strict=True)
+        ]
+
+        def finish() -> RowSparse:
+            ids, rows = [np.empty(0, np.int64)], [np.empty(0, info.dtype)]
+            for owner, answer in zip(key.owners, answers, strict=True):
+                begin, end = key.bounds[owner : owner + 2]
+                found, data = row_ids.decode(np.frombuffer(answer.result or b"", np.uint8), end - begin)
+                ids.append(found + begin)
+                rows.append(data.view(info.dtype))
+            all_ids = np.concatenate(ids)
+            return RowSparse(all_ids, np.concatenate(rows).reshape(all_ids.size, *info.shape[1:]), info.shape)
+
+        return pending, finish
 
     def settle(self, call: str) -> None:
         """Wait until every owner has done this worker's last push of each key. Synchronous stores only."""
