@@ -232,8 +232,12 @@ class KVStore:
                     f"init: key {shown(item.key)} is there already ({self._forms.where()}); nothing was changed. "
                     "Push to change its value."
                 )
-        dense = [item for item in items if not is_sparse(item.arrays[0])]
-        values += [self._rows.new_key(item) for item in items if is_sparse(item.arrays[0])]
+        dense = []
+        for item in items:
+            if type(item.arrays[0]) is not np.ndarray and is_sparse(item.arrays[0]):
+                values.append(self._rows.new_key(item))
+            else:
+                dense.append(item)
         for item, caller in zip(dense, spaces.callers([item.arrays[0] for item in dense]), strict=True):
             what = f"init: the value of key {shown(item.key)}"
             shape, _ = shape_and_dtype(item.arrays[0], what)
@@ -256,12 +260,14 @@ class KVStore:
         """
         self._check_open("broadcast")
         _check_priority(priority)
-        for item in self._forms.items("broadcast", key, value):
-            if any(map(is_sparse, item.arrays)):
-                raise UnsupportedError(f"broadcast: {shown(item.key)} is row-sparse: init it, then row_sparse_pull")
-        self._forms.items("broadcast", key, out)
+        for item in self._forms.items("broadcast", key, out):
+            for array in item.arrays:
+                if type(array) is not np.ndarray and is_sparse(array):
+                    raise UnsupportedError(
+                        f"broadcast: `out` of key {shown(item.key)} is row-sparse: a dense array, or row_sparse_pull"
+                    )
         self.init(key, value)
-        self.pull(key, out, priority)
+        self.pull(key, out, priority, ignore_sparse=False)
 
     # --- arrays in shared memory
 

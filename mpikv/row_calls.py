@@ -74,7 +74,7 @@ class RowCalls:
         """A row-sparse key with its first rows, a copy. The value is sparse."""
         (value,) = item.arrays
         rows = total([RowSparse.of(value)])
-        return NewKey(item.key, rows.shape, rows, HOST)
+        return NewKey(item.key, rows.shape, rows, HOST, sparse=True)
 
     # --- push
 

@@ -35,17 +35,13 @@ class Pending(NamedTuple):
 
 
 class NewKey(NamedTuple):
-    """A key as one worker initialises it. value: flat, in the space of this name, or the rows of a row-sparse key."""
+    """A key as one worker initialises it. value: flat, in the space of this name; where it is `sparse`, its rows."""
 
     key: Key
     shape: tuple[int, ...]
     value: SpaceArray | RowSparse
     space: str
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the key is row-sparse."""
-        return isinstance(self.value, RowSparse)
+    sparse: bool = False
 
 
 class OwnUpdates(Protocol):

@@ -32,9 +32,8 @@ class LocalStrategy(Strategy):
 
     def init(self, values: Sequence[NewKey]) -> None:
         """Store the values."""
-        for new in values:
-            key, shape, value, space = new
-            info = KeyInfo(key, len(self._infos), shape, value.dtype, space=space, sparse=new.sparse)
+        for key, shape, value, space, sparse in values:
+            info = KeyInfo(key, len(self._infos), shape, value.dtype, space=space, sparse=sparse)
             self._infos[key] = info
             if isinstance(value, RowSparse):
                 table = self._tables[info.id] = RowTable(info, 0, shape[0])

@@ -288,6 +288,8 @@ def test_pulls(mode):
         assert (out[0][0, 0], out[1].tolist()) == (9, first.tolist())
         store.pull("a", out[0], ignore_sparse=False)
         assert out[0].tolist() == first.tolist()
+        store.broadcast("e", RowSparse([3], first[[3]], SHAPE), whole := np.ones(SHAPE))
+        assert whole.sum(1).tolist() == [0, 0, 0, 13] + [0] * 7
         assert store.pull_async(["a", "d"]).wait()[0].tolist() == first.tolist()
         return True
 
@@ -319,6 +321,7 @@ def test_wrong_calls_say_so_and_send_nothing(mode):
             (lambda: store.pushpull("r", rows), UnsupportedError, "row-sparse"),
             (lambda: store.pushpull_async("r", rows), UnsupportedError, "row-sparse"),
             (lambda: store.broadcast("n", rows, rows), UnsupportedError, "row-sparse"),
+            (lambda: store.init("n", [rows, rows]), ValueError, "2 arrays"),
         ]
         before = store.stats()
         for call, error, text in calls:

@@ -148,8 +148,8 @@ def test_parameters():
     ],
 )
 def test_trainers_that_cannot_have_them(arguments, text):
+    table = Parameter(np.ones((4, 2)), "table", sparse=True)
     with pytest.raises(UnsupportedError, match=f"'table' is row-sparse: .*{text}"):
-        table = Parameter(np.ones((4, 2)), "table", sparse=True)
         Trainer([table], **{"optimizer": "sgd", "kvstore": kv.create("local"), **arguments})
 
 
