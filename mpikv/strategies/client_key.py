@@ -6,7 +6,7 @@ Both sides know the lengths of what travels, from the placement and the codec th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs import compression
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.residuals import Span, cut_anew
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
 
@@ -73,12 +74,12 @@ def decode(codec: Codec, data: HostArray, out: HostArray) -> None:
 
 
 class ClientKey:
-    """One key as its client sees it. states: of its codec, by the first element of the piece."""
+    """One key as its client sees it. states: of its codec, by pieces."""
 
     def __init__(self, info: KeyInfo, placement: Placement) -> None:
         self.info, self.compression = info, compression.of_text(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
-        self.states: dict[int, State] = {}
+        self.states: dict[Span, State] = {}
         self.encoded_bytes = [0, 0]  # of pushes, before and after
         self.pushed = 0
         self.move(placement)
@@ -91,6 +92,7 @@ class ClientKey:
             parts = partitions(shard.begin, shard.end, placement.part_elems)
             n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
+        self.states = cut_anew(self.compression.push, self.states, self._pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
         self.smallest = one_small and self._comes_as_it_is
 
@@ -104,12 +106,24 @@ class ClientKey:
         if self.sends_as_it_is or plain:
             return total[begin:end]
         codec, values = self.compression.push, total[begin:end]
-        if (state := self.states.get(begin)) is None:
-            state = self.states[begin] = codec.init(end - begin)
+        if (state := self.states.get((begin, end))) is None:
+            state = self.states[begin, end] = codec.init(end - begin)
         data = codec.encode(values, state)
         self.encoded_bytes[0] += values.nbytes
         self.encoded_bytes[1] += data.nbytes
         return data
+
+    def codec_states(self) -> list[tuple[int, int, State]]:
+        """What the codec of this worker's pushes remembers, by pieces."""
+        return [(*piece, self.states[piece]) for piece in self._pieces if self.states.get(piece)]
+
+    def take_codec_states(self, pieces: Mapping[Span, State]) -> None:
+        """Remember this instead: states of the pieces [begin, end)."""
+        self.states = cut_anew(self.compression.push, pieces, self._pieces)
+
+    @property
+    def _pieces(self) -> list[Span]:
+        return [part for route in self.routes for part in route.parts]
 
     def value(self, array: HostArray, *, plain: bool) -> Value:
         """Where the answers to a pull go. plain: they come as they are."""

@@ -25,7 +25,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.row_ids import Ids
@@ -381,6 +381,23 @@ class PsStrategy(Strategy):
 
         keys, configs = self._session.decide(LOAD, give)
         return keys, configs
+
+    def codec_states(self, call: str) -> list[Part]:
+        """What was pushed has been encoded in the call that pushed it."""
+        return [
+            part_of(key.info, begin, end, state)
+            for key in self._keys.values()
+            for begin, end, state in key.codec_states()
+        ]
+
+    def take_codec_states(self, parts: Sequence[Part]) -> None:
+        """Each key its own."""
+        pieces: dict[Key, dict[tuple[int, int], Any]] = {}
+        for part in parts:
+            pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
+        with self._engine.lock:
+            for key in self._keys.values():
+                key.take_codec_states(pieces.get(key.info.key, {}))
 
     def _settle(self, call: str) -> None:
         """Wait until everything that all workers pushed so far has been applied. Collective."""
