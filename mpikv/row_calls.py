@@ -209,7 +209,7 @@ class RowCalls:
 def _is_list_of_arrays(value: Any) -> bool:
     """Whether it is a list of arrays or lists, not one of numbers."""
     return isinstance(value, (list, tuple)) and any(
-        (is_array(one) and np.ndim(one)) or isinstance(one, list) for one in value
+        (is_array(one) and getattr(one, "ndim", 0)) or isinstance(one, list) for one in value
     )
 
 

@@ -9,7 +9,6 @@ Cost: memory for the rows that are there. Sorting where the ids are not in order
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mpikv import row_ids
-from mpikv.arrays import HostArray, dtype_named, host_view, is_array, sum_dtype
-from mpikv.checks import shown, wrong
+from mpikv.arrays import HostArray, as_host, dtype_named, host_view, is_array, sum_dtype
+from mpikv.checks import whole, wrong
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.row_ids import Ids
 
@@ -57,7 +56,8 @@ class RowSparse:
         [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
         """
         ids = checked_ids("RowSparse: indices", indices, self.shape[0])
-        rows = host_view(values if is_array(values) else np.asarray(values), "RowSparse: values")
+        what = "RowSparse: values"
+        rows = host_view(values if is_array(values) else as_host(what, values), what)
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ShapeMismatch(
                 f"RowSparse: {ids.size} rows of an array of shape {self.shape} are {(ids.size, *self.shape[1:])}; "
@@ -180,8 +180,8 @@ def checked_ids(what: str, ids: Any, n_rows: int) -> Ids:
     else:
         try:
             found = host_view(ids, what) if is_array(ids) else np.asarray(ids)
-        except (ValueError, TypeError):
-            raise wrong(what, "an array of whole numbers", ids) from None
+        except Exception as error:  # what objects raise that are no arrays
+            raise wrong(what, "an array of whole numbers", ids) from error
     if found.size and found.dtype.kind not in "iu":
         raise wrong(what, "an array of whole numbers", ids)
     found = found.reshape(-1)
@@ -192,10 +192,8 @@ def checked_ids(what: str, ids: Any, n_rows: int) -> Ids:
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
-    try:
-        found = tuple(operator.index(extent) for extent in shape)
-    except TypeError:
-        raise wrong("RowSparse: shape", "a tuple of whole numbers", shape) from None
-    if not found or min(found) < 0:
-        raise ValueError(f"RowSparse: shape {shown(shape)}: at least one axis, and none negative")
-    return found
+    if not isinstance(shape, (tuple, list)):
+        raise wrong("RowSparse: shape", "a tuple of whole numbers", shape)
+    if not shape:
+        raise ValueError("RowSparse: shape () has no axis, and so no rows")
+    return tuple(whole("RowSparse: an extent of shape", extent) for extent in shape)
