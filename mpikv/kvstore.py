@@ -17,10 +17,11 @@ from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.devices import Device
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
+from mpikv.keys import KeyInfo
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
 from mpikv.row_calls import RowCalls
-from mpikv.row_sparse import is_sparse
+from mpikv.row_sparse import RowSparse, is_sparse
 from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, Sink, Strategy
@@ -361,15 +362,15 @@ class KVStore:
         """
         self._check_open("push")
         _check_priority(priority)
-        self._push(key, value, priority)
-
-    def _push(self, key: Keys, value: Values, priority: int) -> list[Pending]:
-        items, rows = self._rows.split("push", self._forms.items("push", key, value))
-        entries = [Entry(info, total, None) for info, total in self._forms.totals("push", items)]
-        pending = self.strategy.exchange(entries, priority) if entries else []
+        entries, rows = self._totals(key, value)
+        self.strategy.exchange(entries, priority)
         for info, total in rows:
             self.strategy.push_rows(info, total, priority)
-        return pending
+
+    def _totals(self, key: Keys, value: Values) -> tuple[list[Entry], list[tuple[KeyInfo, RowSparse]]]:
+        """What a push has for dense keys, and for row-sparse ones."""
+        items, rows = self._rows.split("push", self._forms.items("push", key, value))
+        return [Entry(info, total, None) for info, total in self._forms.totals("push", items)], rows
 
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, *, like: Values = None
@@ -479,7 +480,11 @@ class KVStore:
         """
         self._check_open("push")
         _check_priority(priority)
-        return self._remember(Request(self.session, self._push(key, value, priority)))
+        entries, rows = self._totals(key, value)
+        pending = self.strategy.exchange(entries, priority)
+        for info, total in rows:
+            self.strategy.push_rows(info, total, priority)
+        return self._remember(Request(self.session, pending))
 
     def pull_async(self, key: Keys, out: Values = None, priority: int = 0, *, like: Values = None) -> Request:
         """Do what `pull` does, and return a `Request` at once; its `wait` returns what `pull` returns.

@@ -6,6 +6,7 @@ The arithmetic is that of MXNet's own test: worker r pushes r + 1 into row r mod
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -323,11 +324,13 @@ def test_wrong_calls_say_so_and_send_nothing(mode):
             (lambda: store.broadcast("n", rows, rows), UnsupportedError, "row-sparse"),
             (lambda: store.init("n", [rows, rows]), ValueError, "2 arrays"),
         ]
-        before = store.stats()
-        for call, error, text in calls:
-            with pytest.raises(error, match=text):
-                call()
-        assert store.stats() == before
+        # Where workers are owners, what they answer to others is counted, too: the lock keeps the engine from that.
+        with getattr(store.session, "engine", mock.MagicMock()).lock:
+            before = store.stats()
+            for call, error, text in calls:
+                with pytest.raises(error, match=text):
+                    call()
+            assert store.stats() == before
         if mode.synchronous:
             store.push("r", rows)
             return store.pull(["r", "d"], ignore_sparse=False)[0].sum() / mode.workers
