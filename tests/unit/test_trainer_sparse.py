@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import frameworks
 import numpy as np
 import pytest
 from store_modes import Mode, mode_id
@@ -15,7 +16,7 @@ MODES = (
     Mode("local", 1),
     Mode("dist_sync", 1),
     Mode("dist_sync", 3),
-    Mode("dist_sync", 3, 0, "ring"),
+    Mode("dist_sync", 3, 0, "naive"),  # which adds in the order of the workers, as owners of rows do
     Mode("dist_sync", 2, 2, memory="off"),
 )
 each = pytest.mark.parametrize
@@ -122,6 +123,46 @@ def test_a_step_costs_the_rows_that_it_changes():
     push = 2 * (48 + 16) + 48 + 10 * 40
     asked, answers = 2 * 48, [2 * (16 + 80 + 20 * 40), 2 * 16]
     assert Mode("dist_sync", 2, memory="off").run(body) == [push + asked + answer for answer in answers]
+
+
+class TestTorch:
+    """A module with an embedding whose gradients are sparse."""
+
+    @staticmethod
+    def train(store, *, sparse, overlap=False, set_to_none=True):
+        torch = frameworks.need("torch")
+        torch.manual_seed(store.rank)  # worker 0's weights count
+        net = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=sparse), torch.nn.Linear(4, 1))
+        trainer = Trainer(net, "adagrad", {"learning_rate": 0.1}, kvstore=store, overlap=overlap)
+        for step in range(3):
+            trainer.zero_grad(set_to_none=set_to_none)
+            words = torch.from_numpy(np.random.default_rng(10 * step + store.rank).integers(0, 30, (2, 5)))
+            net(words).square().mean().backward()
+            trainer.step()
+        return [one.detach().numpy().tobytes() for one in net.parameters()]
+
+    @each("mode", [MODES[0], *MODES[2:]], ids=mode_id)
+    def test_the_weights_are_those_of_dense_gradients(self, mode):
+        sparse = mode.run(lambda store: self.train(store, sparse=True))
+        assert sparse == mode.run(lambda store: self.train(store, sparse=False))
+        assert sparse == [sparse[0]] * mode.workers
+
+    @each("how", [{"overlap": True}, {"set_to_none": False}])
+    def test_other_ways_to_train(self, how):
+        mode = Mode("dist_sync", 2, 1, memory="off")
+        found = mode.run(lambda store: self.train(store, sparse=True, **how))
+        assert found == mode.run(lambda store: self.train(store, sparse=True))
+
+    def test_a_step_without_a_gradient(self):
+        torch = frameworks.need("torch")
+        with kv.create("local") as store:
+            net = torch.nn.Embedding(5, 2, sparse=True)
+            before = net.weight.detach().clone()
+            trainer = Trainer(net, "sgd", kvstore=store)
+            with pytest.raises(ValueError, match="grad is None in 'weight'"):
+                trainer.step()
+            trainer.step(ignore_stale_grad=True)
+            assert torch.equal(net.weight, before)
 
 
 def test_parameters():
