@@ -131,8 +131,10 @@ class TestTorch:
     @staticmethod
     def train(store, *, sparse, overlap=False, set_to_none=True):
         torch = frameworks.need("torch")
-        torch.manual_seed(store.rank)  # worker 0's weights count
         net = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=sparse), torch.nn.Linear(4, 1))
+        rng = np.random.default_rng(store.rank)  # worker 0's weights count
+        for one in net.parameters():
+            one.data.copy_(torch.from_numpy(rng.normal(size=tuple(one.shape))))
         trainer = Trainer(net, "adagrad", {"learning_rate": 0.1}, kvstore=store, overlap=overlap)
         for step in range(3):
             trainer.zero_grad(set_to_none=set_to_none)
