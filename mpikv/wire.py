@@ -27,7 +27,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 7
+VERSION = 8
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
