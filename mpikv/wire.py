@@ -27,7 +27,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 7
+VERSION = 8
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
@@ -71,6 +71,12 @@ SAVE = 8  # answered by the states of this server, as bytes
 LOAD = 9  # payload: JSON, the keys whose states are replaced, then states as bytes; answered by one byte
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
+# Of row-sparse keys. Ids of rows are written as row_ids.py does, counted from the first row that the owner has.
+ROWS_INIT = 12  # payload: JSON description, then ids and rows
+ROWS_PUSH = 13  # payload: ids and rows, maybe none: it is this worker's push of the round all the same
+ROWS_PULL = 14  # payload: ids; answered by their rows once `round` rounds are done
+ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: what changed since this worker's last one
+ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED)
 
 # version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, plain, and 6
 # bytes more: 48 bytes, so that the payload behind it is aligned for every dtype.

@@ -19,6 +19,7 @@ from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.row_sparse import RowSparse
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 
@@ -34,12 +35,13 @@ class Pending(NamedTuple):
 
 
 class NewKey(NamedTuple):
-    """A key as one worker initialises it. value: flat, in the space of this name."""
+    """A key as one worker initialises it. value: flat, in the space of this name; where it is `sparse`, its rows."""
 
     key: Key
     shape: tuple[int, ...]
-    value: SpaceArray
+    value: SpaceArray | RowSparse
     space: str
+    sparse: bool = False
 
 
 class OwnUpdates(Protocol):

@@ -18,7 +18,7 @@ from mpikv import device_paths, wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs import compression
-from mpikv.codecs.compression import Compression, Compressions
+from mpikv.codecs.compression import NONE, Compression, Compressions
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -164,7 +164,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3], result[4])
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), *result[3:6])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -174,7 +174,7 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[5])
+                self._events.begin(info, reply.result[6])
             if reply.final:
                 self._released.discard(name)
                 if self._events.agreed is not None:
@@ -195,11 +195,13 @@ class Workers(Session):
         """
         names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
         items, links = [], self.members.links
-        for key, shape, value, space in values:
-            travels = self.compressions.of(key, value.dtype, links=links)
+        for new in values:
+            dtype = new.value.dtype
+            # Rows travel as they are.
+            travels = NONE if new.sparse else self.compressions.of(new.key, dtype, links=links)
             if DEFAULT_SLOT in self._optimizers:
-                _check_pull("init", key, travels)
-            items.append(("init", key, [list(shape), names_of[value.dtype], travels.text, space]))
+                _check_pull("init", new.key, travels)
+            items.append(("init", new.key, [list(new.shape), names_of[dtype], travels.text, new.space, new.sparse]))
         proposal = self.control.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
