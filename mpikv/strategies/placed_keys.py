@@ -84,9 +84,21 @@ class PlacedKeys:
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[tuple[int, Any, str, bool], Placement] = {}  # of keys that are alike in this
-        self._means = Means(session.group, session.spaces, self.hosts, self.communicators, nccl=self.nccl)
+        self._means = Means(
+            session.key_group,
+            session.spaces,
+            self.hosts,
+            self.communicators,
+            nccl=self.nccl,
+            plain_group=session.group,
+        )
         self._rounds = RoundSteps(
-            session.rank, session.num_workers, self.owner, self._comparison, session.control.comparing.dispute
+            session.rank,
+            session.num_workers,
+            self.owner,
+            self._comparison,
+            session.control.comparing.dispute,
+            priorities=session.priorities,
         )
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:

@@ -48,6 +48,7 @@ class Round(NamedTuple):
     changeable: bool = True
     outs: tuple[HostArray, ...] = ()
     op: Reduction = SUM
+    priority: int = 0
 
 
 class RoundQueue:

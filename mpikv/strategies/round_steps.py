@@ -21,7 +21,8 @@ class RoundSteps:
     """What the rounds of all queues of a worker need.
 
     rank, size: of the worker, among so many. comparison: makes that of a queue's labels; None: there is nothing to
-    compare. dispute: brings the labels of a round to worker 0.
+    compare. dispute: brings the labels of a round to worker 0. priorities: where the priority of a queue's round is
+    written, by the queue's number, before the round sends anything.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class RoundSteps:
         owner: Owner,
         comparison: Callable[[RoundQueue], Comparison | None],
         dispute: Callable[[int, int, Labels], Dispute],
+        *,
+        priorities: dict[int, int],
     ) -> None:
         self._rank, self._size, self._owner = rank, size, owner
-        self._comparison, self._dispute = comparison, dispute
+        self._comparison, self._dispute, self._priorities = comparison, dispute, priorities
 
     def run(self, queue: RoundQueue) -> Steps[None]:
         """Do what is in the queue; ends when it is empty."""
@@ -47,6 +50,7 @@ class RoundSteps:
         comparison = queue.comparison
         while queue.waiting:
             round_ = queue.waiting[0]
+            self._priorities[queue.info.id] = round_.priority
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
             totals = yield from way.reduce_scatter(
