@@ -6,12 +6,13 @@ taken at the other end, whatever the other end waits for.* Two kinds of messages
 
 - A long message is sent only when its receiver has asked for it, which it does when it begins to receive it.
 - Short messages to one rank travel together, in *bundles*. Every rank takes in all bundles that come; a short message
-  that nobody has begun to receive waits here. Bundles also carry what receivers ask for.
+  that nobody has begun to receive waits here. Bundles also carry what receivers ask for, and how much they have taken.
 
 So what is under way always gets through. A sender can then afford to have only so many bytes under way to each rank,
-`WINDOW_BYTES`, and to choose what is next: of all that may leave, what has the highest priority, short messages before
-long ones, and then in the order of their `isend`. While the window is full short messages gather. Nobody ever waits for
-a key that another rank has not pushed, except whoever waits for that key.
+`WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
+the highest priority, short messages before long ones, and then in the order of their `isend`. (That MPI has sent a
+message says nothing: it copies short ones, and the system keeps megabytes for a socket.) While the window is full short
+messages gather. Nobody ever waits for a key that another rank has not pushed, except whoever waits for that key.
 
 Nothing leaves before `poll` or `flush`, so that what a call, or a step of the engine, has to send travels together.
 
@@ -34,23 +35,28 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Completion, Request
+from mpikv.engine.request import Completion, Request, wakes
 from mpikv.errors import MpikvError
 from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
+TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
 _T = TypeVar("_T")
-_PAIR = 8  # bytes of a line of a bundle's head: two uint32
+_LINE = 2  # uint32 of a line of a bundle's head
+_FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, nothing
 
 
 class _Sending(Completion):
-    """A message that waits to be sent. As a request, it is done when its array may be changed again."""
+    """A message that waits to be sent. As a request, it is done when its array may be changed again.
 
-    __slots__ = ("data", "tag")
+    n_bytes: of its values, without a note.
+    """
 
-    def __init__(self, data: HostArray, tag: int) -> None:
+    __slots__ = ("data", "n_bytes", "tag")
+
+    def __init__(self, data: HostArray, tag: int, n_bytes: int) -> None:
         super().__init__()
-        self.data, self.tag = data, tag
+        self.data, self.tag, self.n_bytes = data, tag, n_bytes
 
 
 class _Receiving(Completion):
@@ -72,6 +78,32 @@ class _Receiving(Completion):
         self.finish()
 
 
+class _Asked(Completion):
+    """A long message that was asked for. It is taken as soon as it has come, whoever waits for it."""
+
+    __slots__ = ("_n_bytes", "_peer", "_request")
+
+    def __init__(self, request: Request, n_bytes: int, peer: _Peer) -> None:
+        super().__init__()
+        self._request, self._n_bytes, self._peer = request, n_bytes, peer
+        self.wake()
+
+    def wake(self) -> None:
+        """It may have come."""
+        while not self.done:
+            try:
+                if self._request.test():
+                    self._peer.taken_bytes += self._n_bytes
+                    self.finish()
+                elif wakes(self._request, self):
+                    return
+                else:
+                    self._peer.looked_at.append(self)
+                    return
+            except Exception as error:  # noqa: BLE001 - raised to whoever waits for it
+                self.finish(error)
+
+
 Waiting = tuple[int, bool, int, _Sending]  # what is to leave first is smallest: -priority, is long, number
 
 
@@ -85,8 +117,10 @@ class _Peer:
         self.held: dict[int, deque[Waiting]] = {}  # long messages that nobody has asked for, by tag
         self.asked: dict[int, int] = {}  # how many more the other one has asked for than there were, by tag
         self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
-        self.under_way: deque[tuple[Request, int, _Sending | None]] = deque()  # with their bytes; None: a bundle
-        self.under_way_bytes = 0
+        self.under_way: deque[tuple[Request, _Sending | None]] = deque()  # None: a bundle
+        self.unread_bytes = 0  # sent, and not known to be taken
+        self.taken_bytes = 0  # of what has come, and not told yet
+        self.looked_at: list[_Asked] = []  # long messages that do not say when they have come
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
         self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
         self.coming: deque[tuple[HostArray, Request]] = deque()  # bundles
@@ -142,11 +176,12 @@ class OrderedTransport:
         peer = self._peers.get(dest)
         if peer is None:
             return self._inner.isend(buf, dest, tag, room_bytes)
-        sending = _Sending(buf.reshape(-1).view(np.uint8), tag)
+        n_bytes = buf.nbytes - room_bytes
+        sending = _Sending(buf.reshape(-1).view(np.uint8), tag, n_bytes)
         if peer.error is not None:
             sending.finish(peer.error)
             return sending
-        is_long = buf.nbytes - room_bytes > self._short_bytes
+        is_long = n_bytes > self._short_bytes
         self._number += 1
         waiting = (-self._priorities.get(wire.key_of(tag), 0), is_long, self._number, sending)
         if is_long and not peer.asked.get(tag):
@@ -166,24 +201,24 @@ class OrderedTransport:
         for dest, peer in tuple(self._active.items()):
             while peer.under_way and self._has_left(peer):
                 pass
-            while peer.under_way_bytes < WINDOW_BYTES:
+            while peer.unread_bytes < WINDOW_BYTES:
                 may_bundle = peer.short and (not self.gathering or peer.short_bytes >= self._bucket_bytes)
                 if may_bundle and not (peer.long and peer.long[0] < peer.short[0]):
                     self._bundle(dest, peer)
                 elif peer.long:
                     sending = heappop(peer.long)[3]
                     request = self._inner.isend(sending.data, dest, sending.tag)
-                    self._sent(peer, request, sending.data.size, sending)
+                    self._sent(peer, request, sending.n_bytes, sending)
                 else:
                     break
-            if peer.asking:
+            if peer.asking or peer.taken_bytes >= TOLD_BYTES:
                 self._bundle(dest, peer, only_asking=True)
             if not (peer.short or peer.long or peer.under_way):
                 del self._active[dest]
 
     @staticmethod
     def _has_left(peer: _Peer) -> bool:
-        request, n_bytes, sending = peer.under_way[0]
+        request, sending = peer.under_way[0]
         error: Exception | None = None
         try:
             if not request.test():
@@ -191,7 +226,6 @@ class OrderedTransport:
         except Exception as found:  # noqa: BLE001 - raised to whoever waits for a message to or from this rank
             error = found
         peer.under_way.popleft()
-        peer.under_way_bytes -= n_bytes
         if sending is not None:
             sending.finish(error)
         if error is not None:
@@ -200,8 +234,8 @@ class OrderedTransport:
 
     @staticmethod
     def _sent(peer: _Peer, request: Request, n_bytes: int, sending: _Sending | None) -> None:
-        peer.under_way.append((request, n_bytes, sending))
-        peer.under_way_bytes += n_bytes
+        peer.under_way.append((request, sending))
+        peer.unread_bytes += n_bytes
 
     def _bundle(self, dest: int, peer: _Peer, *, only_asking: bool = False) -> None:
         """Send a bundle: what this rank asks for, and the short messages that fit and have no long one before them."""
@@ -215,7 +249,8 @@ class OrderedTransport:
             sendings.append(heappop(peer.short)[3])
             n_bytes += size
         peer.short_bytes -= n_bytes
-        head = [len(asking), len(sendings)]
+        head = [len(asking), len(sendings), peer.taken_bytes, 0]
+        peer.taken_bytes = 0
         for pair in asking.items():
             head += pair
         for sending in sendings:
@@ -236,10 +271,11 @@ class OrderedTransport:
         peer = self._peers.get(source)
         if peer is None:
             return self._inner.irecv(buf, source, tag, room_bytes)
-        if buf.nbytes - room_bytes > self._short_bytes:
+        n_bytes = buf.nbytes - room_bytes
+        if n_bytes > self._short_bytes:
             _count(peer.asking, tag, 1)
             self._active[source] = peer
-            return self._inner.irecv(buf, source, tag, room_bytes)
+            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer)
         receiving = _Receiving(buf.reshape(-1).view(np.uint8), room_bytes)
         if tag in peer.arrived:
             receiving.take(_first(peer.arrived, tag), source, tag)
@@ -266,13 +302,23 @@ class OrderedTransport:
                 peer.fail(error)
             if not peer.coming:
                 del self._incoming[source]
+        for source, peer in self._peers.items():
+            looked_at, peer.looked_at = peer.looked_at, []
+            for asked in looked_at:
+                asked.wake()
+            if peer.taken_bytes >= TOLD_BYTES:
+                self._active[source] = peer
         if self._active:
             self.flush()
 
     def _open(self, source: int, peer: _Peer, bundle: HostArray) -> None:
-        n_asked, n_messages = bundle[:_PAIR].view(np.uint32).tolist()
-        at = _PAIR * (1 + n_asked + n_messages)
-        head = bundle[_PAIR:at].view(np.uint32).reshape(-1, 2).tolist()
+        peer.taken_bytes += bundle.size
+        n_asked, n_messages, read_bytes, _ = bundle[: 4 * _FIRST].view(np.uint32).tolist()
+        peer.unread_bytes -= read_bytes
+        if peer.short or peer.long:
+            self._active[source] = peer
+        at = 4 * (_FIRST + _LINE * (n_asked + n_messages))
+        head = bundle[4 * _FIRST : at].view(np.uint32).reshape(-1, _LINE).tolist()
         for tag, count in head[:n_asked]:
             self._active[source] = peer
             _count(peer.asked, tag, count)

@@ -61,9 +61,10 @@ def test_a_list_of_small_keys_is_one_message_for_each_half_of_the_round() -> Non
         together.wait()
         return sent
 
-    assert spawn_stores("dist_sync", 2, body, config=BY_CALLS, fabric=fabric, hosts=fabric.hosts) == [
-        [wire.TAG_BUNDLES] * 2
-    ] * 2
+    assert (
+        spawn_stores("dist_sync", 2, body, config=BY_CALLS, fabric=fabric, hosts=fabric.hosts)
+        == [[wire.TAG_BUNDLES] * 2] * 2
+    )
 
 
 def test_a_key_of_higher_priority_leaves_first_though_it_came_last() -> None:
@@ -185,7 +186,10 @@ def rounds(
             store.set_optimizer(optimizers.create("sgd", learning_rate=0.1, momentum=0.9))
         found = b""
         for round_ in range(2):
-            arrays = [array.astype(value.dtype) for array, value in zip(arrays_of(store.rank, round_, sizes), values)]
+            arrays = [
+                array.astype(value.dtype)
+                for array, value in zip(arrays_of(store.rank, round_, sizes), values, strict=True)
+            ]
             own.choice(ways)(store, own, arrays)
             found += b"".join(array.tobytes() for array in arrays)
         return found
