@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import compressed
 import image_sets
 import numpy as np
 import torch
@@ -84,7 +85,9 @@ def arguments(line: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--save", type=Path, metavar="FILE", help="write everything into FILE after every epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
+    compressed.add_options(parser)
     options = parser.parse_args(line)
+    options.compression = compressed.compression_params(parser, options)
     try:
         options.lr_steps = [float(epoch) for epoch in options.lr_steps.split(",") if epoch]
         gpus = [int(gpu) for gpu in options.gpus.split(",")] if options.gpus not in (None, "auto") else []
@@ -291,7 +294,7 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     torch.manual_seed(options.seed)
     net = NETWORKS[options.model](images.channels, 10).to(options.devices[0])
     store.init("correct", np.zeros(1, dtype=np.int64))
-    trainer = Trainer(net, options.optimizer, optimizer_params(options), kvstore=store)
+    trainer = Trainer(net, options.optimizer, optimizer_params(options), store, options.compression)
     problem: Exception | None = None
     try:
         if options.resume and trainer.resume(options.resume) == 0:
@@ -318,6 +321,7 @@ def main() -> None:
         result, time_s = run.train(), time.perf_counter() - start_s
         if store.rank == 0:
             what = "stopped" if result is None else f"accuracy {result:.4f}"
+            compressed.print_saving(store)
             print(f"{what} after {run.trainer.steps} steps in {time_s:.1f} s", flush=True)
 
 

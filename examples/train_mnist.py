@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint
+import compressed
 import numpy as np
 from fetched import load_images
 from networks import NETWORKS, Network
@@ -83,7 +84,9 @@ def arguments() -> argparse.Namespace:
     add("--save", type=Path, metavar="FILE", help="write weights and optimizer states after every epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     add("--dump-weights", type=Path, metavar="FILE", help="write the final weights as .npz")
+    compressed.add_options(parser)
     options = parser.parse_args()
+    options.compression = compressed.compression_params(parser, options)
     for name in ("num_examples", "max_steps", "batch_size", "num_devices"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -267,7 +270,7 @@ def main() -> None:
             first_epoch[0] = checkpoint.load_weights(options.resume, network.parameters)
         store.broadcast("first epoch", first_epoch, out=first_epoch)  # the others need not see the file
         store.init("correct", np.zeros(1, dtype=np.int64))
-        trainer = Trainer(network.parameters, options.optimizer, optimizer_params(options), kvstore=store)
+        trainer = Trainer(network.parameters, options.optimizer, optimizer_params(options), store, options.compression)
         if options.resume:
             checkpoint.load_states(options.resume, trainer, int(first_epoch[0]))
 
@@ -279,6 +282,7 @@ def main() -> None:
         if store.rank == 0:
             if options.dump_weights:
                 checkpoint.write_weights(options.dump_weights, network.parameters)
+            compressed.print_saving(store)
             print(f"accuracy {result:.4f} after {after} in {time.perf_counter() - start_s:.1f} s", flush=True)
 
 

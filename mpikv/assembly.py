@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from mpikv.codecs.named import Codecs
+from mpikv.codecs.compression import Compressions
 from mpikv.errors import MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.kvstore import KVStore
@@ -53,14 +53,14 @@ def assemble(
     memory: HostMemory | None = None,
     connect: Callable[[LocalTransport | None], None] = lambda _links: None,
     asked_to_stop: Callable[[], str | None] = lambda: None,
-    codecs: Codecs | None = None,
+    compressions: Compressions | None = None,
     spaces: Spaces | None = None,
 ) -> KVStore | None:
     """The store of a worker; None at a server, which has served until all workers had closed their stores.
 
     memory: of this rank's host, where its ranks share some. connect: lets the ranks of a host wake each other, through
     the transport that it is given (None: this rank has none); called on all ranks or on none. asked_to_stop: why a
-    server asks all workers to stop, once it does. codecs: what pushes may travel as, the same on all ranks.
+    server asks all workers to stop, once it does. compressions: how the values of keys travel.
     spaces: where this rank's part of the values is, default host memory. Raises MpikvError where an optimizer ended a
     server.
     """
@@ -75,7 +75,7 @@ def assemble(
     def core() -> ServerCore:
         labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
         policy = Synchronous if members.synchronous else Asynchronous
-        return ServerCore(labels, policy, None if links is None else links.segment, codecs, spaces.host)
+        return ServerCore(labels, policy, None if links is None else links.segment, space=spaces.host)
 
     if transport.rank in members.servers:
         try:
@@ -89,7 +89,14 @@ def assemble(
     if members.path != "servers":
         members = replace(members, memory=memory is not None)
     session = Workers(
-        transport, members, name, threaded=threaded, on_fatal=on_fatal, links=links, codecs=codecs, spaces=spaces
+        transport,
+        members,
+        name,
+        threaded=threaded,
+        on_fatal=on_fatal,
+        links=links,
+        compressions=compressions,
+        spaces=spaces,
     )
     strategy: Strategy
     if members.path != "servers":

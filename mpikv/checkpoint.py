@@ -94,6 +94,13 @@ def spread(
     values: arrays, on other workers than 0 any of their shapes and dtypes. optimizer: that serves the keys afterwards,
     with no states yet; None: the store has none for them.
     """
+    with store.session.compressions.suspend():
+        _spread(store, keys, values, outs, optimizer)
+
+
+def _spread(
+    store: KVStore, keys: Sequence[Key], values: Sequence[Any], outs: Sequence[Any], optimizer: Optimizer | None
+) -> None:
     if store.rank != 0:
         values = [_neutral(*shape_and_dtype(value, "a weight")) for value in values]
     if optimizer is None:

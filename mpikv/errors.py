@@ -67,9 +67,9 @@ class ShapeMismatch(MpikvError, ValueError):  # noqa: N818 - the name is part of
 class UnsupportedError(MpikvError):
     """The call exists, but not in this mode or not for this kind of array.
 
-    >>> kv.create('local').set_gradient_compression({'type': '2bit'})
+    >>> kv.create('local').zeros(3, 'complex64')
     Traceback (most recent call last):
-    mpikv.errors.UnsupportedError: set_gradient_compression...
+    mpikv.errors.UnsupportedError: dtype 'complex64'...
     """
 
 

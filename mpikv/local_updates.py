@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from mpikv.checks import shown
 from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
+from mpikv.optimizers.states import Part
 from mpikv.session.base import NewKey, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
@@ -81,10 +82,16 @@ class LocalUpdates:
         self._strategy.push(info, total)
         return in_place
 
-    def save_states(self, path: str) -> None:
-        """Write the states into one file, whole or not at all, in the format of a store's file."""
-        save_file(self._session, self._strategy, path, dump_optimizer=True)
+    def save_states(self, path: str, of_codecs: Sequence[Part] = ()) -> None:
+        """Write the states into one file, whole or not at all, in the format of a store's file.
 
-    def load_states(self, path: str) -> None:
-        """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError."""
-        load_file(self._session, self._strategy, path)
+        of_codecs: what codecs remember that a store has for the same keys.
+        """
+        save_file(self._session, self._strategy, path, dump_optimizer=True, of_codecs=of_codecs)
+
+    def load_states(self, path: str) -> Sequence[Part]:
+        """Read such a file, or one of a store with the same keys. Nothing is changed if it raises StatesFileError.
+
+        Returns what the file has of codecs.
+        """
+        return load_file(self._session, self._strategy, path)

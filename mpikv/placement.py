@@ -150,6 +150,11 @@ class Members:
         return replace(self, workers=tuple(workers))
 
     @property
+    def links(self) -> bool:
+        """Whether the ranks are on several hosts, so that values travel over links."""
+        return len({self.hosts[rank] for rank in (*self.workers, *self.servers)}) > 1
+
+    @property
     def _on_servers(self) -> bool:
         return bool(self.servers) or not self.synchronous
 

@@ -22,6 +22,11 @@ class Reduction(NamedTuple):
     combine: np.ufunc
     is_mean: bool = False
 
+    @property
+    def adds(self) -> bool:
+        """Whether it is made of a sum."""
+        return self.combine is np.add
+
     def finish(self, total: npt.NDArray[Any], num_workers: int) -> None:
         """Make the result, in place, of `total`: what all workers' arrays have been combined to."""
         if self.is_mean and num_workers > 1:

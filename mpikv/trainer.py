@@ -118,13 +118,13 @@ class Trainer(TrainerFiles):
         self._clip = None if clip_global_norm is None else positive(clip_global_norm, "clip_global_norm")
         self._on_store = updates_on_store(self._store, update_on_kvstore, clips=self._clip is not None)
         self.last_global_norm: float | None = None  # before clipping, of the last step; None without clip_global_norm
-        if checks.options("compression_params", compression_params):
-            if self._store is None:
-                raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
-            self._store.set_gradient_compression(compression_params or {})
+        if checks.options("compression_params", compression_params) and self._store is None:
+            raise ValueError("compression_params need a store, and with this kvstore nothing is sent")
         self._check_stop_file()
         number = 0 if self._store is None else self._store.session.new_namespace()
         self._keys = {name: f"trainer{number}/{name}" for name in self._params}
+        if self._store is not None and compression_params:
+            self._store.set_gradient_compression(compression_params, list(self._keys.values()))
         self._apply_factors()
         if self._store is not None:
             self._spaces = self._store.session.spaces

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpikv import arrays, checkpoint, checks
@@ -21,8 +21,10 @@ from mpikv.files import check_regular
 from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
+from mpikv.optimizers.states import Part
 from mpikv.parameter import data_written, list_data
-from mpikv.strategies.states import save_file
+from mpikv.strategies import codec_states
+from mpikv.strategies.states import LOAD, SAVE, save_file
 from mpikv.torch_parameter import TorchBuffer
 
 STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
@@ -59,7 +61,8 @@ class TrainerFiles:
         """Write the optimizer's states for this trainer's parameters into one file, whole or not at all.
 
         Where the store makes the updates the call is collective, and worker 0 writes. Otherwise it is local, and all
-        workers would write the same: let one of them do it.
+        workers would write the same: let one of them do it. With gradient compression each worker remembers something
+        else: then it is collective, too, and worker 0 writes.
 
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'adam')
         >>> trainer.save_states('states')
@@ -69,8 +72,17 @@ class TrainerFiles:
             trained = [key for name, key in self._keys.items() if not self._is_frozen(name)]
             session, strategy = self._store.session, self._store.strategy
             save_file(session, strategy, checks.path("fname", fname), trained, dump_optimizer=True)
+        elif self._store is not None and codec_states.compresses(self._store.session, self._keys.values()):
+            path, of_codecs = checks.path("fname", fname), self._of_codecs()
+            self._decide(SAVE, lambda: self._local.save_states(path, of_codecs))
         else:
             self._local.save_states(checks.path("fname", fname))
+
+    def _of_codecs(self) -> Sequence[Part]:
+        """What the store's codecs remember, at worker 0. Collective where something is compressed."""
+        if self._store is None:
+            return ()
+        return codec_states.gather(self._store.session, self._store.strategy, SAVE, list(self._keys.values()))
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Read what `save_states` wrote, with any number of workers, servers and devices.
@@ -82,7 +94,9 @@ class TrainerFiles:
         if self._on_store and self._store is not None:
             self._store.load_optimizer_states(fname)
         else:
-            self._local.load_states(checks.path("fname", fname))
+            of_codecs = self._local.load_states(checks.path("fname", fname))
+            if self._store is not None:
+                codec_states.spread(self._store.session, self._store.strategy, LOAD, of_codecs)
 
     # --- checkpoints
 
@@ -159,10 +173,11 @@ class TrainerFiles:
         try:
             if self._on_store:
                 self.save_states(states)
+            of_codecs = () if self._on_store else self._of_codecs()
 
             def write() -> None:
                 if not self._on_store:
-                    self.save_states(states)
+                    self._local.save_states(states, of_codecs)
                 weights = checkpoint.weights_of(self._data())
                 checkpoint.write(
                     path, checkpoint.Checkpoint(self._steps, self._examples, weights, checkpoint.states_of(states))

@@ -28,7 +28,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 6
+VERSION = 7
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
@@ -80,20 +80,23 @@ LOAD = 9  # payload: JSON, the keys whose states are replaced, then states as by
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
 
-# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, and 7 bytes
-# more: 48 bytes, so that the payload behind it is aligned for every dtype.
-_HEADER = struct.Struct("<BBHIIIQQqB7x")
+# version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, plain, and 6
+# bytes more: 48 bytes, so that the payload behind it is aligned for every dtype.
+_HEADER = struct.Struct("<BBHIIIQQqBB6x")
 HEADER_BYTES = _HEADER.size
 ALIGN_BYTES = 16  # of each request in a message of several
 
 PRIORITY_LIMIT = 2**63 - 1
+
+PLAIN_ANSWER, PLAIN_PUSH = 1, 2
 
 
 class Header(NamedTuple):
     """The fixed part of a request. `round` is the push's round or the version that a pull needs.
 
     payload_tag: where the client holds the payload; 0: it stands behind the header. op: the code of the reduction of a
-    push (reductions.py).
+    push (reductions.py). plain: what travels as it is, whatever the key's codec: PLAIN_ANSWER,
+    PLAIN_PUSH, or their sum.
     """
 
     kind: int
@@ -104,6 +107,7 @@ class Header(NamedTuple):
     payload_tag: int = 0
     priority: int = 0
     op: int = 0
+    plain: int = 0
 
 
 Payload = HostArray | bytes | None
@@ -133,10 +137,9 @@ def requests(items: Sequence[tuple[Header, Payload]]) -> HostArray:
 
 
 def _put(message: HostArray, at: int, header: Header, data: HostArray | None, length: int) -> None:
-    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op = header
-    _HEADER.pack_into(
-        message.data, at, VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op
-    )
+    kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, plain = header
+    fields = (VERSION, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, plain)
+    _HEADER.pack_into(message.data, at, *fields)
     if data is not None and length:
         begin = at + HEADER_BYTES
         message[begin : begin + length] = data.reshape(-1).view(np.uint8)
@@ -165,7 +168,7 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
         if size - at < HEADER_BYTES:
             raise MpikvError(f"a request of {size - at} bytes is shorter than its header of {HEADER_BYTES}")
         fields = _HEADER.unpack_from(message.data, at)
-        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op = fields
+        version, kind, payload_tag, key_id, reply_tag, attributes_id, round_, length, priority, op, plain = fields
         if version != VERSION:
             raise MpikvError(
                 f"a request in wire version {version}, this rank speaks {VERSION}: ranks run different mpikv"
@@ -175,7 +178,8 @@ def parse_requests(message: HostArray) -> list[tuple[Header, HostArray]]:
         if payload.size != length or (end > size and at + HEADER_BYTES + length != size):
             brought = size - at - HEADER_BYTES
             raise MpikvError(f"a request of kind {kind} announces {length} bytes and brought {brought}")
-        found.append((Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op), payload))
+        header = Header(kind, key_id, reply_tag, attributes_id, round_, payload_tag, priority, op, plain)
+        found.append((header, payload))
         if end >= size:
             return found
         at = end

@@ -1,8 +1,11 @@
 """What a codec is: how a push travels to whoever adds it.
 
 A worker encodes each piece of a push that travels by itself, and whoever adds it decodes it. All ranks agree on a key's
-codec when the key is initialised, so that a step sends no lengths: both sides ask `wire_bytes`. What owners send back
-is never encoded.
+codec when the key is initialised, so that a step sends no lengths: both sides ask `wire_bytes`.
+
+A codec is a value: a frozen dataclass whose fields are its configuration, so that `repr` makes it again and two that
+are configured alike are equal. What it has to remember from push to push is a `State`, which its caller keeps for each
+piece of each key: named arrays, so that it can be saved, cut and sent like an optimizer's.
 
 `decode` writes in the dtype that the key is added in. So a push that comes in fewer bits is widened by the same pass
 that decodes it, and one that comes in that dtype is added where it lies, without a copy and without `decode`.
@@ -10,30 +13,49 @@ that decodes it, and one that comes in that dtype is added where it lies, withou
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 
+State = dict[str, HostArray]
+"""What a codec remembers of a piece, by name. "residual": (n,) float32, what earlier pushes of the piece still owe."""
 
-class Codec(Protocol):
-    """One of them: a value without state, the same on every rank that knows it by this name."""
 
-    name: str
+class Codec(ABC):
+    """One way to encode floating point numbers: float16, bfloat16, float32 or float64. Others are never encoded."""
+
+    name: ClassVar[str]  # the 'type' that a user asks for
+    exact: ClassVar[bool] = False  # what is decoded is what was encoded: nothing has to be made up for
+    rounds: ClassVar[bool] = False  # without a state, and each value comes out near what it was: weights may go so
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
         """What values of `dtype` travel as: one number of this dtype for each. None: bytes that mean nothing alone."""
-        ...
+        return None
 
+    @abstractmethod
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """How many bytes n values of `dtype` are on their way."""
-        ...
 
-    def encode(self, values: HostArray) -> HostArray:
-        """What travels of (n,) contiguous values: a contiguous array of `wire_bytes` bytes; it may be `values`."""
-        ...
+    def init(self, n_elems: int) -> State:
+        """The state before the first push of a piece of n values."""
+        return {}
 
+    @abstractmethod
+    def encode(self, values: HostArray, state: State) -> HostArray:
+        """What travels of (n,) contiguous values: a contiguous array of `wire_bytes` bytes; it may be `values`.
+
+        state: that of the piece, changed in place.
+        """
+
+    @abstractmethod
     def decode(self, data: HostArray, out: HostArray) -> None:
         """Write the values into `out`, (n,) in the dtype they are added in. data: of the wire's dtype, or uint8."""
-        ...
+
+    def add(self, data: HostArray, out: HostArray) -> None:
+        """Add the values to `out`, with the same bits as by `decode` and one sum."""
+        values = np.empty_like(out)
+        self.decode(data, values)
+        out += values

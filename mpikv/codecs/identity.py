@@ -1,18 +1,22 @@
-"""The codec that every key has today: values travel as they are, at no cost."""
+"""The codec of keys that are not compressed: values travel as they are, at no cost."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.codecs.base import Codec, State
 
 
-class Identity:
-    """What travels is the array itself."""
+@dataclass(frozen=True)
+class Identity(Codec):
+    """What travels is the array itself, of any dtype."""
 
     name = "none"
+    exact = rounds = True
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """That of the values."""
@@ -22,7 +26,7 @@ class Identity:
         """Those of the values."""
         return n_elems * dtype.itemsize
 
-    def encode(self, values: HostArray) -> HostArray:
+    def encode(self, values: HostArray, state: State) -> HostArray:
         """The array itself."""
         return values
 

@@ -35,7 +35,10 @@ KIND = "mpikv optimizer states"
 
 
 class Part(NamedTuple):
-    """The state of the elements [begin, end) of a key, whose whole value has this shape and dtype."""
+    """The state of the elements [begin, end) of a key, whose whole value has this shape and dtype.
+
+    worker: whose codec has it; None: it is the optimizer's, of which there is one.
+    """
 
     key: Key
     shape: tuple[int, ...]
@@ -43,6 +46,7 @@ class Part(NamedTuple):
     begin: int
     end: int
     state: State
+    worker: int | None = None
 
     @property
     def n_elems(self) -> int:
@@ -63,12 +67,13 @@ def part_of(info: KeyInfo, begin: int, end: int, state: State) -> Part:
 @dataclass(frozen=True)
 class StatesFile:
     """What a file holds. entries: the whole state of each key. optimizer: `Optimizer.config()` of the one that made the
-    states, if it was saved.
+    states, if it was saved. codecs: what the codecs of each worker remember, piece by piece.
     """
 
     entries: dict[Key, Part]
     optimizer: dict[str, Any] | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    codecs: tuple[Part, ...] = ()
 
 
 # --- files
@@ -83,8 +88,9 @@ def save_states(
 ) -> None:
     """Write a file of states, whole or not at all: beside its place first, then renamed. Local, blocks.
 
-    parts: whole ones, one for each key. optimizer, meta: JSON. Raises UnsupportedError for a state that cannot be
-    saved, TypeError where optimizer or meta is no JSON, OSError; a file that is there already stays as it was.
+    parts: whole ones, one for each key; those of codecs may be of any piece. optimizer, meta: JSON. Raises
+    UnsupportedError for a state that cannot be saved, TypeError where optimizer or meta is no JSON, OSError; a file
+    that is there already stays as it was.
     """
     replace_file(path, lambda file: _write(file, parts, optimizer, meta))
 
@@ -100,12 +106,14 @@ def load_states(path: str | os.PathLike[str]) -> StatesFile:
         parts, optimizer, meta = _read(file, origin)
     entries: dict[Key, Part] = {}
     for part in parts:
+        if part.worker is not None:
+            continue
         if part.key in entries:
             damaged(origin, f"damaged: key {shown(part.key)} is there twice")
         if not part.whole:
             damaged(origin, f"it holds elements [{part.begin}, {part.end}) of key {shown(part.key)} alone")
         entries[part.key] = part
-    return StatesFile(entries, optimizer, meta)
+    return StatesFile(entries, optimizer, meta, tuple(part for part in parts if part.worker is not None))
 
 
 def parts_to_bytes(parts: Iterable[Part]) -> bytes:
@@ -133,6 +141,7 @@ def _write(
             "shape": list(part.shape),
             "dtype": str(part.dtype),
             **({} if part.whole else {"begin": part.begin, "end": part.end}),
+            **({} if part.worker is None else {"worker": part.worker}),
             "state": _pack(part.key, part.state, arrays),
         }
         for part in parts
@@ -147,7 +156,7 @@ def _read(file: IO[bytes], origin: str) -> tuple[list[Part], dict[str, Any] | No
     if not (optimizer is None or isinstance(optimizer, dict)) or not isinstance(meta, dict):
         damaged(origin, "damaged: its header describes neither optimizer nor meta as it should")
     parts: list[Part] = []
-    ends: dict[Key, int] = {}
+    ends: dict[tuple[Key, int | None], int] = {}
     for record in _records(header, origin):
         key, shape, dtype = _key(record, origin), record.get("shape"), record.get("dtype")
         if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
@@ -158,11 +167,14 @@ def _read(file: IO[bytes], origin: str) -> tuple[list[Part], dict[str, Any] | No
         begin, end = record.get("begin", 0), record.get("end", n_elems)
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= n_elems:
             damaged(origin, f"damaged: a part of elements [{begin!r}, {end!r}) of {n_elems}")
-        if begin < ends.get(key, 0):
+        worker = record.get("worker")
+        if not (worker is None or (type(worker) is int and worker >= 0)):
+            damaged(origin, f"damaged: a state of key {shown(key)} is said to be that of worker {shown(worker)}")
+        if begin < ends.get((key, worker), 0):
             damaged(origin, f"damaged: element {begin} of key {shown(key)} is there twice")
-        ends[key] = end
+        ends[key, worker] = end
         state = _unpack(record, arrays, origin)
-        parts.append(Part(key, tuple(shape), dtype_of(str(dtype)), begin, end, state))
+        parts.append(Part(key, tuple(shape), dtype_of(str(dtype)), begin, end, state, worker))
     return parts, optimizer, meta
 
 
@@ -199,7 +211,9 @@ def _pack(key: Key, state: State, arrays: list[HostArray]) -> dict[str, Any]:
 
 def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> State:
     packed = record.get("state")
-    if not isinstance(packed, dict) or type(packed.get("t")) is not int or packed["t"] < 0:
+    if not isinstance(packed, dict):
+        damaged(origin, f"damaged: key {record.get('key')!r} has no state")
+    if record.get("worker") is None and (type(packed.get("t")) is not int or packed["t"] < 0):
         damaged(origin, f"damaged: key {record.get('key')!r} has no state with a count of updates")
     state: State = {}
     for name, value in packed.items():

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray, dtype_of
-from mpikv.codecs.named import Codecs
+from mpikv.codecs import compression
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
@@ -40,7 +40,8 @@ class ServerCore:
     """All that one server owns.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process. codecs: what pushes may travel as. space: how all that is worked on.
+    to be, default memory of this process. space: how all that is worked
+    on.
     """
 
     def __init__(
@@ -48,13 +49,11 @@ class ServerCore:
         labels: Sequence[str],
         policy: Callable[[int], Policy],
         memory: Source | None = None,
-        codecs: Codecs | None = None,
         space: Space | None = None,
     ) -> None:
         self.space = HostSpace() if space is None else space
         self.owner = Owner(Spaces(self.space))
         self.pool = Pool(memory, self.space)
-        self._codecs = Codecs() if codecs is None else codecs
         self._labels = labels
         self._policy = policy
         self._shards: dict[int, Shard] = {}
@@ -145,7 +144,15 @@ class ServerCore:
             events = shard.push(worker, header, None if header.payload_tag else payload)
         if header.kind != wire.PUSH:
             events += shard.pull(
-                Answer(worker, header.reply_tag, header.round, priority=header.priority, batch=batch, index=index)
+                Answer(
+                    worker,
+                    header.reply_tag,
+                    header.round,
+                    priority=header.priority,
+                    batch=batch,
+                    index=index,
+                    plain=bool(header.plain & wire.PLAIN_ANSWER),
+                )
             )
         return events
 
@@ -176,7 +183,7 @@ class ServerCore:
             values,
             begin=text["begin"],
             part_elems=text["part"],
-            codec=self._codecs.of(info),
+            compression=compression.of_text(info.codec),
             version=text["version"],
             owner=self.owner,
             pool=self.pool,

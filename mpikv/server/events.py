@@ -71,13 +71,21 @@ class Batch:
 class Answer:
     """A pull of one shard. version: what it waits for. part: the next partition to be answered.
 
-    batch, index: it is that answer of the batch.
+    batch, index: it is that answer of the batch. plain: it comes as it is, whatever the key's codec.
     """
 
-    __slots__ = ("batch", "index", "part", "priority", "tag", "version", "worker")
+    __slots__ = ("batch", "index", "part", "plain", "priority", "tag", "version", "worker")
 
     def __init__(
-        self, worker: int, tag: int, version: int, *, priority: int, batch: Batch | None = None, index: int = 0
+        self,
+        worker: int,
+        tag: int,
+        version: int,
+        *,
+        priority: int,
+        batch: Batch | None = None,
+        index: int = 0,
+        plain: bool = True,
     ) -> None:
         self.worker = worker
         self.tag = tag
@@ -85,4 +93,5 @@ class Answer:
         self.priority = priority
         self.batch = batch
         self.index = index
+        self.plain = plain
         self.part = 0

@@ -165,8 +165,8 @@ class _Traffic:
         """A partition that is here, where its worker has it; copied where many of that worker's are held already."""
         assert fetch.shard is not None
         assert request.view is not None
-        data = request.view.view(fetch.shard.wire_dtype)
-        if peer.held >= HELD or not fetch.shard.borrows:
+        data = request.view.view(fetch.push.travels.dtype)
+        if peer.held >= HELD or not fetch.shard.borrows(fetch.push):
             array = self._core.target(fetch)
             self._core.space.copy(array, data)
             request.release()
@@ -186,7 +186,7 @@ class _Traffic:
             tag = wire.TAG_PAYLOAD + fetch.push.tag
             if self._local is not None and fetch.shard is not None and self._local.reaches(peer.rank):
                 peer.receiving.append(
-                    (self._local.borrow(fetch.shard.part_bytes(fetch.part), peer.rank, tag), fetch, None)
+                    (self._local.borrow(fetch.shard.part_bytes(fetch.push, fetch.part), peer.rank, tag), fetch, None)
                 )
                 continue
             array = self._core.target(fetch)

@@ -15,12 +15,16 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
 from mpikv.codecs.base import Codec
+from mpikv.codecs.base import State as CodecState
+from mpikv.codecs.compression import Compression
+from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer, State
@@ -31,9 +35,24 @@ from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.session.contests import disagreement, factors_text, refusal
-from mpikv.wire import Header
+from mpikv.wire import PLAIN_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
+
+
+class Travels(NamedTuple):
+    """How partitions travel. dtype: of a partition then. decodes: they are decoded before they are added."""
+
+    codec: Codec
+    dtype: np.dtype[Any]
+    decodes: bool
+
+
+def _travels(codec: Codec, dtype: np.dtype[Any]) -> Travels:
+    wire_dtype = codec.wire_dtype(dtype)
+    if wire_dtype is None:
+        return Travels(codec, _BYTES, decodes=True)
+    return Travels(codec, wire_dtype, wire_dtype != sum_dtype(dtype))
 
 
 class Push:
@@ -41,12 +60,25 @@ class Push:
 
     inline: what travels of it, if that came with its header; else the partitions are fetched under `tag`. fetched,
     arrived: how many of them were asked for, and are here. whole: where they come together for a unit of several
-    partitions.
+    partitions. travels: how.
     """
 
-    __slots__ = ("arrived", "attributes", "fetched", "inline", "op", "priority", "round", "tag", "whole", "worker")
+    __slots__ = (
+        "arrived",
+        "attributes",
+        "fetched",
+        "inline",
+        "op",
+        "priority",
+        "round",
+        "tag",
+        "travels",
+        "whole",
+        "worker",
+    )
 
-    def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None) -> None:
+    def __init__(self, worker: int, round_: int, header: Header, inline: HostArray | None, travels: Travels) -> None:
+        self.travels = travels
         self.worker = worker
         self.round = round_
         self.attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
@@ -61,10 +93,11 @@ class Push:
 class Unit:
     """Elements `[begin, end)` of the shard that are updated at one time.
 
-    seen: of each worker, how many pushes are applied or wait for those of others.
+    seen: of each worker, how many pushes are applied or wait for those of others. encoded: what is sent of partitions
+    of this version, by their first elements. pull_states: of the codec, by the same.
     """
 
-    __slots__ = ("begin", "block", "end", "policy", "seen", "state", "version")
+    __slots__ = ("begin", "block", "encoded", "end", "policy", "pull_states", "seen", "state", "version")
 
     def __init__(self, begin: int, block: Block, policy: Policy, version: int, seen: list[int]) -> None:
         self.begin = begin
@@ -74,6 +107,8 @@ class Unit:
         self.version = version
         self.seen = seen
         self.state: State | None = None
+        self.encoded: dict[int, HostArray] = {}
+        self.pull_states: dict[int, CodecState] = {}
 
 
 class Shard:
@@ -86,7 +121,7 @@ class Shard:
         *,
         begin: int,
         part_elems: int,
-        codec: Codec,
+        compression: Compression,
         version: int,
         owner: Owner,
         pool: Pool,
@@ -101,10 +136,8 @@ class Shard:
         self._pool = pool
         self._labels = labels
         self._sum_dtype = sum_dtype(info.dtype)
-        self._codec = codec
-        wire_dtype = codec.wire_dtype(info.dtype)
-        self.wire_dtype = _BYTES if wire_dtype is None else wire_dtype  # of a partition as it travels
-        self._decodes = wire_dtype is None or wire_dtype != self._sum_dtype  # for NumPy None equals float64
+        self._encoded, self._plain = _travels(compression.push, info.dtype), _travels(IDENTITY, info.dtype)
+        self._pull_codec = compression.pull
         self._pushed = [version] * len(labels)
         self._waiting: list[deque[Push]] = [deque() for _ in labels]
         self._pulls: list[Answer] = []
@@ -184,13 +217,14 @@ class Shard:
 
     def push(self, worker: int, header: Header, inline: HostArray | None) -> list[Event]:
         """A worker's next push: taken at once if it is here and of the round under way, else when it is its turn."""
-        if inline is not None and inline.size != (n_bytes := self._codec.wire_bytes(self._n, self.info.dtype)):
+        travels = self._plain if header.plain & PLAIN_PUSH else self._encoded
+        if inline is not None and inline.size != (n_bytes := travels.codec.wire_bytes(self._n, self.info.dtype)):
             raise MpikvError(
                 f"{self._labels[worker]} pushed {inline.size} bytes of key {shown(self.info.key)}, "
                 f"of which {n_bytes} live here"
             )
         self._pushed[worker] += 1
-        self._waiting[worker].append(Push(worker, self._pushed[worker], header, inline))
+        self._waiting[worker].append(Push(worker, self._pushed[worker], header, inline, travels))
         return self._advance(worker)
 
     def _advance(self, worker: int) -> list[Event]:
@@ -203,9 +237,9 @@ class Shard:
                 if self._counts and self.units[0].version != push.round - 1:
                     break
                 queue.popleft()
-                data = push.inline.view(self.wire_dtype)  # of the one partition that there is
+                data = push.inline.view(push.travels.dtype)  # of the one partition that there is
                 gradient = self._pool.take(self._n, self._sum_dtype)
-                self._codec.decode(data, gradient)
+                push.travels.codec.decode(data, gradient)
                 events += self._contribute(self.units[0], push, gradient)
                 continue
             while push.fetched < len(self.parts):
@@ -216,25 +250,25 @@ class Shard:
             break
         return events
 
-    @property
-    def borrows(self) -> bool:
+    def borrows(self, push: Push) -> bool:
         """Whether partitions can stay where their workers have them: not where they come together as they are."""
-        return self._decodes or self._apart
+        return push.travels.decodes or self._apart
 
     @property
     def _apart(self) -> bool:
         """Whether each partition is added by itself."""
         return len(self.units) > 1 or len(self.parts) == 1
 
-    def part_bytes(self, part: int) -> int:
+    def part_bytes(self, push: Push, part: int) -> int:
         """How long a partition is as it travels."""
         begin, end = self.parts[part]
-        return self._codec.wire_bytes(end - begin, self.info.dtype)
+        return push.travels.codec.wire_bytes(end - begin, self.info.dtype)
 
     def target(self, push: Push, part: int) -> HostArray:
         """Memory for a partition that is now going to be received, as it travels."""
-        if self.borrows:
-            return self._pool.take(self.part_bytes(part) // self.wire_dtype.itemsize, self.wire_dtype)
+        if self.borrows(push):
+            dtype = push.travels.dtype
+            return self._pool.take(self.part_bytes(push, part) // dtype.itemsize, dtype)
         return self._place(push, part)
 
     def _place(self, push: Push, part: int) -> HostArray:
@@ -249,9 +283,9 @@ class Shard:
     def arrived(self, push: Push, part: int, data: HostArray) -> list[Event]:
         """A partition is here, in what `target` gave."""
         push.arrived += 1
-        if self._decodes:
+        if push.travels.decodes:
             wide = self._place(push, part)
-            self._codec.decode(data, wide)
+            push.travels.codec.decode(data, wide)
             self._pool.give(data)
             data = wide
         last = push.arrived == len(self.parts)
@@ -273,7 +307,7 @@ class Shard:
             for push in queue:
                 if push.inline is None:
                     rest = range(push.fetched, len(self.parts))
-                    events += [Fetch(None, push, part, self.part_bytes(part)) for part in rest]
+                    events += [Fetch(None, push, part, self.part_bytes(push, part)) for part in rest]
             queue.clear()
         return events
 
@@ -293,6 +327,7 @@ class Shard:
             return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", unit.version + 1, why))]
         self._apply(unit, update)
         unit.version += 1
+        unit.encoded = {}
         events = self._answer()
         if self._counts:
             for worker, queue in enumerate(self._waiting):
@@ -347,6 +382,18 @@ class Shard:
             self._pulls = [pull for pull in self._pulls if not self._serve(pull, events)]
         return events
 
+    def _encode(self, unit: Unit, begin: int, values: HostArray) -> HostArray:
+        """What is sent of a partition, encoded once for all who pull this version."""
+        found = unit.encoded.get(begin)
+        if found is None:
+            if (state := unit.pull_states.get(begin)) is None:
+                state = unit.pull_states[begin] = self._pull_codec.init(values.size)
+            found = self._pull_codec.encode(values, state)
+            if np.may_share_memory(found, values):  # which the next update changes
+                found = found.copy()
+            found = unit.encoded[begin] = found.view(_BYTES)
+        return found
+
     def _serve(self, pull: Answer, events: list[Event]) -> bool:
         """Answer the partitions of one pull whose version exists, in order; whether it is done."""
         while pull.part < len(self.parts):
@@ -356,6 +403,11 @@ class Shard:
             begin, end = self.parts[pull.part]
             values = unit.block.array[begin - unit.begin : end - unit.begin]
             pull.part += 1
+            if not pull.plain and self._pull_codec != IDENTITY:
+                values = self._encode(unit, begin, values)
+                if pull.batch is None:
+                    events.append(Reply(pull.worker, pull.tag, values, pull.priority))
+                    continue
             if pull.batch is None:
                 unit.block.readers += 1
                 events.append(Reply(pull.worker, pull.tag, values, pull.priority, unit.block))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mpikv.codecs.compression import Compressions
 from mpikv.engine.request import Request
 from mpikv.errors import MpikvError
 from mpikv.keys import Key, KeyInfo
@@ -66,7 +67,8 @@ class Session:
 
     name: the store's type. spaces: where this worker's part of its values is. infos: what was agreed on each key.
     synchronous: whether all workers make the same steps. shares_memory: whether all workers add in memory that they
-    share, so that no value travels over a link. pid: the process whose session it is; 0: a child that is forked has a
+    share, so that no value travels over a link. compressions: how the values of
+    keys travel that are initialised from now on. pid: the process whose session it is; 0: a child that is forked has a
     copy that is as good. stop_file: where a trainer saves when the workers stop. stopped: whether they have. updater: a
     function of the user's that changes stored values in place of optimizers. before_barrier: called by `barrier` first.
     before_close, after_close: called by `close` of the store, before anything else and at its end, whatever happened.
@@ -82,6 +84,7 @@ class Session:
     def __init__(self, name: str, stop_file: str = "", spaces: Spaces | None = None) -> None:
         self.name, self.stop_file = name, stop_file
         self.spaces = Spaces() if spaces is None else spaces
+        self.compressions = Compressions()
         self.infos: dict[Key, KeyInfo] = {}
         self.stopped = self.closed = False
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves

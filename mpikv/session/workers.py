@@ -18,14 +18,15 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
-from mpikv.codecs.named import Codecs
+from mpikv.codecs import compression
+from mpikv.codecs.compression import Compression, Compressions
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
-from mpikv.optimizers.owner import AttributeLog
+from mpikv.optimizers.owner import DEFAULT_SLOT, AttributeLog
 from mpikv.placement import Members
 from mpikv.session.agreement import Agreement, Disagreement, Item, Name
 from mpikv.session.base import NewKey, Pending, Session, Updater
@@ -58,10 +59,19 @@ class KeyEvents(NamedTuple):
     agreed: Callable[[KeyInfo], None] | None = None
 
 
+def _check_pull(call: str, key: Key, travels: Compression) -> None:
+    """ConfigError where owners would send back an updated value by a codec that is for sums of gradients."""
+    if not travels.pull.rounds:
+        raise ConfigError(
+            f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} is "
+            "for sums of gradients: leave 'pull' away, or take 'fp16', 'bf16' or another codec that rounds each value"
+        )
+
+
 class Workers(Session):
     """The session of one worker of several. links: the transport through memory to servers of this host, if any.
 
-    codecs: those that it knows; the same on all workers and servers.
+    compressions: default none.
     """
 
     def __init__(
@@ -73,13 +83,14 @@ class Workers(Session):
         threaded: bool,
         on_fatal: Callable[[BaseException], None],
         links: LocalTransport | None = None,
-        codecs: Codecs | None = None,
+        compressions: Compressions | None = None,
         spaces: Spaces | None = None,
     ) -> None:
         super().__init__(name, members.config.stop_file, spaces)
         self.pid = os.getpid()
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
-        self.codecs = Codecs() if codecs is None else codecs
+        if compressions is not None:
+            self.compressions = compressions
         self.priorities: dict[int, int] = {}  # of the rounds under way, by the key's number
         # What the collectives of keys send to other hosts leaves by priority; None: there are none.
         self.ordered: OrderedTransport | None = None
@@ -193,10 +204,12 @@ class Workers(Session):
         different values.
         """
         names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
-        codec = self.codecs.of_new_keys
-        items = [
-            ("init", key, [list(shape), names_of[value.dtype], codec, space]) for key, shape, value, space in values
-        ]
+        items, links = [], self.members.links
+        for key, shape, value, space in values:
+            travels = self.compressions.of(key, value.dtype, links=links)
+            if DEFAULT_SLOT in self._optimizers:
+                _check_pull("init", key, travels)
+            items.append(("init", key, [list(shape), names_of[value.dtype], travels.text, space]))
         proposal = self.control.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
@@ -328,6 +341,9 @@ class Workers(Session):
         except Exception as error:
             name = type(optimizer).__name__
             raise ConfigError(f"set_optimizer: {name} cannot be pickled for its owners: {error}") from error
+        for info in self.infos.values() if keys is None else [self.infos[key] for key in keys]:
+            if keys is not None or self.slot_of(info) == DEFAULT_SLOT:
+                _check_pull("set_optimizer", info.key, compression.of_text(info.codec))
         self._compare(optimizer, keys)
         slot, key_ids = self.serve(optimizer, keys)
         self.attributes.watch(slot, optimizer)

@@ -19,6 +19,8 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.checks import shown
+from mpikv.codecs import compression
+from mpikv.codecs.added import added
 from mpikv.collectives import blobs
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
@@ -70,13 +72,13 @@ class AllreduceStrategy(Strategy):
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
-        pending, codecs, spaces = [], self._session.codecs, self._session.spaces
+        pending, spaces = [], self._session.spaces
         with self._session.gathering():
             for info, total, sink in entries:
                 if total is not None:
-                    queue, added = self._queues[info.id], codecs.added(info, total, spaces.of(info))
+                    queue, values = self._queues[info.id], added(info, total, spaces.of(info))
                     with self._session.engine.lock:
-                        running = self._push(queue, info, Round(added, op=op, priority=priority))
+                        running = self._push(queue, info, Round(values, op=op, priority=priority))
                         if running is not None:
                             queue.running = self._session.engine.take(running)
                 if sink is not None:
@@ -106,7 +108,7 @@ class AllreduceStrategy(Strategy):
 
         None where other arrays than these are to be added.
         """
-        if not all(self._session.codecs.plain(info) for info in infos):
+        if not all(compression.of_text(info.codec).plain for info in infos):
             return None
         paths = {self._queues[info.id].way.placement.path for info in infos}
         if self.keys.direct is not None and paths == {"direct"}:

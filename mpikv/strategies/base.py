@@ -145,6 +145,13 @@ class Strategy(ABC):
         Collective, blocks. Raises what `read` raises, on every worker, and has changed nothing then.
         """
 
+    def codec_states(self, call: str) -> list[Part]:
+        """What this worker's codecs remember, piece by piece, after all that it has pushed. Collective, blocks."""
+        return []
+
+    def take_codec_states(self, parts: Sequence[Part]) -> None:  # noqa: B027 - most modes have no codecs
+        """Let the codecs remember this, and forget what they remembered. Local."""
+
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Zeroed memory that the host's workers share, None where they do not. Collective, blocks.
 

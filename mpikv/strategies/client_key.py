@@ -6,13 +6,17 @@ Both sides know the lengths of what travels, from the placement and the codec th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from mpikv import wire
-from mpikv.arrays import HostArray
-from mpikv.codecs.base import Codec
+from mpikv.arrays import HostArray, sum_dtype
+from mpikv.codecs import compression
+from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.residuals import Span, cut_anew
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
 
@@ -33,11 +37,50 @@ class Route(NamedTuple):
     n_bytes: int
 
 
-class ClientKey:
-    """One key as its client sees it. codec: what its pushes travel as, out of host memory."""
+class Value:
+    """Where the answers to a pull of one key go: `array`, (n,) in the key's dtype, piece by piece.
 
-    def __init__(self, info: KeyInfo, placement: Placement, codec: Codec = IDENTITY) -> None:
-        self.info, self.codec = info, codec
+    codec: what they come in; None: as they are, straight into the array.
+    """
+
+    def __init__(self, array: HostArray, codec: Codec | None) -> None:
+        self.array, self._codec = array, codec
+        self._encoded: list[tuple[int, int, HostArray]] = []
+
+    def piece(self, begin: int, end: int) -> HostArray:
+        """Memory for the answer to elements [begin, end)."""
+        if self._codec is None:
+            return self.array[begin:end]
+        data: HostArray = np.empty(self._codec.wire_bytes(end - begin, self.array.dtype), np.uint8)
+        self._encoded.append((begin, end, data))
+        return data
+
+    def complete(self) -> HostArray:
+        """The array, when all answers are there."""
+        for begin, end, data in self._encoded:
+            assert self._codec is not None
+            decode(self._codec, data, self.array[begin:end])
+        return self.array
+
+
+def decode(codec: Codec, data: HostArray, out: HostArray) -> None:
+    """Write the values of `data`, bytes, into `out`, in the key's dtype."""
+    dtype = sum_dtype(out.dtype)
+    values = out if dtype == out.dtype else np.empty(out.size, dtype)
+    wire_dtype = codec.wire_dtype(out.dtype)
+    codec.decode(data if wire_dtype is None else data.view(wire_dtype), values)
+    if values is not out:
+        np.copyto(out, values, casting="same_kind")
+
+
+class ClientKey:
+    """One key as its client sees it. states: of its codec, by pieces."""
+
+    def __init__(self, info: KeyInfo, placement: Placement) -> None:
+        self.info, self.compression = info, compression.of_text(info.codec)
+        self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
+        self.states: dict[Span, State] = {}
+        self.encoded_bytes = [0, 0]  # of pushes, before and after
         self.pushed = 0
         self.move(placement)
 
@@ -47,9 +90,44 @@ class ClientKey:
         self.routes = []
         for shard in placement.shards:
             parts = partitions(shard.begin, shard.end, placement.part_elems)
-            n_bytes = sum(self.codec.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
+            n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
-        self.small = len(self.routes) == 1 and self.routes[0].inline
+        self.states = cut_anew(self.compression.push, self.states, self._pieces)
+        one_small = len(self.routes) == 1 and self.routes[0].inline
+        self.smallest = one_small and self._comes_as_it_is
+
+    @property
+    def plain(self) -> bool:
+        """Whether answers to a pull come as they are: also before this worker's first push."""
+        return self._comes_as_it_is or not self.pushed
+
+    def encode(self, total: HostArray, begin: int, end: int, *, plain: bool = False) -> HostArray:
+        """What travels of elements [begin, end) of a push. plain: the values as they are."""
+        if self.sends_as_it_is or plain:
+            return total[begin:end]
+        codec, values = self.compression.push, total[begin:end]
+        if (state := self.states.get((begin, end))) is None:
+            state = self.states[begin, end] = codec.init(end - begin)
+        data = codec.encode(values, state)
+        self.encoded_bytes[0] += values.nbytes
+        self.encoded_bytes[1] += data.nbytes
+        return data
+
+    def codec_states(self) -> list[tuple[int, int, State]]:
+        """What the codec of this worker's pushes remembers, by pieces."""
+        return [(*piece, self.states[piece]) for piece in self._pieces if self.states.get(piece)]
+
+    def take_codec_states(self, pieces: Mapping[Span, State]) -> None:
+        """Remember this instead: states of the pieces [begin, end)."""
+        self.states = cut_anew(self.compression.push, pieces, self._pieces)
+
+    @property
+    def _pieces(self) -> list[Span]:
+        return [part for route in self.routes for part in route.parts]
+
+    def value(self, array: HostArray, *, plain: bool) -> Value:
+        """Where the answers to a pull go. plain: they come as they are."""
+        return Value(array, None if plain else self.compression.pull)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """What tells each server that it owns a part of the key, and the values there: server, header, payload."""

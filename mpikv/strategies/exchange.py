@@ -28,7 +28,7 @@ from mpikv.engine.running import Running
 from mpikv.observe.stall import Waiting
 from mpikv.reductions import SUM, Reduction
 from mpikv.strategies.base import Sink
-from mpikv.strategies.client_key import ClientKey, Route
+from mpikv.strategies.client_key import ClientKey, Route, Value
 from mpikv.transports.base import Arrival, Transport
 from mpikv.transports.memory import LocalTransport
 
@@ -57,7 +57,8 @@ def glance(request: Request) -> bool:
 class Item(NamedTuple):
     """One key of a call. total: what is pushed, flat; sink: where the answer goes; attributes: their number.
 
-    op: what the totals of all workers become.
+    op: what the totals of all workers become. plain: what travels as it is, whatever the key's codec, as the header
+    says it.
     """
 
     key: ClientKey
@@ -65,6 +66,17 @@ class Item(NamedTuple):
     sink: Sink | None
     attributes: int = 0
     op: Reduction = SUM
+    plain: int = wire.PLAIN_ANSWER
+
+    @property
+    def pushes_plain(self) -> bool:
+        """Whether its push travels as it is, though others of the key may not."""
+        return bool(self.plain & wire.PLAIN_PUSH)
+
+    @property
+    def answered_plain(self) -> bool:
+        """Whether the answer comes as it is."""
+        return bool(self.plain & wire.PLAIN_ANSWER)
 
 
 class Tags:
@@ -176,8 +188,20 @@ class Client:
         tag = self.reply_tags.take()
         # The receive is there before the question leaves, so that the answer needs no copy on its way.
         answer = self.irecv(value, route.owner, tag)
-        header = wire.Header(wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code)
-        self.send(route.owner, [(header, None if item.total is None else key.codec.encode(item.total))])
+        header = wire.Header(
+            wire.PUSHPULL, key.info.id, tag, item.attributes, key.pushed, op=item.op.code, plain=item.plain
+        )
+        self.send(
+            route.owner,
+            [
+                (
+                    header,
+                    None
+                    if item.total is None
+                    else key.encode(item.total, route.begin, route.end, plain=item.pushes_plain),
+                )
+            ],
+        )
         return answer, tag
 
     def allows(self, replies: int, payloads: int) -> bool:
@@ -194,7 +218,10 @@ class Client:
     def exchange(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         """Push, pull or both, of all items; ends when every answer is there and every array free again."""
         self.unsent += kind == wire.PUSH
-        values = [None if item.sink is None else item.sink.buffer() for item in items]
+        values = [
+            None if item.sink is None else item.key.value(item.sink.buffer(), plain=item.answered_plain)
+            for item in items
+        ]
         many = any(len(route.parts) > PARTS_UNDER_WAY for item in items for route in item.key.routes)
         transfer = _Transfer(self, kind, priority, many=many)
         transfer.send_small(items, values)
@@ -205,7 +232,7 @@ class Client:
         yield from transfer.end()
         for item, value in zip(items, values, strict=True):
             if item.sink is not None and value is not None:
-                item.sink.deliver(value)
+                item.sink.deliver(value.complete())
         self.unsent -= kind == wire.PUSH
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:
@@ -248,9 +275,10 @@ class _Transfer:
             payload_tag,
             self._priority,
             item.op.code,
+            item.plain,
         )
 
-    def send_small(self, items: Sequence[Item], values: Sequence[HostArray | None]) -> None:
+    def send_small(self, items: Sequence[Item], values: Sequence[Value | None]) -> None:
         """The shards that travel behind their headers, in as few messages as there are servers."""
         by_server: dict[int, list[_Small]] = {}
         for item, value in zip(items, values, strict=True):
@@ -275,7 +303,7 @@ class _Transfer:
         self._receives.append(self._client.irecv(data, server, tag))
         return tag
 
-    def send_large(self, item: Item, value: HostArray | None, route: Route) -> None:
+    def send_large(self, item: Item, value: Value | None, route: Route) -> None:
         """A header, and the partitions, which wait to be fetched."""
         client, total, server = self._client, item.total, route.owner
         reply_tag = payload_tag = 0
@@ -286,9 +314,16 @@ class _Transfer:
             payload_tag = client.payload_tags.take()
             self._payload_tags.append(payload_tag)
         client.send(server, [(self._header(item, reply_tag, payload_tag), None)])
-        apart = client.through_memory[server] or total is None or value is None
-        one_array = not apart and np.may_share_memory(total, value)
-        pieces = [] if total is None else [item.key.codec.encode(total[begin:end]) for begin, end in route.parts]
+        pieces = (
+            []
+            if total is None
+            else [item.key.encode(total, begin, end, plain=item.pushes_plain) for begin, end in route.parts]
+        )
+        answers = [] if value is None else [value.piece(begin, end) for begin, end in route.parts]
+        one_array = False
+        if total is not None and value is not None and not client.through_memory[server]:
+            as_it_is = item.answered_plain and (item.key.sends_as_it_is or item.pushes_plain)
+            one_array = as_it_is and np.may_share_memory(total, value.array)
         if self._many:
             sender = Sender(
                 client,
@@ -297,19 +332,19 @@ class _Transfer:
                 PARTS_UNDER_WAY,
                 lambda: len(route.parts),
             )
-            targets = [] if value is None else [(server, value[begin:end]) for begin, end in route.parts]
+            targets = [(server, answer) for answer in answers]
             may_ask = (lambda: sender.left) if one_array else None
             self._stages += [sender, Receiver(client, targets, reply_tag, PARTS_UNDER_WAY, may_ask=may_ask)]
             return
-        for i, (begin, end) in enumerate(route.parts):
+        for i in range(len(route.parts)):
             if pieces:
                 request = client.isend(pieces[i], server, wire.TAG_PAYLOAD + payload_tag)
                 self._sends.append(request)
-                if one_array and value is not None:
+                if one_array:
                     # The answer goes where the partition is sent from: MPI must be done with reading it first.
-                    self._late.append((request, value[begin:end], server, reply_tag))
-            if value is not None and not one_array:
-                self._receives.append(client.irecv(value[begin:end], server, reply_tag))
+                    self._late.append((request, answers[i], server, reply_tag))
+            if answers and not one_array:
+                self._receives.append(client.irecv(answers[i], server, reply_tag))
 
     def end(self) -> Steps[None]:
         """Wait for everything."""
@@ -330,18 +365,20 @@ class _Transfer:
 
 class _Small(NamedTuple):
     item: Item
-    value: HostArray | None
+    value: Value | None
     route: Route
 
     def answer(self) -> HostArray:
         """Where its answer goes."""
         assert self.value is not None
-        return self.value[self.route.begin : self.route.end]
+        return self.value.piece(self.route.begin, self.route.end)
 
     def payload(self) -> HostArray | None:
         """What it pushes."""
-        total = self.item.total
-        return None if total is None else self.item.key.codec.encode(total[self.route.begin : self.route.end])
+        item, route = self.item, self.route
+        if item.total is None:
+            return None
+        return item.key.encode(item.total, route.begin, route.end, plain=item.pushes_plain)
 
 
 def _chunks(small: list[_Small]) -> list[list[_Small]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from mpikv.checks import shown
+from mpikv.codecs.added import can_be_added
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.nccl import CupyNccl
 from mpikv.engine.running import Running
@@ -144,7 +145,7 @@ class PlacedKeys:
 
     def _reserve(self, info: KeyInfo) -> Any:
         """The key's place in shared memory; all else follows from what all workers know."""
-        if not self._session.codecs.can_be_added(info):
+        if not can_be_added(info):
             raise Disagreement(
                 UnsupportedError,
                 f"init of key {shown(info.key)}: what {info.codec!r} encodes must be decoded before it is added, "

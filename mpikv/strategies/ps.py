@@ -25,7 +25,7 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
-from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
+from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
 from mpikv.session.base import NewKey, Pending
@@ -104,9 +104,8 @@ class PsStrategy(Strategy):
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
-        session = self._session
         placement = as_told(self._members, info, reserved)
-        key = self._keys[info.id] = ClientKey(info, placement, session.codecs.of(info))
+        key = self._keys[info.id] = ClientKey(info, placement)
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 
@@ -186,14 +185,22 @@ class PsStrategy(Strategy):
         """The keys of a call, each push counted; room for all of it is waited for."""
         items = []
         for info, total, sink in entries:
-            number = 0 if total is None else self._count_push(info)
-            items.append(Item(self._keys[info.id], total, sink, number, op))
+            key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
+            items.append(Item(key, total, sink, number, op, self._plain(key, op)))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
+    def _plain(self, key: ClientKey, op: Reduction) -> int:
+        """What of a call travels as it is: sums alone are compressed, and not while the session says so."""
+        if self._session.compressions.suspended or not op.adds:
+            return wire.PLAIN_PUSH | wire.PLAIN_ANSWER
+        return wire.PLAIN_ANSWER if key.plain else 0
+
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
-        items = self._items(entries, op)
+        return self._exchange(self._items(entries, op), priority)
+
+    def _exchange(self, items: Sequence[Item], priority: int) -> list[Pending]:
         if not items:
             return []
         pushes, pulls = items[0].total is not None, items[0].sink is not None
@@ -221,7 +228,7 @@ class PsStrategy(Strategy):
             raise
 
     def _blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
-        if len(entries) == 1 and self._keys[entries[0][0].id].small and self._service is None:
+        if len(entries) == 1 and self._keys[entries[0][0].id].smallest and self._service is None:
             info, total, sink = entries[0]
             if total is not None and sink is not None:
                 self._blocking_small(info, total, sink, op)
@@ -235,7 +242,8 @@ class PsStrategy(Strategy):
         """The shortest way there is: asks MPI for the answer before it looks after anything else."""
         if not self._client.reply_tags.left:
             self._wait_for_tags(1, 0)
-        item = Item(self._keys[info.id], total, sink, self._count_push(info), op)
+        key, number = self._keys[info.id], self._count_push(info)
+        item = Item(key, total, sink, number, op, self._plain(key, op))
         value = sink.buffer()
         with self._engine.lock:
             answer, tag = self._client.ask_small(item, value)
@@ -296,7 +304,8 @@ class PsStrategy(Strategy):
             if self._rank == 0:
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
-                self._session.wait(self.exchange([Entry(info, None, Sink(info, [value], spaces))], 0)[0])
+                item = Item(key, None, Sink(info, [value], spaces))
+                self._session.wait(self._exchange([item], 0)[0])
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)
@@ -339,6 +348,23 @@ class PsStrategy(Strategy):
         keys, configs = self._session.decide(LOAD, give)
         return keys, configs
 
+    def codec_states(self, call: str) -> list[Part]:
+        """What was pushed has been encoded in the call that pushed it."""
+        return [
+            part_of(key.info, begin, end, state)
+            for key in self._keys.values()
+            for begin, end, state in key.codec_states()
+        ]
+
+    def take_codec_states(self, parts: Sequence[Part]) -> None:
+        """Each key its own."""
+        pieces: dict[Key, dict[tuple[int, int], Any]] = {}
+        for part in parts:
+            pieces.setdefault(part.key, {})[part.begin, part.end] = part.state
+        with self._engine.lock:
+            for key in self._keys.values():
+                key.take_codec_states(pieces.get(key.info.key, {}))
+
     def _settle(self, call: str) -> None:
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
@@ -375,15 +401,19 @@ class PsStrategy(Strategy):
         return None if self._local is None else self._local.segment.take(n_bytes)
 
     def stats(self) -> dict[str, int]:
-        """What was sent through memory.
+        """What was encoded, and what was sent through memory.
 
+        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
         memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
         held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, and the values that it serves.
         """
+        before, after = (sum(key.encoded_bytes[i] for key in tuple(self._keys.values())) for i in (0, 1))
+        encoded = {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
         local = self._local
         if local is None:
-            return {}
+            return encoded
         return {
+            **encoded,
             "memory_messages": local.sent_messages,
             "memory_bytes": local.sent_bytes,
             "bytes_copied": local.copied_bytes,

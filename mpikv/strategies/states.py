@@ -19,6 +19,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
 from mpikv.session.base import Session
+from mpikv.strategies import codec_states
 from mpikv.strategies.base import Loaded, Strategy
 
 SAVE, LOAD = "save_optimizer_states", "load_optimizer_states"  # the calls, as errors and agreements name them
@@ -36,30 +37,53 @@ def collect(owner: Owner, owned: Owned) -> list[Part]:
 
 
 def save_file(
-    session: Session, strategy: Strategy, path: str, keys: Sequence[Key] | None = None, *, dump_optimizer: bool
+    session: Session,
+    strategy: Strategy,
+    path: str,
+    keys: Sequence[Key] | None = None,
+    *,
+    dump_optimizer: bool,
+    of_codecs: Sequence[Part] = (),
 ) -> None:
     """Write the optimizer's states of `keys` (None: of all) into one file, whole or not at all. Collective, blocks.
 
-    Raises MpikvError without an optimizer, OSError; on every worker.
+    With them what the codecs of all workers remember of these keys, and `of_codecs` of another store's. Raises
+    MpikvError where no key has an optimizer or a codec, OSError; on every worker.
     """
+    of_codecs = [*of_codecs, *codec_states.gather(session, strategy, SAVE, keys)]
+    stateless = not codec_states.compresses(session, keys)
 
     def write(parts: Sequence[Sequence[Part]]) -> None:
         infos = [info for info in session.in_order() if keys is None or info.key in keys]
-        _write_file(path, parts, infos, session.optimizers(), dump_optimizer=dump_optimizer)
+        optimizers = {info.key: one for info in infos if (one := session.optimizer_of(info)) is not None}
+        if not optimizers and stateless:
+            raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
+        _write_file(path, parts, infos, optimizers, of_codecs, dump_optimizer=dump_optimizer)
 
     strategy.save_states(write)
 
 
-def load_file(session: Session, strategy: Strategy, path: str) -> None:
+def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]:
     """Read such a file. Collective, blocks. Raises StatesFileError or OSError on every worker and changes nothing then.
 
-    Attributes of optimizers that the file has reach the owners with the next push.
+    Attributes of optimizers that the file has reach the owners with the next push. Returns, at worker 0, what the file
+    has of codecs.
     """
-    _, configs = strategy.load_states(lambda: _read_file(path, session.infos, session.optimizers()))
+    of_codecs: list[Part] = []  # at worker 0
+
+    def read() -> states.StatesFile:
+        stateless = not codec_states.compresses(session)
+        file = _read_file(path, session.infos, session.optimizers(), stateless=stateless)
+        of_codecs.extend(file.codecs)
+        return file
+
+    _, configs = strategy.load_states(read)
+    codec_states.spread(session, strategy, LOAD, of_codecs)
     for key, config in configs:
         optimizer = session.optimizer_of(session.infos[key])
         if optimizer is not None:
             optimizer.set_attributes(config["attributes"])
+    return of_codecs
 
 
 def _write_file(
@@ -67,16 +91,14 @@ def _write_file(
     parts: Sequence[Sequence[Part]],
     infos: Sequence[KeyInfo],
     optimizers: Mapping[Key, Optimizer],
+    of_codecs: Sequence[Part],
     *,
     dump_optimizer: bool,
 ) -> None:
-    """Join the parts of all owners and write those of `infos`, whole or not at all. MpikvError without an optimizer.
+    """Join the parts of all owners and write those of `infos`, whole or not at all.
 
-    optimizers: the user's, with the attributes as they are now.
+    optimizers: the user's, of the keys of `infos`, with the attributes as they are now.
     """
-    optimizers = {info.key: optimizers[info.key] for info in infos if info.key in optimizers}
-    if not optimizers:
-        raise MpikvError("save_optimizer_states: no optimizer was set, there are no states")
     by_key: dict[Key, list[Part]] = {}
     for part in (part for some in parts for part in some):
         by_key.setdefault(part.key, []).append(part)
@@ -88,12 +110,17 @@ def _write_file(
     # Keys that were never updated are named too: loading the file takes a state away from them.
     kinds = [[key, optimizer.name] for key, optimizer in optimizers.items()]
     configs = [[key, optimizer.config()] for key, optimizer in optimizers.items()] if dump_optimizer else []
-    states.save_states(path, whole, meta={"optimizers": kinds, "configs": configs})
+    states.save_states(path, [*whole, *of_codecs], meta={"optimizers": kinds, "configs": configs})
 
 
-def _read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer]) -> states.StatesFile:
-    """Read a file and hold it against this store: optimizers, keys, shapes and dtypes. Changes nothing."""
-    if not optimizers:
+def _read_file(
+    path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key, Optimizer], *, stateless: bool
+) -> states.StatesFile:
+    """Read a file and hold it against this store: optimizers, keys, shapes and dtypes. Changes nothing.
+
+    stateless: no key has a codec that could remember anything.
+    """
+    if not optimizers and stateless:
         raise MpikvError("load_optimizer_states: set the optimizer first")
     file = states.load_states(path)
     try:
@@ -126,6 +153,11 @@ def _read_file(path: str, infos: Mapping[Key, KeyInfo], optimizers: Mapping[Key,
             after.check_state(np.zeros(info.shape, info.dtype), entry.state)
         except (ValueError, TypeError, KeyError, MpikvError) as error:
             raise StatesFileError(f"{path}: key {shown(key)}: {error}") from error
+    for part in file.codecs:
+        info = infos.get(part.key)
+        if info is not None and (part.shape, part.dtype) != (info.shape, info.dtype):
+            there, here = (f"{one.dtype} {one.shape}" for one in (part, info))
+            raise StatesFileError(f"{path}: key {shown(part.key)} is {there} there and {here} here")
     return file
 
 

@@ -114,6 +114,8 @@ class Work:
         self._random = random.Random(seed)
         self._eager = eager
         self._streams: list[Stream] = []
+        self._busy: dict[Stream, None] = {}  # those with work, among many that a test has used once
+        self._pending = 0  # pieces of work in all of them
         self._seen: dict[Stream, int] = {}
         self._failure: str | None = None
 
@@ -126,8 +128,9 @@ class Work:
             return self._streams[-1]
 
     def record(self, stream: Stream) -> FakeEvent:
-        """An event behind all that is in the stream."""
+        """An event behind all that is in the stream. What the host has seen done is before whatever comes next."""
         with self.lock:
+            stream.clock = {one: n for one, n in stream.clock.items() if n > self._seen.get(one, 0)}
             return FakeEvent(stream, stream.put, {**stream.clock, stream: stream.put})
 
     def wait(self, stream: Stream, event: FakeEvent) -> None:
@@ -139,8 +142,7 @@ class Work:
     def done(self, event: FakeEvent) -> bool:
         """Do some work, then say whether all before the event is done; if so, the host has seen it."""
         with self.lock:
-            pending = sum(len(stream.items) for stream in self._streams)
-            for _ in range(self._random.randint(1, 2 + pending // 2)):
+            for _ in range(self._random.randint(1, 2 + self._pending // 2)):
                 if event.ran or not self._step():
                     break
             if self._failure is not None:
@@ -253,16 +255,21 @@ class Work:
 
     def _append(self, stream: Stream, item: Action | FakeEvent) -> None:
         stream.items.append(item)
+        self._busy[stream] = None
+        self._pending += 1
         stream.put += 1
         stream.clock[stream] = stream.put
 
     def _step(self) -> bool:
         """Do one piece of work that may come next. False where there is none."""
-        ready = [one for one in self._streams if one.items and getattr(one.items[0], "ran", True)]
+        ready = [one for one in self._busy if getattr(one.items[0], "ran", True)]
         if not ready or self._failure is not None:
             return False
         stream = self._random.choice(ready)
         item = stream.items.popleft()
+        self._pending -= 1
+        if not stream.items:
+            del self._busy[stream]
         if not isinstance(item, FakeEvent):
             try:
                 item()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mpikv import spec as store_spec
 from mpikv.assembly import assemble
-from mpikv.codecs.named import Codecs
+from mpikv.codecs.compression import Compression, Compressions
 from mpikv.config import Config
 from mpikv.device_paths import Told, choose
 from mpikv.kvstore import KVStore
@@ -36,14 +36,14 @@ def spawn_stores(
     config: Config | None = None,
     hosts: Sequence[str] | None = None,
     fabric: Fabric | None = None,
-    codecs: Codecs | None = None,
+    compression: Compression | None = None,
     spaces: Sequence[Spaces] | None = None,
     drivers: Sequence[Driver | None] | None = None,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
-    one on these hosts. codecs: what their pushes may travel as, by default as they are. spaces: where the
+    one on these hosts. compression: how their values travel, by default as they are. spaces: where the
     values of each rank are. drivers: of the GPU of each rank, of its own process's (`FakeGpu.view`); keys in device
     memory go the path that `config.device_path` names, by default the first one that needs no trial. The store is
     closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
@@ -85,7 +85,7 @@ def spawn_stores(
             threaded=threaded,
             on_fatal=fatal.append,
             memory=memory,
-            codecs=codecs,
+            compressions=None if compression is None else Compressions(compression),
             spaces=rank_spaces,
         )
         if store is None:

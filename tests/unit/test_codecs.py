@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ from store_modes import DTYPES, Mode, every_way, long_messages, mode_id
 
 from mpikv import ShapeMismatch, UnsupportedError, optimizers, wire
 from mpikv.arrays import sum_dtype
+from mpikv.codecs import registry
+from mpikv.codecs.added import added
+from mpikv.codecs.base import Codec, State
+from mpikv.codecs.compression import Compression, Compressions, make
 from mpikv.codecs.identity import IDENTITY
-from mpikv.codecs.named import Codecs
 from mpikv.keys import KeyInfo
 from mpikv.spaces.host import HostSpace
 from mpikv.strategies.client_key import INLINE_BYTES
@@ -22,7 +26,9 @@ FLOAT16 = np.dtype(np.float16)
 FLOAT32 = np.dtype(np.float32)
 
 
-class Half:
+@registry.register
+@dataclass(frozen=True)
+class Half(Codec):
     """float32 as float16, which workers without servers can add, too; other dtypes as they are."""
 
     name = "half"
@@ -33,14 +39,16 @@ class Half:
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         return n_elems * self.wire_dtype(dtype).itemsize
 
-    def encode(self, values: np.ndarray) -> np.ndarray:
+    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
         return values.astype(self.wire_dtype(values.dtype), copy=False)
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         np.copyto(out, data)
 
 
-class Packed:
+@registry.register
+@dataclass(frozen=True)
+class Packed(Codec):
     """Whole numbers from -7 to 7, two in a byte and a byte in front: to be decoded before they are added."""
 
     name = "packed"
@@ -51,7 +59,7 @@ class Packed:
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         return 1 + (n_elems + 1) // 2
 
-    def encode(self, values: np.ndarray) -> np.ndarray:
+    def encode(self, values: np.ndarray, state: State) -> np.ndarray:
         numbers = np.zeros(2 * ((values.size + 1) // 2), np.uint8)
         numbers[: values.size] = values.astype(np.int8) + 8
         return np.concatenate([np.array([42], np.uint8), numbers[::2] | numbers[1::2] << 4])
@@ -81,7 +89,7 @@ def small_numbers(n: int, worker: int = 0, round_: int = 0, dtype: Any = FLOAT32
 def test_the_contract(codec: Any, dtype: np.dtype[Any], n: int) -> None:
     values = small_numbers(n, dtype=dtype)
     before = values.tobytes()
-    data = codec.encode(values)
+    data = codec.encode(values, codec.init(n))
     assert data.flags.c_contiguous
     assert data.nbytes == codec.wire_bytes(n, dtype)
     assert data.dtype == (np.uint8 if codec.wire_dtype(dtype) is None else codec.wire_dtype(dtype))
@@ -94,9 +102,8 @@ def test_the_contract(codec: Any, dtype: np.dtype[Any], n: int) -> None:
 def test_the_identity_copies_nothing() -> None:
     values = np.ones(5, np.float32)
     info = KeyInfo("w", 0, (5,), FLOAT32)
-    assert IDENTITY.encode(values) is values
-    assert Codecs().added(info, values, HostSpace()) is values
-    assert Codecs().plain(info)
+    assert IDENTITY.encode(values, {}) is values
+    assert added(info, values, HostSpace()) is values
 
 
 # --- in a store
@@ -104,6 +111,11 @@ def test_the_identity_copies_nothing() -> None:
 PART_BYTES = 32
 SIZES = (1, 5, 8, 9, 40, 67)  # float32: 8 make a partition
 MODES = every_way(Mode("dist_sync", 1, 1), Mode("dist_sync", 3, 2), Mode("dist_async", 2, 0), Mode("dist_async", 3, 2))
+
+
+def forced(codec: str) -> Compression:
+    """Used although all ranks are on one host."""
+    return make({"type": codec, "force": True})
 
 
 def run(mode: Mode, body: Any, codec: str, **changes: Any) -> list[Any]:
@@ -114,7 +126,7 @@ def run(mode: Mode, body: Any, codec: str, **changes: Any) -> list[Any]:
             body,
             num_servers=mode.servers,
             config=mode.config(**changes),
-            codecs=Codecs(KNOWN, codec),
+            compression=forced(codec),
         )
 
 
@@ -214,7 +226,7 @@ def test_keys_of_one_store_may_have_different_codecs() -> None:
     def body(store: Any) -> Any:
         found = []
         for codec in ("none", "half", "packed"):
-            store.session.codecs.of_new_keys = codec
+            store.session.compressions.of_new_keys = forced(codec)
             store.init(codec, np.zeros(40, np.float32))
         values = [small_numbers(40, store.rank)] * 3
         outs = [np.empty(40, np.float32) for _ in range(3)]
@@ -228,11 +240,9 @@ def test_keys_of_one_store_may_have_different_codecs() -> None:
 
 
 def test_workers_agree_on_it() -> None:
-    tables = [Codecs(KNOWN), Codecs(KNOWN, "half")]
-
     def body(store: Any) -> Any:
-        store.session.codecs = tables[store.rank]
-        with pytest.raises(ShapeMismatch, match=r"worker 0 .*: float32 \(5,\); worker 1 .*: float32 \(5,\) as half"):
+        store.session.compressions = Compressions(forced("half" if store.rank else "none"))
+        with pytest.raises(ShapeMismatch, match=r"worker 0 .*: float32 \(5,\); worker 1 .*: float32 \(5,\) as .*half"):
             store.init("w", np.zeros(5, np.float32))
 
     spawn_stores("dist_sync", 2, body, num_servers=1)
@@ -287,9 +297,9 @@ def test_what_must_be_decoded_first_is_refused_without_servers(mode: Mode) -> No
     """On every worker, before anything of the key is there; the store goes on."""
 
     def body(store: Any) -> Any:
-        with pytest.raises(UnsupportedError, match=r"'w': what 'packed' encodes must be decoded before it is added"):
+        with pytest.raises(UnsupportedError, match=r"'w': what .*packed.* encodes must be decoded before it is added"):
             store.init("w", np.zeros(5, np.float32))
-        store.session.codecs.of_new_keys = "none"
+        store.session.compressions.of_new_keys = make("none")
         store.barrier()
         store.init("w", np.zeros(5, np.float32))
         value = np.ones(5, np.float32)

@@ -45,7 +45,7 @@ def equal_states(a: dict, b: dict) -> bool:
 
 
 def equal_parts(a: Part, b: Part) -> bool:
-    return a[:-1] == b[:-1] and equal_states(a.state, b.state)
+    return a._replace(state={}) == b._replace(state={}) and equal_states(a.state, b.state)
 
 
 def equal_files(a: StatesFile, b: StatesFile) -> bool:

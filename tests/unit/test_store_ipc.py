@@ -15,7 +15,6 @@ from mpikv import optimizers
 from mpikv.arrays import SUPPORTED_DTYPES
 from mpikv.config import Config
 from mpikv.errors import ConfigError, PeerError, StallError
-from mpikv.spaces import pool
 from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
 from mpikv.testing.ranks import memories_of
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
@@ -23,11 +22,6 @@ from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 F32 = np.dtype(np.float32)
 KEYS = {"long": 1001, "empty": 0, "short": 3, "one": 1}
 WORKERS = pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
-
-
-@pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 1 << 16)
 
 
 def values(rank: int, n: int, step: int, dtype: Any = F32) -> np.ndarray:

@@ -13,7 +13,6 @@ from torch_on_gpu import TorchOnGpu, cuda  # noqa: F401 - a fixture
 from mpikv.assembly import local_store
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
-from mpikv.spaces import pool
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
 from mpikv.spec import parse
@@ -29,11 +28,6 @@ from mpikv.torch import arrays  # noqa: E402
 from mpikv.torch.buckets import Bucket  # noqa: E402
 
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 1 << 16)
 
 
 def network(dtype: Any) -> Any:

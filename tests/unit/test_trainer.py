@@ -354,7 +354,7 @@ W = Parameter(np.zeros(2), "w")
         (lambda: Trainer([W], "sgd", kvstore="dist_snyc"), ValueError, "dist_snyc"),
         (lambda: Trainer([W], "sgd", kvstore=3), TypeError, "kvstore is a type such as 'dist_sync'"),
         (lambda: Trainer([W], "sgd", None, None, {"type": "2bit"}), ValueError, "compression_params need a store"),
-        (lambda: Trainer([W], "sgd", None, renamed("local"), {"type": "2bit"}), UnsupportedError, "compression"),
+        (lambda: Trainer([W], "sgd", None, renamed("local"), {"type": "zip"}), ValueError, "unknown compression type"),
     ],
 )
 def test_bad_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:

@@ -19,7 +19,6 @@ from mpikv.assembly import local_store
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.parameter import Parameter
-from mpikv.spaces import pool
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import Spaces
 from mpikv.spaces.squares import PART_ELEMS, on_host
@@ -32,11 +31,6 @@ from mpikv.transports.threads import Fabric
 
 SHAPES = {"bias": (7,), "empty": (0,), "scalar": (), "weight": (30, 41)}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "CHUNK_BYTES", 1 << 16)
 
 
 def crossings(gpu: FakeGpu) -> tuple[int, int]:

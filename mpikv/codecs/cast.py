@@ -1,0 +1,71 @@
+"""Codecs that send numbers in half precision: two bytes for each.
+
+float16 keeps 11 bits of a number and holds up to 65504; what is larger is sent as that. bfloat16 keeps 8 bits, and the
+range of float32. Both round to nearest, ties to even.
+
+Cost: one pass to encode, one to decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.codecs.base import Codec, State
+
+FLOAT16 = np.dtype(np.float16)
+LARGEST = float(np.finfo(np.float16).max)
+
+
+class _Cast(Codec):
+    """What the two have in common."""
+
+    rounds = True
+    half: ClassVar[np.dtype[Any]]
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Half precision."""
+        return self.half
+
+    def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
+        """Two for each."""
+        return 2 * n_elems
+
+    def encode(self, values: HostArray, state: State) -> HostArray:
+        """Round each."""
+        return values.astype(self.half, copy=False)
+
+    def decode(self, data: HostArray, out: HostArray) -> None:
+        """Widen each."""
+        np.copyto(out, data)
+
+
+@dataclass(frozen=True)
+class Float16(_Cast):
+    """IEEE half precision. Infinities stay what they are."""
+
+    name = "fp16"
+    half = FLOAT16
+
+    def encode(self, values: HostArray, state: State) -> HostArray:
+        """Round each; a finite number that float16 cannot hold is sent as the largest that it can."""
+        if values.dtype == FLOAT16:
+            return values
+        with np.errstate(over="ignore"):
+            data = values.astype(FLOAT16)
+        beyond = np.isinf(data)
+        if beyond.any():
+            beyond &= np.isfinite(values)
+            data[beyond] = np.copysign(LARGEST, values[beyond]).astype(FLOAT16)
+        return data
+
+
+@dataclass(frozen=True)
+class BFloat16(_Cast):
+    """bfloat16: the upper half of a float32."""
+
+    name = "bf16"
+    half = BFLOAT16

@@ -1,0 +1,103 @@
+"""How the values of a key travel: the codec of pushes, that of what comes back, and whether they are used at all costs.
+
+A value, the same on every rank, which has a text (`text`, `of_text`); all ranks agree on it when a key is initialised.
+`Compressions` has those of one store: of all keys that are initialised from now on, and of single ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from mpikv.checks import shown
+from mpikv.codecs import registry
+from mpikv.codecs.base import Codec
+from mpikv.codecs.identity import IDENTITY
+from mpikv.keys import Key
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Of one key. push: of what workers send. pull: of what owners send back. force: also where it loses time."""
+
+    push: Codec = IDENTITY
+    pull: Codec = IDENTITY
+    force: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything travels as it is."""
+        return self.push == IDENTITY and self.pull == IDENTITY
+
+    @property
+    def text(self) -> str:
+        """Its text: the name of the codec alone, or JSON; the same for equal ones."""
+        params: dict[str, Any] = registry.params_of(self.push)
+        if self.pull != IDENTITY:
+            params["pull"] = registry.params_of(self.pull)
+        if self.force:
+            params["force"] = True
+        return self.push.name if len(params) == 1 else json.dumps(params, sort_keys=True)
+
+
+NONE = Compression()
+
+
+def make(params: Mapping[str, Any] | str | None) -> Compression:
+    """Make one of a codec's name, or of a dict with its name as 'type', its parameters, 'pull' and 'force'.
+
+    pull: a codec in the same form; default none. force: default False. Raises ValueError for an unknown codec (lists
+    the known ones) or a value that it does not take, TypeError for anything else.
+    """
+    if params is None:
+        return NONE
+    given = {"type": params} if isinstance(params, str) else params
+    if not isinstance(given, Mapping):
+        raise TypeError(f"compression is the name of a codec, or a dict with its 'type', not {shown(params)}")
+    force = given.get("force", False)
+    if not isinstance(force, bool):
+        raise TypeError(f"compression: 'force' is True or False, not {shown(force)}")
+    push = registry.create({name: value for name, value in given.items() if name not in ("pull", "force")})
+    found = Compression(push, registry.create(given.get("pull", IDENTITY)), force)
+    return NONE if found.plain else found
+
+
+@lru_cache(maxsize=256)
+def of_text(text: str) -> Compression:
+    """The one of a text that `Compression.text` made. Raises what `make` raises."""
+    return make(json.loads(text) if text.startswith("{") else text)
+
+
+@dataclass
+class Compressions:
+    """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them.
+
+    suspended: what is pushed and pulled now travels as it is, on all workers alike: weights, which are not gradients.
+    """
+
+    of_new_keys: Compression = NONE
+    of_keys: dict[Key, Compression] = field(default_factory=dict)
+    suspended: bool = False
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Let everything travel as it is meanwhile. All workers do so for the same calls."""
+        before, self.suspended = self.suspended, True
+        try:
+            yield
+        finally:
+            self.suspended = before
+
+    def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> Compression:
+        """That of a key which is initialised now. links: whether ranks of the store are on several hosts.
+
+        Integers are never compressed. Where all ranks are on one host, memory is faster than any codec.
+        """
+        found = self.of_keys.get(key, self.of_new_keys)
+        return NONE if dtype.kind in "iu" or not (links or found.force) else found
