@@ -9,10 +9,11 @@ taken at the other end, whatever the other end waits for.* Two kinds of messages
   that nobody has begun to receive waits here. Bundles also carry what receivers ask for, and how much they have taken.
 
 So what is under way always gets through. A sender can then afford to have only so many bytes under way to each rank,
-`WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
-the highest priority, short messages before long ones, and then in the order of their `isend`. (That MPI has sent a
-message says nothing: it copies short ones, and the system keeps megabytes for a socket.) While the window is full short
-messages gather. Nobody ever waits for a key that another rank has not pushed, except whoever waits for that key.
+`WINDOW_BYTES` once there are priorities, until that rank says that it has taken them, and to choose what is next: of
+all that may leave, what has the highest priority, short messages before long ones, and then in the order of their
+`isend`. (That MPI has sent a message says nothing: it copies short ones, and the system keeps megabytes for a socket.)
+While the window is full short messages gather. Nobody ever waits for a key that another rank has not pushed, except
+whoever waits for that key.
 
 Nothing leaves before `poll` or `flush`, so that what a call, or a step of the engine, has to send travels together.
 
@@ -40,6 +41,7 @@ from mpikv.errors import MpikvError
 from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
+EQUAL_BYTES = 1 << 24  # where no priority was ever given: then nothing overtakes, but for short messages
 TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
@@ -158,6 +160,7 @@ class OrderedTransport:
         self._active: dict[int, _Peer] = {}  # with something to send
         self._incoming: dict[int, _Peer] = {}  # with bundles that are coming
         self._number = 0
+        self._window_bytes = EQUAL_BYTES
 
     @property
     def sent_messages(self) -> int:
@@ -183,7 +186,10 @@ class OrderedTransport:
             return sending
         is_long = n_bytes > self._short_bytes
         self._number += 1
-        waiting = (-self._priorities.get(wire.key_of(tag), 0), is_long, self._number, sending)
+        priority = self._priorities.get(wire.key_of(tag), 0)
+        if priority:
+            self._window_bytes = WINDOW_BYTES
+        waiting = (-priority, is_long, self._number, sending)
         if is_long and not peer.asked.get(tag):
             peer.held.setdefault(tag, deque()).append(waiting)
             return sending
@@ -201,7 +207,7 @@ class OrderedTransport:
         for dest, peer in tuple(self._active.items()):
             while peer.under_way and self._has_left(peer):
                 pass
-            while peer.unread_bytes < WINDOW_BYTES:
+            while peer.unread_bytes < self._window_bytes:
                 may_bundle = peer.short and (not self.gathering or peer.short_bytes >= self._bucket_bytes)
                 if may_bundle and not (peer.long and peer.long[0] < peer.short[0]):
                     self._bundle(dest, peer)

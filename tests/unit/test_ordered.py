@@ -179,6 +179,7 @@ def test_a_note_makes_no_short_message_long(n_bytes: int, *, noted: bool) -> Non
 def test_of_what_waits_for_the_link_the_highest_priority_leaves_first() -> None:
     """The link is full of a long key when a key of higher priority comes; what is under way cannot be called back."""
     pair = Pair()
+    pair.send(9, some(LONG), priority=1)  # nobody asks for it; it tells that there are priorities
     n = 2 * WINDOWFUL
     for _ in range(n):
         pair.send(0, some(LONG))
