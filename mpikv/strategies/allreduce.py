@@ -86,15 +86,17 @@ class AllreduceStrategy(Strategy):
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
         pending, spaces = [], self._session.spaces
-        for info, total, sink in entries:
-            if total is not None:
-                queue = self._queues[info.id]
-                with self._session.engine.lock:
-                    running = self._push(queue, info, Round(spaces.of(info).cast(total, queue.way.dtype), op=op))
-                    if running is not None:
-                        queue.running = self._session.engine.take(running)
-            if sink is not None:
-                pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
+        with self._session.gathering():
+            for info, total, sink in entries:
+                if total is not None:
+                    queue = self._queues[info.id]
+                    values = spaces.of(info).cast(total, queue.way.dtype)
+                    with self._session.engine.lock:
+                        running = self._push(queue, info, Round(values, op=op, priority=priority))
+                        if running is not None:
+                            queue.running = self._session.engine.take(running)
+                if sink is not None:
+                    pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
         return pending
 
     def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
@@ -146,15 +148,15 @@ class AllreduceStrategy(Strategy):
         if on_device and (paths != {"ipc"} or any(info.dtype != sum_dtype(info.dtype) for info in infos)):
             return None
         flat = flattened(infos, values, outs)
-        return None if flat is None else Rounds(self._exchange_in_place, self._session.wait, infos, flat, op)
+        return None if flat is None else Rounds(self._exchange_in_place, self._session, infos, flat, op)
 
     def _exchange_in_place(
-        self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
+        self, priority: int, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
     ) -> Pending:
         queue = self._queues[info.id]
         round_, sink = in_place_round(queue, info, value, outs, self._session.spaces)
         with self._session.engine.lock:
-            running = self._push(queue, info, round_._replace(op=op))
+            running = self._push(queue, info, round_._replace(op=op, priority=priority))
             if running is not None:
                 queue.running = self._session.engine.take(running)
         return self._deliver(info, sink, "pushpull")

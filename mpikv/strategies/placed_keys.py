@@ -87,8 +87,21 @@ class PlacedKeys:
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[Any, Placement] = {}  # of keys that are alike
-        self._means = Means(session.group, session.spaces, self.hosts, self.communicators, nccl=self.nccl)
-        self._rounds = RoundSteps(session.num_workers, self.owner, self._comparison, session.control.comparing.dispute)
+        self._means = Means(
+            session.key_group,
+            session.spaces,
+            self.hosts,
+            self.communicators,
+            nccl=self.nccl,
+            plain_group=session.group,
+        )
+        self._rounds = RoundSteps(
+            session.num_workers,
+            self.owner,
+            self._comparison,
+            session.control.comparing.dispute,
+            priorities=session.priorities,
+        )
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
         """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
