@@ -41,7 +41,7 @@ from mpikv.errors import MpikvError
 from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
-EQUAL_BYTES = 1 << 24  # where no priority was ever given: then nothing overtakes, but for short messages
+EQUAL_BYTES = 1 << 21  # where no priority was ever given: then nothing overtakes, but for short messages
 TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
