@@ -23,10 +23,9 @@ from mpikv.transports.base import Group
 # is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
 # the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
 LINK_SEGMENT_BYTES = 60 << 10
-# Segments that a rank asks for ahead, and that another one has handed to the transport: 3 MB, since a rank that shares
-# its processor comes to ask for more only now and then. How many bytes of all keys are on a link at a time is decided
-# there (transports/ordered.py). With 16 of them a single key was half as fast between ranks that had a tenth of a core.
-LINK_WINDOW = 48
+# Segments of one key under way in each direction: 1 MB, 40 ms at 200 Mbit/s, more than a nap or a switch of threads.
+# How many bytes of all keys are on a link at a time, transports/ordered.py decides where keys have priorities.
+LINK_WINDOW = 16
 # Between processes of one host longer segments cost fewer calls; four of them still stay in a core's own cache.
 HOST_SEGMENT_BYTES = 1 << 18
 HOST_WINDOW = 2

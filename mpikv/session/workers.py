@@ -19,7 +19,8 @@ from mpikv import device_paths, wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs import compression
-from mpikv.codecs.compression import NONE, Compression, Compressions
+from mpikv.codecs.compression import Compression, Compressions
+from mpikv.codecs.identity import IDENTITY
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -95,7 +96,7 @@ class Workers(Session):
         # What the collectives of keys send to other hosts leaves by priority; None: there are none.
         self.ordered: OrderedTransport | None = None
         others = [rank for rank in members.workers if transport.hosts[rank] != transport.hosts[transport.rank]]
-        if others and members.path != "servers":
+        if others and members.path != "servers" and members.config.bucket_bytes:
             self.ordered = OrderedTransport(transport, others, members.config.bucket_bytes, self.priorities)
         self._go_with(members)
         self.attributes = AttributeLog()
@@ -204,14 +205,15 @@ class Workers(Session):
         different values.
         """
         names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
-        items, links = [], self.members.links
+        items, links, compresses = [], self.members.links, self.compressions.any
         for new in values:
-            dtype = new.value.dtype
-            # Rows travel as they are.
-            travels = NONE if new.sparse else self.compressions.of(new.key, dtype, links=links)
-            if DEFAULT_SLOT in self._optimizers:
-                _check_pull("init", new.key, travels)
-            items.append(("init", new.key, [list(new.shape), names_of[dtype], travels.text, new.space, new.sparse]))
+            dtype, codec = new.value.dtype, IDENTITY.name
+            if compresses and not new.sparse:  # rows travel as they are
+                travels = self.compressions.of(new.key, dtype, links=links)
+                codec = travels.text
+                if DEFAULT_SLOT in self._optimizers:
+                    _check_pull("init", new.key, travels)
+            items.append(("init", new.key, [list(new.shape), names_of[dtype], codec, new.space, new.sparse]))
         proposal = self.control.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))

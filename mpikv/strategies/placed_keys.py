@@ -159,12 +159,14 @@ class PlacedKeys:
         """The key's place in shared memory; all else follows from what all workers know. keys: of a bucket."""
         if info.sparse:
             return None
-        on_device, path = info.space == DEVICE, self._session.members.device_path_of(info)
-        if (
-            self.hosts is None
-            or (on_device and path not in {"ipc", "staged"})
-            or _is_encoded(self._placement(info, keys or (info,), room=True))
-        ):
+        if self.hosts is None:
+            return None
+        on_device = info.space == DEVICE
+        path = self._session.members.device_path_of(info) if on_device else "host"
+        may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
+        if may_be_encoded and _is_encoded(self._placement(info, keys or (info,), room=True)):
+            return None
+        if on_device and path not in {"ipc", "staged"}:
             return None
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
@@ -211,7 +213,7 @@ class PlacedKeys:
     ) -> Placement:
         """With the optimizers that serve the keys of a queue."""
         optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
-        whole = not all(optimizer.elementwise for optimizer in optimizers)
+        whole = bool(optimizers) and not all(optimizer.elementwise for optimizer in optimizers)
         alike = info.n_elems, info.dtype, info.codec, info.space, room, bool(optimizers), encoded
         if whole or alike not in self._placements:
             placement = place(

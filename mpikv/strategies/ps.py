@@ -250,9 +250,7 @@ class PsStrategy(Strategy):
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
-        return self._exchange(self._items(entries, op), priority)
-
-    def _exchange(self, items: Sequence[Item], priority: int) -> list[Pending]:
+        items = self._items(entries, op)
         if not items:
             return []
         pushes, pulls = items[0].total is not None, items[0].sink is not None
@@ -365,7 +363,8 @@ class PsStrategy(Strategy):
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
                 item = Item(key, None, Sink(info, [value], spaces), key.routes, key.pushed)
-                self._session.wait(self._exchange([item], 0)[0])
+                running = self._engine.start(self._steps(wire.PULL, [item], 0), "pull")
+                self._session.wait(Pending(running, self._waiting("pull", key)))
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)

@@ -1,19 +1,20 @@
 """A transport on which what waits for a link leaves by priority, and short messages together; over another transport.
 
 For the collectives of keys, between ranks of different hosts. Many keys are under way at once, pushed in any order, and
-each rank knows only its own. So nothing is agreed on beforehand. One rule replaces it: *nothing is sent that is not
-taken at the other end, whatever the other end waits for.* Two kinds of messages keep it.
+each rank knows only its own. So nothing is agreed on beforehand.
 
-- A long message is sent only when its receiver has asked for it, which it does when it begins to receive it.
-- Short messages to one rank travel together, in *bundles*. Every rank takes in all bundles that come; a short message
-  that nobody has begun to receive waits here. Bundles also carry what receivers ask for, and how much they have taken.
+Short messages to one rank travel together, in *bundles*. Every rank takes in all bundles that come; a short message
+that nobody has begun to receive waits here. Long messages leave at once, until this rank has something of a priority to
+send. From then on there is one rule: *nothing is sent that is not taken at the other end, whatever the other end waits
+for.* A long message then leaves when its receiver has asked for it, which it does when it begins to receive it. Bundles
+carry what receivers ask for, and how much they have taken.
 
-So what is under way always gets through. A sender can then afford to have only so many bytes under way to each rank,
-`WINDOW_BYTES` once there are priorities, until that rank says that it has taken them, and to choose what is next: of
-all that may leave, what has the highest priority, short messages before long ones, and then in the order of their
-`isend`. (That MPI has sent a message says nothing: it copies short ones, and the system keeps megabytes for a socket.)
-While the window is full short messages gather. Nobody ever waits for a key that another rank has not pushed, except
-whoever waits for that key.
+So what is under way gets through, and the sender can afford to have only so many bytes under way to each rank,
+`WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
+the highest priority, short messages before long ones, and then in the order of their `isend`. (That MPI has sent a
+message says nothing: it copies short ones, and the system keeps megabytes for a socket.) While the window is full short
+messages gather. Nobody ever waits for a key that another rank has not pushed, except whoever waits for that key. Bytes
+that left unasked do not count in the window.
 
 Nothing leaves before `poll` or `flush`, so that what a call, or a step of the engine, has to send travels together.
 
@@ -41,7 +42,6 @@ from mpikv.errors import MpikvError
 from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
-EQUAL_BYTES = 1 << 21  # where no priority was ever given: then nothing overtakes, but for short messages
 TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
@@ -117,10 +117,11 @@ class _Peer:
         self.long: list[Waiting] = []
         self.short_bytes = 0
         self.held: dict[int, deque[Waiting]] = {}  # long messages that nobody has asked for, by tag
-        self.asked: dict[int, int] = {}  # how many more the other one has asked for than there were, by tag
+        self.asked: dict[int, int] = {}  # how many more the other one has asked for than have left, by tag
         self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
         self.under_way: deque[tuple[Request, _Sending | None]] = deque()  # None: a bundle
         self.unread_bytes = 0  # sent, and not known to be taken
+        self.unasked_bytes = 0  # of these at most so many left without being asked for
         self.taken_bytes = 0  # of what has come, and not told yet
         self.looked_at: list[_Asked] = []  # long messages that do not say when they have come
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
@@ -160,7 +161,7 @@ class OrderedTransport:
         self._active: dict[int, _Peer] = {}  # with something to send
         self._incoming: dict[int, _Peer] = {}  # with bundles that are coming
         self._number = 0
-        self._window_bytes = EQUAL_BYTES
+        self._by_priority = False  # whether any was ever given
 
     @property
     def sent_messages(self) -> int:
@@ -188,12 +189,14 @@ class OrderedTransport:
         self._number += 1
         priority = self._priorities.get(wire.key_of(tag), 0)
         if priority:
-            self._window_bytes = WINDOW_BYTES
+            self._by_priority = True
         waiting = (-priority, is_long, self._number, sending)
-        if is_long and not peer.asked.get(tag):
+        if is_long and self._by_priority and peer.asked.get(tag, 0) <= 0:
             peer.held.setdefault(tag, deque()).append(waiting)
             return sending
         if is_long:
+            if peer.asked.get(tag, 0) <= 0:
+                peer.unasked_bytes += n_bytes
             _count(peer.asked, tag, -1)
             heappush(peer.long, waiting)
         else:
@@ -207,7 +210,7 @@ class OrderedTransport:
         for dest, peer in tuple(self._active.items()):
             while peer.under_way and self._has_left(peer):
                 pass
-            while peer.unread_bytes < self._window_bytes:
+            while not self._by_priority or peer.unread_bytes - peer.unasked_bytes < WINDOW_BYTES:
                 may_bundle = peer.short and (not self.gathering or peer.short_bytes >= self._bucket_bytes)
                 if may_bundle and not (peer.long and peer.long[0] < peer.short[0]):
                     self._bundle(dest, peer)
@@ -321,6 +324,7 @@ class OrderedTransport:
         peer.taken_bytes += bundle.size
         n_asked, n_messages, read_bytes, _ = bundle[: 4 * _FIRST].view(np.uint32).tolist()
         peer.unread_bytes -= read_bytes
+        peer.unasked_bytes = min(peer.unasked_bytes, peer.unread_bytes)
         if peer.short or peer.long:
             self._active[source] = peer
         at = 4 * (_FIRST + _LINE * (n_asked + n_messages))
@@ -328,7 +332,7 @@ class OrderedTransport:
         for tag, count in head[:n_asked]:
             self._active[source] = peer
             _count(peer.asked, tag, count)
-            while tag in peer.held and tag in peer.asked:
+            while tag in peer.held and peer.asked.get(tag, 0) > 0:
                 heappush(peer.long, _first(peer.held, tag))
                 _count(peer.asked, tag, -1)
         for tag, n_bytes in head[n_asked:]:

@@ -123,9 +123,35 @@ def test_short_messages_wait_at_the_receiver_until_they_are_received() -> None:
         np.testing.assert_array_equal(buf, some(10, number))
 
 
+def test_without_priorities_a_long_message_leaves_at_once() -> None:
+    """And none is in the way of those that have priorities later, though nobody receives it."""
+    pair = Pair()
+    n = 2 * WINDOWFUL
+    for _ in range(n):
+        pair.send(0, some(LONG))
+    pair.ranks[0].poll()
+    assert pair.keys() == [0] * n
+    pair.send(1, some(LONG), priority=1)
+    pair.send(0, some(LONG))
+    pair.poll()
+    assert pair.keys() == [0] * n  # from now on they are asked for
+    _, received = pair.receive(1, LONG)
+    for _ in range(3):
+        pair.poll()
+    assert pair.keys() == [0] * n + [1]
+    assert received.test()
+    late = [pair.receive(0, LONG) for _ in range(n + 1)]
+    for _ in range(3):
+        pair.poll()
+    assert pair.keys() == [0] * n + [1, 0]
+    assert all(request.test() for _, request in late)
+    (peer,) = pair.ranks[0]._peers.values()
+    assert (peer.asked, peer.held, peer.unasked_bytes) == ({}, {}, 0)
+
+
 def test_a_long_message_leaves_when_it_has_been_asked_for() -> None:
     pair = Pair()
-    request = pair.send(0, some(LONG))
+    request = pair.send(0, some(LONG), priority=1)
     pair.poll()
     assert not pair.left
     buf, received = pair.receive(0, LONG)

@@ -73,6 +73,7 @@ def test_a_key_of_higher_priority_leaves_first_though_it_came_last() -> None:
     def body(store: KVStore) -> list[str]:
         big, first = np.ones(10 * LONG, np.float32), np.ones(LONG, np.float32)
         store.init(["big", "first"], [big, first])
+        store.pushpull("first", first.copy(), priority=1)  # from the first priority on, what comes first is chosen
         store.barrier()
         together.wait()  # a worker that is still in the barrier would take in what another one asks for
         before = len(fabric.left[store.rank])
