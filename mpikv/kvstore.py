@@ -396,7 +396,8 @@ class KVStore:
         self._check_open("pull")
         checks.flag("ignore_sparse", ignore_sparse)
         several = isinstance(key, (list, tuple))
-        if not ignore_sparse or not any(map(self._rows.is_sparse, key if several else [key])):  # type: ignore[arg-type]
+        looks = ignore_sparse and self.session.any_sparse
+        if not looks or not any(map(self._rows.is_sparse, key if several else [key])):  # type: ignore[arg-type]
             return self._pull(key, out, priority, like).wait()
         kept, keys, out, like = self._rows.without(key, out, like)
         results = self._pull(keys, out, priority, like).wait() if keys else []

@@ -63,7 +63,7 @@ class RowCalls:
     def refuse(self, call: str, keys: Keys) -> None:
         """Raise UnsupportedError where one of these is row-sparse."""
         for key in keys if isinstance(keys, (list, tuple)) else [keys]:
-            if self.is_sparse(key):
+            if self._session.any_sparse and self.is_sparse(key):
                 raise UnsupportedError(
                     f"{call}: key {shown(key)} is row-sparse: push its rows, and get some by {PULL}; nothing was sent"
                 )

@@ -68,12 +68,13 @@ class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
     name: the store's type. spaces: where this worker's part of its values is. infos: what was agreed on each key.
-    synchronous: whether all workers make the same steps. shares_memory: whether all workers add in memory that they
-    share, so that no value travels over a link. compressions: how the values of
-    keys travel that are initialised from now on. pid: the process whose session it is; 0: a child that is forked has a
-    copy that is as good. stop_file: where a trainer saves when the workers stop. stopped: whether they have. updater: a
-    function of the user's that changes stored values in place of optimizers. before_barrier: called by `barrier` first.
-    before_close, after_close: called by `close` of the store, before anything else and at its end, whatever happened.
+    any_sparse: whether one of them is row-sparse. synchronous: whether all workers make the same steps.
+    shares_memory: whether all workers add in memory that they share, so that no value travels over a link.
+    compressions: how the values of keys travel that are initialised from now on. pid: the process whose session it
+    is; 0: a child that is forked has a copy that is as good. stop_file: where a trainer saves when the workers
+    stop. stopped: whether they have. updater: a function of the user's that changes stored values in place of
+    optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
+    store, before anything else and at its end, whatever happened.
     """
 
     rank = 0
@@ -88,6 +89,7 @@ class Session:
         self.spaces = Spaces() if spaces is None else spaces
         self.compressions = Compressions()
         self.infos: dict[Key, KeyInfo] = {}
+        self.any_sparse = False
         self.stopped = self.closed = False
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves
         self.namespaces = 0

@@ -185,6 +185,7 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
+                self.any_sparse |= info.sparse
                 self._events.begin(info, reply.result[6])
             if reply.final:
                 self._released.discard(name)

@@ -35,6 +35,7 @@ class LocalStrategy(Strategy):
         for key, shape, value, space, sparse in values:
             info = KeyInfo(key, len(self._infos), shape, value.dtype, space=space, sparse=sparse)
             self._infos[key] = info
+            self._session.any_sparse |= sparse
             if isinstance(value, RowSparse):
                 table = self._tables[info.id] = RowTable(info, 0, shape[0])
                 table.replace(value.indices, value.values.reshape(value.indices.size, table.columns))
