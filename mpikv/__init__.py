@@ -30,6 +30,7 @@ from mpikv.errors import (
 from mpikv.kv import KVStore, create
 from mpikv.kvstore import Request
 from mpikv.parameter import Parameter
+from mpikv.row_sparse import RowSparse
 from mpikv.trainer import Trainer
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Parameter",
     "PeerError",
     "Request",
+    "RowSparse",
     "ShapeMismatch",
     "SplitSampler",
     "StallError",

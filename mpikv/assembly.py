@@ -27,6 +27,7 @@ from mpikv.strategies.allreduce import AllreduceStrategy
 from mpikv.strategies.base import Strategy
 from mpikv.strategies.local import LocalStrategy
 from mpikv.strategies.ps import PsStrategy
+from mpikv.strategies.sparse_owners import RowServer
 from mpikv.transports.base import Transport
 from mpikv.transports.memory import LocalTransport, local_transport
 
@@ -102,7 +103,12 @@ def assemble(
     )
     strategy: Strategy
     if members.path != "servers":
-        strategy = AllreduceStrategy(session, memory, nccl)
+
+        def serve_rows() -> RowServer:
+            made = core()
+            return RowServer(made.rows, serve(reached, members.workers, made))
+
+        strategy = AllreduceStrategy(session, serve_rows, memory, nccl)
     else:
         service = None if members.servers else serve(reached, members.workers, core())
         strategy = PsStrategy(session, service)

@@ -28,6 +28,7 @@ from mpikv.checks import shown
 from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.reductions import SUM, Reduction, named
+from mpikv.row_sparse import is_sparse
 from mpikv.session.base import Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.callers import on_gpu
@@ -116,10 +117,10 @@ class CallForms:
                 raise ValueError(f"{call}: key {shown(key)} has an empty list of arrays")
             checked = self.key(key)
             for array in arrays:
-                if not is_array(array):
+                if not is_array(array) and not is_sparse(array):
                     raise TypeError(
                         f"{call}: the value of key {shown(key)} is {type(array).__name__}, "
-                        "not an array (NumPy, CuPy or anything with DLPack)"
+                        "not an array (NumPy, CuPy or anything with DLPack) or a RowSparse"
                     )
             found.setdefault(checked, []).extend(arrays)
         return [Item(key, arrays) for key, arrays in found.items()]

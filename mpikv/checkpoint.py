@@ -25,8 +25,9 @@ from mpikv.errors import StatesFileError
 from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key
 from mpikv.kvstore import KVStore
-from mpikv.optimizers import Function, Optimizer
+from mpikv.optimizers import Function, Optimizer, Step
 from mpikv.optimizers.archive import read_archive, write_archive
+from mpikv.row_sparse import RowSparse
 
 KIND = "mpikv checkpoint"
 
@@ -82,6 +83,18 @@ def states_of(path: str) -> HostArray:
     return np.fromfile(path, np.uint8)
 
 
+class _StoreRows(Optimizer):
+    """The pushed rows become the stored ones."""
+
+    lazy = True
+
+    def formula(
+        self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]
+    ) -> None:
+        """w = grad."""
+        np.copyto(w, g)
+
+
 def _store_pushed(weight: HostArray, grad: HostArray, _state: Any) -> None:
     weight[...] = grad
 
@@ -95,19 +108,34 @@ def spread(
     with no states yet; None: the store has none for them.
     """
     with store.session.compressions.suspend():
-        _spread(store, keys, values, outs, optimizer)
+        for sparse in (False, True):
+            some = [i for i, key in enumerate(keys) if store.session.infos[key].sparse == sparse]
+            if some:
+                these = [keys[i] for i in some], [values[i] for i in some], [outs[i] for i in some]
+                _spread(store, *these, optimizer, sparse=sparse)
 
 
 def _spread(
-    store: KVStore, keys: Sequence[Key], values: Sequence[Any], outs: Sequence[Any], optimizer: Optimizer | None
+    store: KVStore,
+    keys: Sequence[Key],
+    values: Sequence[Any],
+    outs: Sequence[Any],
+    optimizer: Optimizer | None,
+    *,
+    sparse: bool,
 ) -> None:
-    if store.rank != 0:
+    if sparse:
+        whole = [RowSparse.of(value) for value in values]
+        values = whole if store.rank == 0 else [RowSparse.zeros(one.shape, one.dtype) for one in whole]
+    elif store.rank != 0:
         values = [_neutral(*shape_and_dtype(value, "a weight")) for value in values]
     if optimizer is None:
         store.pushpull(list(keys), list(values), out=list(outs))
         return
-    storing = Function(_store_pushed)
-    storing.elementwise = optimizer.elementwise  # so that keys stay cut, or whole, as they are
+    storing: Optimizer = _StoreRows()
+    if not sparse:
+        storing = Function(_store_pushed)
+        storing.elementwise = optimizer.elementwise  # so that keys stay cut, or whole, as they are
     store.strategy.set_optimizer(storing, keys)
     if "async" not in store.type:
         store.push(list(keys), list(values))
@@ -115,7 +143,7 @@ def _spread(
         if store.rank == 0:
             store.push(list(keys), list(values))
         store.barrier()
-    store.pull(list(keys), list(outs))
+    store.pull(list(keys), list(outs), ignore_sparse=False)
     if "async" in store.type:
         store.barrier()  # nobody's first step may come before somebody's pull
     store.strategy.set_optimizer(optimizer, keys)

@@ -9,6 +9,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_SERVER_PLACEMENT` | spread | servers: `spread`, on every host; `hosts`, whole hosts; `last`, the last ranks |
 | `MPIKV_BIGARRAY_BOUND` | 1000000 | elements from which on a key is cut evenly over all servers |
 | `MPIKV_PARTITION_BYTES` | 1048576 | bytes of a piece of a big value on its way to a server and back; see settings.md |
+| `MPIKV_BUCKET_BYTES` | 61440 | bytes of a message in which short ones of several keys travel together; 0: none do |
 | `MPIKV_ALGORITHM` | auto | `auto`, `naive`, `native`, `ring`, `halving_doubling`, `hierarchical`; `nccl`: on GPUs |
 | `MPIKV_FAKE_HOSTS` | 0 | pretend that the ranks run on so many hosts, in blocks, to try `hierarchical`; 0: do not |
 | `MPIKV_SHARED_MEMORY` | auto | `auto`: ranks of one host share memory where they can; `off`: only messages |
@@ -173,6 +174,7 @@ VARIABLES = (
     Variable("MPIKV_SERVER_PLACEMENT", "server_placement", _one_of(*PLACEMENTS)),
     Variable("MPIKV_BIGARRAY_BOUND", "bigarray_bound_elems", _integer(1)),
     Variable("MPIKV_PARTITION_BYTES", "partition_bytes", _integer(1)),
+    Variable("MPIKV_BUCKET_BYTES", "bucket_bytes", _integer(0)),
     Variable("MPIKV_ALGORITHM", "algorithm", _one_of(*ALGORITHMS)),
     Variable("MPIKV_FAKE_HOSTS", "fake_hosts", _integer(0)),
     Variable("MPIKV_SHARED_MEMORY", "shared_memory", _one_of("auto", "off")),
@@ -204,6 +206,7 @@ class Config:
     server_placement: str = "spread"
     bigarray_bound_elems: int = 1_000_000
     partition_bytes: int = 1 << 20
+    bucket_bytes: int = 60 << 10
     algorithm: str = "auto"
     fake_hosts: int = 0
     shared_memory: str = "auto"

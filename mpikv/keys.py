@@ -35,7 +35,7 @@ class KeyInfo(NamedTuple):
     """What all ranks agreed on when the key was initialised. `id` numbers the keys of one store from 0.
 
     codec: the name of what its pushes travel as. space: "host" or "device": the memory that its arrays are in on every
-    worker.
+    worker. sparse: whether it is row-sparse: its pushes are some of its rows.
     """
 
     key: Key
@@ -44,6 +44,7 @@ class KeyInfo(NamedTuple):
     dtype: np.dtype[Any]
     codec: str = "none"
     space: str = "host"
+    sparse: bool = False
 
     @property
     def n_elems(self) -> int:

@@ -230,6 +230,7 @@ def _introduction(spec: StoreSpec | None, config: Config, device: Told) -> dict[
         "MPIKV_SHARED_MEMORY": config.shared_memory,
         "MPIKV_STOP_SIGNALS": config.stop_signals,
         "MPIKV_STOP_FILE": config.stop_file,
+        "MPIKV_BUCKET_BYTES": config.bucket_bytes,
         "MPIKV_DEVICE_PATH": config.device_path,
     }
     type_ = None if spec is None else [spec.distributed, spec.synchronous, spec.on_device]

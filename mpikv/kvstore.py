@@ -17,8 +17,11 @@ from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.devices import Device
 from mpikv.errors import KeyExists, MpikvError, UnsupportedError
+from mpikv.keys import KeyInfo
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
+from mpikv.row_calls import RowCalls
+from mpikv.row_sparse import RowSparse, is_sparse
 from mpikv.session.base import NewKey, Pending, Session, Updater
 from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, Sink, Strategy
@@ -95,6 +98,7 @@ class KVStore:
         self.session, self.strategy = session, strategy
         self._pid = session.pid
         self._forms = CallForms(session, strategy, on_device=on_device)
+        self._rows = RowCalls(session, strategy, self._forms)
         self._outstanding: list[Request] = []
         self._optimizer: optimizers.Optimizer | None = None
         self._has_optimizer = False
@@ -205,9 +209,11 @@ class KVStore:
     def init(self, key: Keys, value: Values) -> None:
         """Give one or several keys their first values, an array each. Once for each key, before any push or pull of it.
 
-        The store keeps a copy. Collective over the workers, which may initialise their keys in any order; blocks until
-        all have come. Worker 0's values are kept. Raises KeyExists (a KeyError) when a key is there already, and
-        ShapeMismatch on every worker when workers bring different shapes or dtypes.
+        The store keeps a copy. A RowSparse (or a sparse value of SciPy, PyTorch or JAX) makes a row-sparse key, of
+        which only the rows that exist take memory. Collective over the workers, which may initialise their keys in any
+        order; blocks until all have come. Worker 0's values are kept. Raises KeyExists (a KeyError) when a key is there
+        already, and ShapeMismatch on every worker when workers bring different shapes or dtypes, or dense values and
+        row-sparse ones.
 
         >>> store = kv.create('local')
         >>> store.init(['w', 'b'], [np.ones((2, 3)), np.zeros(3)])
@@ -216,7 +222,7 @@ class KVStore:
         """
         self._check_open("init")
         items = self._forms.items("init", key, value)
-        spaces, values = self.session.spaces, []
+        spaces, values = self.session.spaces, list[NewKey]()
         for item in items:
             if len(item.arrays) != 1:
                 raise ValueError(
@@ -227,7 +233,13 @@ class KVStore:
                     f"init: key {shown(item.key)} is there already ({self._forms.where()}); nothing was changed. "
                     "Push to change its value."
                 )
-        for item, caller in zip(items, spaces.callers([item.arrays[0] for item in items]), strict=True):
+        dense = []
+        for item in items:
+            if type(item.arrays[0]) is not np.ndarray and is_sparse(item.arrays[0]):
+                values.append(self._rows.new_key(item))
+            else:
+                dense.append(item)
+        for item, caller in zip(dense, spaces.callers([item.arrays[0] for item in dense]), strict=True):
             what = f"init: the value of key {shown(item.key)}"
             shape, _ = shape_and_dtype(item.arrays[0], what)
             space = spaces.of_new_key(caller)
@@ -249,9 +261,14 @@ class KVStore:
         """
         self._check_open("broadcast")
         _check_priority(priority)
-        self._forms.items("broadcast", key, out)
+        for item in self._forms.items("broadcast", key, out):
+            for array in item.arrays:
+                if type(array) is not np.ndarray and is_sparse(array):
+                    raise UnsupportedError(
+                        f"broadcast: `out` of key {shown(item.key)} is row-sparse: a dense array, or row_sparse_pull"
+                    )
         self.init(key, value)
-        self.pull(key, out, priority)
+        self.pull(key, out, priority, ignore_sparse=False)
 
     # --- arrays in shared memory
 
@@ -318,11 +335,12 @@ class KVStore:
 
         direct_calls: blocking calls that all workers of the host made together, through shared memory; declined_calls:
         those for which that was possible, but workers were in different calls. Both only where workers share memory.
-        Where a GPU is used: copies_down (to the host), copies_up, copies_device and their bytes; device_bytes, the
-        memory that the store holds there; with several workers device_path, how keys in device memory travel, and
-        device_path_reasons, why not by each of the better paths. Where large keys go another path: device_path_large,
-        and device_path_large_bytes, from how many bytes on. Where sums have NCCL's own bits: device_path_bits, of which
-        keys, and how to have the bits of the other paths.
+        Where there are row-sparse keys: row_bytes, the memory of the rows that this process owns and of their states (a
+        server rank's are not counted). Where a GPU is used: copies_down (to the host), copies_up, copies_device and
+        their bytes; device_bytes, the memory that the store holds there; with several workers device_path, how keys in
+        device memory travel, and device_path_reasons, why not by each of the better paths. Where large keys go another
+        path: device_path_large, and device_path_large_bytes, from how many bytes on. Where sums have NCCL's own bits:
+        device_path_bits, of which keys, and how to have the bits of the other paths.
 
         Where workers without servers compress keys, and not by force: compressed_keys, a dict for each key by its name:
         codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round when both were compared
@@ -350,13 +368,15 @@ class KVStore:
         """
         self._check_open("push")
         _check_priority(priority)
-        self.strategy.exchange(self._totals(key, value), priority)
+        entries, rows = self._totals(key, value)
+        self.strategy.exchange(entries, priority)
+        for info, total in rows:
+            self.strategy.push_rows(info, total, priority)
 
-    def _totals(self, key: Keys, value: Values) -> list[Entry]:
-        return [
-            Entry(info, total, None)
-            for info, total in self._forms.totals("push", self._forms.items("push", key, value))
-        ]
+    def _totals(self, key: Keys, value: Values) -> tuple[list[Entry], list[tuple[KeyInfo, RowSparse]]]:
+        """What a push has for dense keys, and for row-sparse ones."""
+        items, rows = self._rows.split("push", self._forms.items("push", key, value))
+        return [Entry(info, total, None) for info, total in self._forms.totals("push", items)], rows
 
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, *, like: Values = None
@@ -366,9 +386,10 @@ class KVStore:
         Blocks until they are filled. A synchronous store gives the value after the round of this worker's last push of
         the key. out=None: returns a new array (a list of them for a list of keys) in the key's shape and dtype, a NumPy
         array, or one of the library of `like` and on its device. like: one array for all keys, or arrays in the form of
-        `out`, where a list of them for a key gives a list of new ones. ignore_sparse: accepted for MXNet's sake; no
-        value is sparse. Raises KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the
-        library of `like` has no such dtype.
+        `out`, where a list of them for a key gives a list of new ones. ignore_sparse: row-sparse keys are left out (in
+        what is returned, None stands in their place); False: they are pulled whole, as dense arrays. Raises
+        KeyNotInitialized, ShapeMismatch, PeerError, StallError; UnsupportedError where the library of `like` has no
+        such dtype.
 
         >>> store = kv.create('local')
         >>> store.init('w', np.ones(2))
@@ -376,15 +397,28 @@ class KVStore:
         >>> out
         array([1., 1.], dtype=float32)
         """
+        self._check_open("pull")
         checks.flag("ignore_sparse", ignore_sparse)
-        return self._pull(key, out, priority, like).wait()
+        several = isinstance(key, (list, tuple))
+        looks = ignore_sparse and self.session.any_sparse
+        if not looks or not any(map(self._rows.is_sparse, key if several else [key])):  # type: ignore[arg-type]
+            return self._pull(key, out, priority, like).wait()
+        kept, keys, out, like = self._rows.without(key, out, like)
+        results = self._pull(keys, out, priority, like).wait() if keys else []
+        if results is None or not several:
+            return None
+        found: list[Any] = [None] * len(key)  # type: ignore[arg-type]
+        for place, result in zip(kept, results, strict=True):
+            found[place] = result
+        return found
 
     def _pull(self, key: Keys, out: Values, priority: int, like: Values = None) -> Request:
         self._check_open("pull")
         _check_priority(priority)
         targets, form = self._forms.outs("pull", key, out, like)
-        entries = [Entry(info, None, Sink(info, arrays, self.session.spaces)) for info, arrays in targets]
-        return Request(self.session, self.strategy.exchange(entries, priority), form)
+        dense, pending = self._rows.dense_entries(targets, priority)
+        entries = [Entry(info, None, Sink(info, arrays, self.session.spaces)) for info, arrays in dense]
+        return Request(self.session, [*self.strategy.exchange(entries, priority), *pending], form)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, *, op: str = SUM_NAME) -> Any:
         """Push, then pull, in one exchange. Without an optimizer this is allreduce. Blocks until `out` is filled.
@@ -419,6 +453,7 @@ class KVStore:
             if not call.run(priority):
                 self._pushpull(key, value, out, priority, reduction).wait()
             return None
+        self._rows.refuse("pushpull", key)
         items, targets, form = self._forms.pushpull_arguments(key, value, out)
         call = self._forms.prepare(items, targets, reduction)
         if call is None or not call.run(priority):
@@ -434,6 +469,7 @@ class KVStore:
     def _pushpull(self, key: Keys, value: Values, out: Values, priority: int, op: Reduction) -> Request:
         self._check_open("pushpull")
         _check_priority(priority)
+        self._rows.refuse("pushpull", key)
         return self._start_pushpull(*self._forms.pushpull_arguments(key, value, out), priority, op)
 
     def _start_pushpull(self, items: list[Item], targets: Targets, form: Any, priority: int, op: Reduction) -> Request:
@@ -451,7 +487,11 @@ class KVStore:
         """
         self._check_open("push")
         _check_priority(priority)
-        return self._remember(Request(self.session, self.strategy.exchange(self._totals(key, value), priority)))
+        entries, rows = self._totals(key, value)
+        pending = self.strategy.exchange(entries, priority)
+        for info, total in rows:
+            self.strategy.push_rows(info, total, priority)
+        return self._remember(Request(self.session, pending))
 
     def pull_async(self, key: Keys, out: Values = None, priority: int = 0, *, like: Values = None) -> Request:
         """Do what `pull` does, and return a `Request` at once; its `wait` returns what `pull` returns.
@@ -497,15 +537,24 @@ class KVStore:
             self._outstanding[0].wait(timeout_s)
             self._outstanding.pop(0)
 
-    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
-        """Raise UnsupportedError: row-sparse values are not in this version.
+    def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
+        """Get some rows of row-sparse keys, as `RowSparse` values. Blocks until they are there.
 
-        >>> kv.create('local').row_sparse_pull('w')
-        Traceback (most recent call last):
-        mpikv.errors.UnsupportedError: ...
+        row_ids: the numbers of the rows, an array or a list in any order, repeats allowed; rows that are not asked for
+        read as zero. out: a RowSparse of the key's shape, which holds these rows afterwards, in its own dtype; None:
+        returns a new one. A list of keys takes lists of `out` and `row_ids`, or one `row_ids` for all; a list of `out`
+        for a key (one for each device) takes a list of `row_ids` or one for all. The rows are those after the round of
+        this worker's last push of the key. Raises IndexError for a row out of range, ShapeMismatch, TypeError,
+        ValueError without row_ids, UnsupportedError for a dense key; nothing was sent then. PeerError, StallError.
+
+        >>> store = kv.create('local')
+        >>> store.init('w', mpikv.RowSparse([1], np.ones((1, 2)), (10000000, 2)))
+        >>> store.row_sparse_pull('w', row_ids=[5, 1, 1]).values.tolist()
+        [[1.0, 1.0], [0.0, 0.0]]
         """
         self._check_open("row_sparse_pull")
-        raise UnsupportedError("row_sparse_pull: row-sparse values are not in this version of mpikv; use pull")
+        _check_priority(priority)
+        return self._rows.pull(key, out, row_ids, priority)
 
     # --- optimizers
 

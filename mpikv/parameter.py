@@ -17,6 +17,8 @@ import numpy as np
 from mpikv import arrays, checks, shapes
 from mpikv.checks import shown
 from mpikv.devices import Device, put, several, use
+from mpikv.errors import ShapeMismatch
+from mpikv.row_sparse import RowSparse
 from mpikv.torch_parameter import TorchBuffer, TorchParameter, is_module, is_tensor, of_module
 
 GradReq = Literal["write", "add", "null"]
@@ -32,7 +34,9 @@ class Parameter:
     that has none. devices: where the replicas are, as in `split_and_load`; None is one replica, where the value is.
     grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the model's
     backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult: factors on
-    the learning rate and the weight decay of this parameter.
+    the learning rate and the weight decay of this parameter. sparse: `grad` is a `RowSparse`, and a Trainer sends and
+    updates its rows alone (docs/semantics.md, "Row-sparse keys"); the model assigns it, or the sparse value of another
+    library, after each backward pass. The weight stays a dense NumPy array.
 
     Local. Raises TypeError for values that are no arrays, ValueError for contradicting arguments or a read-only array.
 
@@ -57,6 +61,7 @@ class Parameter:
         grad_req: GradReq = "write",
         lr_mult: float = 1.0,
         wd_mult: float = 1.0,
+        sparse: bool = False,
     ) -> None:
         checks.one_of("grad_req", grad_req, _GRAD_REQ)
         if name is not None and not isinstance(name, str):
@@ -65,6 +70,7 @@ class Parameter:
         self.grad_req: GradReq = grad_req
         self.lr_mult = checks.number("lr_mult", lr_mult, 0.0)
         self.wd_mult = checks.number("wd_mult", wd_mult, 0.0)
+        self.sparse = checks.flag("sparse", sparse)
         first = _initial(value, shape, init, dtype)
         if devices is None:
             self._data = [first]
@@ -81,7 +87,10 @@ class Parameter:
     @property
     def _grad(self) -> list[Any]:
         if self._grads is None:
-            self._grads = [_zeros_like(replica) for replica in self._data]
+            self._grads = [
+                RowSparse.zeros(self.shape, self.dtype) if self.sparse else _zeros_like(replica)
+                for replica in self._data
+            ]
         return self._grads
 
     def place_grad(self, memory: Any) -> None:
@@ -95,7 +104,7 @@ class Parameter:
         >>> weight.grad is memory
         True
         """
-        if self._grads is None and len(self._data) == 1 and _same_memory(self._data[0], memory):
+        if self._grads is None and not self.sparse and len(self._data) == 1 and _same_memory(self._data[0], memory):
             self._grads = [memory if memory.dtype == self.dtype else memory.view(self.dtype)]
 
     @property
@@ -136,6 +145,12 @@ class Parameter:
     def grad(self, value: Any) -> None:
         if len(self._grad) > 1:
             raise ValueError(f"{self!r} has {len(self._grad)} gradients, one per device: write into list_grad()")
+        if self.sparse:
+            rows = RowSparse.of(value)
+            if (rows.shape, rows.dtype) != (self.shape, self.dtype):
+                raise ShapeMismatch(f"grad of {self!r} is {self.dtype} {self.shape}, not {rows.dtype} {rows.shape}")
+            self._grad[0].assign(rows.indices, rows.values)
+            return
         _copy_into(self._grad[0], value, f"grad of {self!r}")
 
     def list_data(self) -> list[Any]:
@@ -149,7 +164,10 @@ class Parameter:
     def zero_grad(self) -> None:
         """Set the gradients on all devices to 0."""
         for replica in self._grad:
-            replica[...] = 0
+            if self.sparse:
+                replica.assign([], np.empty((0, *self.shape[1:]), self.dtype))
+            else:
+                replica[...] = 0
 
     def __repr__(self) -> str:
         return f"Parameter({self.name or 'unnamed'}, shape={self.shape}, dtype={self.dtype})"

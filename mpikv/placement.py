@@ -329,6 +329,11 @@ def plain_bytes(members: Members, info: KeyInfo) -> float:
     return (n_hosts - 1) / n_hosts * info.n_elems * (sum_dtype(info.dtype).itemsize + info.dtype.itemsize)
 
 
+def place_rows(members: Members, info: KeyInfo) -> tuple[int, ...]:
+    """What each owner has of a row-sparse key: owner i the rows `[bounds[i], bounds[i+1])`, as many as any other."""
+    return even_bounds(info.shape[0], len(members.owners))
+
+
 def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:
     """A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all."""
     n_servers = len(members.owners)

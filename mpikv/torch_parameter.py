@@ -26,6 +26,7 @@ import numpy as np
 from mpikv import tensors
 from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, HostArray, host_view
 from mpikv.errors import UnsupportedError
+from mpikv.row_sparse import RowSparse
 from mpikv.spaces.callers import gpu_of, on_gpu
 
 Tensor = Any  # torch.Tensor
@@ -45,20 +46,26 @@ def is_module(value: object) -> bool:
 
 def of_module(module: Any) -> Iterator[tuple[str, TorchParameter | TorchBuffer]]:
     """Yield parameters, those with two names once, and then buffers, with the module's names and in its order."""
+    # Layers such as Embedding(sparse=True), whose gradients are some rows of the weight.
+    sparse = {id(getattr(part, "weight", None)) for part in module.modules() if getattr(part, "sparse", False) is True}
     for name, tensor in module.named_parameters():
-        yield name, TorchParameter(tensor, name)
+        yield name, TorchParameter(tensor, name, sparse=id(tensor) in sparse)
     for name, _ in module.named_buffers():
         yield name, TorchBuffer(module, name)
 
 
 class TorchParameter:
-    """A tensor that is trained, or not (`requires_grad`). Raises ValueError for the result of a computation."""
+    """A tensor that is trained, or not (`requires_grad`). Raises ValueError for the result of a computation.
 
-    def __init__(self, tensor: Tensor, name: str) -> None:
+    sparse: its gradient is handed out as a `RowSparse`.
+    """
+
+    def __init__(self, tensor: Tensor, name: str, *, sparse: bool = False) -> None:
         if not tensor.is_leaf:
             raise ValueError(f"parameter {name!r} is the result of a computation, and gets no gradient of its own")
         self.tensor = tensor
         self.name = name
+        self.sparse = sparse
         self.through_host = False  # whether a tensor on a GPU is handed out as a copy in host memory
         self._address = -1
         self._weight: Any = None
@@ -141,8 +148,13 @@ class TorchParameter:
         grad = self.tensor.grad
         if grad is None:
             return [None]
+        if self.sparse:
+            return [RowSparse.of(grad.detach())]
         if grad.layout != sys.modules["torch"].strided:
-            raise UnsupportedError(f"the gradient of parameter {self.name!r} is sparse; the layer takes sparse=False")
+            raise UnsupportedError(
+                f"the gradient of parameter {self.name!r} is sparse; the layer takes sparse=False, or give the Trainer "
+                "the torch.nn.Module itself, and not its parameters"
+            )
         if self._placed is None:
             if self._stays(grad):
                 return [grad.detach()]
@@ -167,6 +179,10 @@ class TorchParameter:
         """Set the gradient to None, or make it 0, also where there is none yet."""
         if set_to_none:
             self.tensor.grad = None
+            return
+        if self.sparse:
+            torch = sys.modules["torch"]
+            self.tensor.grad = torch.zeros_like(self.tensor, layout=torch.sparse_coo)
             return
         if self.tensor.grad is None:
             in_place = self._placed is not None and _together(self.tensor, self._placed)

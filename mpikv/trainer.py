@@ -21,13 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from mpikv import checks, optimizers
+from mpikv import checks, optimizers, trainer_rows
 from mpikv import parameter as parameters
 from mpikv.checks import shown
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
 from mpikv.kvstore import KVStore, Request
 from mpikv.local_updates import LocalUpdates, Update
 from mpikv.parameter import list_data, list_grad, named
+from mpikv.row_sparse import RowSparse
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
 from mpikv.strategies.base import Travelling
@@ -36,6 +37,7 @@ from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_ends import in_steps
 from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
+from mpikv.trainer_rows import sparse_names
 from mpikv.trainer_shares import Share, Shares, positive
 from mpikv.trainer_store import place_gradients, store_of, updates_on_store
 from mpikv.worker_device import spaces_for
@@ -143,7 +145,9 @@ class Trainer(TrainerFiles):
         self._handed: dict[str, Handed] = {}  # gradients handed over since the last step
         self._handed_with: Mapping[str, Any] = {}  # attributes of the optimizer
         self._trainable = frozenset(name for name in self._params if not self._is_frozen(name))
-        self._awaited: dict[str, Request] = {}  # weights of the last step that nobody has waited for yet
+        self._awaited: dict[
+            str, Request | trainer_rows.Coming
+        ] = {}  # weights of the last step that nobody has waited for yet
         self._bucketed: list[str] = []  # parameters whose keys travel together, if any do
         self._travelling: Travelling | None = None
         self._own: OwnUpdates | None = None  # where all workers update by themselves
@@ -157,10 +161,14 @@ class Trainer(TrainerFiles):
         """Bring worker 0's weights to all workers and devices, and the optimizer to where it runs."""
         data = {name: list_data(parameter) for name, parameter in self._params.items()}
         trained = self._trained = [name for name in self._params if name in self._trainable]
+        self._sparse = sparse_names(self._params, trained, self._store, self._optimizer, on_store=self._on_store)
         if self._store is not None:
             # Parameters that are not trained too: statistics of a batch normalisation must agree at the start.
-            keys = list(self._keys.values())
-            self._store.broadcast(keys, [replicas[0] for replicas in data.values()], out=list(data.values()))
+            for name in self._sparse:
+                trainer_rows.start(self._store, self._keys[name], self._params[name])
+            dense = [name for name in data if name not in self._sparse]
+            outs = [data[name] for name in dense]
+            self._store.broadcast([self._keys[name] for name in dense], [one[0] for one in outs], out=outs)
             self._data_written(data)
         else:
             for name, replicas in data.items():
@@ -172,11 +180,12 @@ class Trainer(TrainerFiles):
                 self._local.add(self._keys[name], data[name][0])
             if self._store is not None:
                 self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
+        dense = [name for name in trained if name not in self._sparse]
         if self._store is not None and self._store.session.shares_memory:
-            place_gradients(self._store, self._params, trained, self._keys)
+            place_gradients(self._store, self._params, dense, self._keys)
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
-            self._bucketed = list(reversed(trained))
+            self._bucketed = list(reversed(dense))
             self._travelling = self._store.strategy.bucket([self._keys[name] for name in self._bucketed])
 
     # --- the step
@@ -414,18 +423,25 @@ class Trainer(TrainerFiles):
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()
-        outs = {name: list_data(self._params[name]) for name in grads}
-        if wait and not self._handed:
-            store.pushpull([self._keys[name] for name in grads], list(grads.values()), out=list(outs.values()))
-            self._data_written(grads)
-            return
+        dense = {name: replicas for name, replicas in grads.items() if name not in self._sparse}
+        outs = {name: list_data(self._params[name]) for name in dense}
+        together = wait and not self._handed
         for name, replicas in grads.items():
-            if name not in self._handed:
+            if name not in self._handed and not (together and name in dense):
                 store.push(self._keys[name], replicas, self._priority(name))
+        if together:
+            store.pushpull([self._keys[name] for name in dense], list(dense.values()), out=list(outs.values()))
+            self._data_written(dense)
         for name in sorted(grads, key=self._order.__getitem__):
-            self._awaited[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
+            if name in self._sparse:
+                self._awaited[name] = self._changed_rows(store, name)
+            elif not together:
+                self._awaited[name] = store.pull_async(self._keys[name], outs[name], self._priority(name))
         if wait:
             self._finish_waiting()
+
+    def _changed_rows(self, store: KVStore, name: str) -> trainer_rows.Coming:
+        return trainer_rows.Coming(store, self._keys[name], self._params[name], self._priority(name))
 
     def wait(self, parameter: Any) -> None:
         """Block until the weight that `step(wait=False)` did not wait for has arrived; return at once if it has.
@@ -475,8 +491,11 @@ class Trainer(TrainerFiles):
         self._finish_waiting()
         if self._on_store and self._store is not None:
             trained = [name for name in self._params if not self._is_frozen(name)]
-            keys = [self._keys[name] for name in trained]
-            self._store.pull(keys, [list_data(self._params[name]) for name in trained])
+            dense = [name for name in trained if name not in self._sparse]
+            coming = [self._changed_rows(self._store, name) for name in trained if name in self._sparse]
+            self._store.pull([self._keys[name] for name in dense], [list_data(self._params[name]) for name in dense])
+            for rows in coming:
+                rows.wait()
             self._data_written(trained)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
@@ -553,6 +572,9 @@ class Trainer(TrainerFiles):
     def _scale_grads(self, grads: dict[str, list[Any]], ratio: float) -> None:
         for name, replicas in grads.items():
             for replica in replicas:
+                if isinstance(replica, RowSparse):
+                    replica.assign(replica.indices, replica.values * replica.dtype.type(ratio))
+                    continue
                 self._spaces.scale(replica, ratio, f"the gradient of parameter {shown(name)}")
 
     def _update(self, grads: dict[str, list[Any]], factor: float | None = None) -> None:

@@ -1,8 +1,9 @@
 """What travels: the tag plan, the fixed header of messages to a server, and control messages.
 
 Tags. One tag each for control messages, requests to servers and optimizer states, some for control messages among
-workers that go on without others, a window of reply tags and one of payload tags that each client uses in turn. Above
-them are `TAGS_PER_KEY` tags for each key's collectives, so that two keys never meet in whatever order ranks push them.
+workers that go on without others, one for bundles (transports/ordered.py), a window of reply tags and one of payload
+tags that each client uses in turn. Above them are `TAGS_PER_KEY` tags for each key's collectives, so that two keys
+never meet in whatever order ranks push them.
 
 A message of a collective is values alone, but for the notes of collectives/labelled.py.
 
@@ -27,12 +28,13 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 
-VERSION = 7
+VERSION = 8
 
 TAG_CONTROL = 1
 TAG_REQUEST = 2
 TAG_STATES = 3
-TAG_REGROUPED = 4  # to below TAG_REPLY
+TAG_REGROUPED = 4  # to below TAG_BUNDLES
+TAG_BUNDLES = 15
 TAG_REPLY = 16
 REPLY_TAGS = 4096  # replies that one client may wait for at a time; MPI guarantees tags up to 32767 only
 TAG_PAYLOAD = TAG_REPLY + REPLY_TAGS
@@ -46,12 +48,17 @@ def control_tag(regrouped: int) -> int:
 
     A message of the smaller group that comes to a worker of the larger one waits there until this goes on, too.
     """
-    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_REPLY - TAG_REGROUPED)
+    return TAG_CONTROL if regrouped == 0 else TAG_REGROUPED + regrouped % (TAG_BUNDLES - TAG_REGROUPED)
 
 
 def key_tag(key_id: int, use: int) -> int:
     """The tag of a key's collective: use 0 is the initial value, then times of rounds; 1 adds, 2 brings the result."""
     return TAG_KEYS + key_id * TAGS_PER_KEY + use
+
+
+def key_of(tag: int) -> int:
+    """The number of the key whose collective has this tag."""
+    return (tag - TAG_KEYS) // TAGS_PER_KEY
 
 
 def max_keys(max_tag: int) -> int:
@@ -71,6 +78,12 @@ SAVE = 8  # answered by the states of this server, as bytes
 LOAD = 9  # payload: JSON, the keys whose states are replaced, then states as bytes; answered by one byte
 REMOVE = 10  # forget the key: it moves to other owners
 BYE = 11  # this worker sends nothing any more
+# Of row-sparse keys. Ids of rows are written as row_ids.py does, counted from the first row that the owner has.
+ROWS_INIT = 12  # payload: JSON description, then ids and rows
+ROWS_PUSH = 13  # payload: ids and rows, maybe none: it is this worker's push of the round all the same
+ROWS_PULL = 14  # payload: ids; answered by their rows once `round` rounds are done
+ROWS_CHANGED = 15  # answered, once `round` rounds are done, by ids and rows: what changed since this worker's last one
+ROWS = (ROWS_INIT, ROWS_PUSH, ROWS_PULL, ROWS_CHANGED)
 
 # version, kind, payload tag, key id, reply tag, attributes id, round, payload bytes, priority, reduction, plain, and 6
 # bytes more: 48 bytes, so that the payload behind it is aligned for every dtype.

@@ -1,6 +1,8 @@
 """Allreduce across shaped links, against MPI's own and the bound that the links set.
 
     python scripts/bench_links.py                    # as root: makes the hosts, prints the tables, removes the hosts
+    python scripts/bench_links.py --hosts 2 --rate 1000 --mib "" --model resnet50       # its 161 keys in one call
+    python scripts/bench_links.py --hosts 2 --rate 1000 --mib "" --keys 1000x1024       # 1000 keys of 1024 bytes
 
 Each host is a network namespace of this machine with a link of `--rate` Mbit/s out and as much in. For every number of
 hosts one job runs, in which these take turns: raw TCP between two hosts (its goodput B, with one socket and bytes that
@@ -8,6 +10,8 @@ somebody counts at the receiver), in-place `MPI_Allreduce` through mpi4py, and a
 by each algorithm asked for. The bound is 2(h-1)/h * S/B seconds for S bytes on h hosts: what every host must send at
 least (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009)). Every result is checked. `bytes out` is what the
 interfaces of all hosts counted while the key was exchanged, per host, relative to 2(h-1)/h * S; packet headers are in.
+
+With several keys each algorithm has two rows: all keys in one call, and one key of the same bytes, `one buffer`.
 
 The row `plain sockets` is what this machine can do at all: the bytes of the bound, sent by every host to the next one
 through plain sockets at the same time. The pretended network runs on the same processors as the ranks, and with packets
@@ -17,13 +21,15 @@ of 1500 bytes they are busy before the links are, from 3 hosts on with 2 process
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +48,8 @@ def main() -> int:
     parser.add_argument("--hosts", default="2,3,4", help="numbers of hosts (default 2,3,4)")
     parser.add_argument("--ranks-per-host", default="1", help="e.g. 1,2 (default 1)")
     parser.add_argument("--mib", default="16,64", help="sizes in MiB (default 16,64)")
+    parser.add_argument("--model", default="", help="keys of the sizes of a model's parameters, e.g. resnet50")
+    parser.add_argument("--keys", default="", help="COUNTxBYTES, e.g. 1000x1024")
     parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default 3)")
     parser.add_argument("--algorithms", default="auto", help="of MPIKV_ALGORITHM (default auto)")
     parser.add_argument("--json", type=Path, help="write all measured times to this file")
@@ -79,12 +87,20 @@ def run_rank(options: argparse.Namespace) -> None:
         print(
             f"\n{h} hosts of {p // h} ranks, {options.rate:g} Mbit/s each way, {options.mpi}, median of {options.turns}"
         )
-        print(f"{'MiB':>5} {'TCP MB/s':>9} {'bound s':>8} {'what':>22} {'s':>8} {'% of bound':>10} {'bytes out':>9}")
-    for n_mib in map(int, options.mib.split(",")):
-        n_bytes = n_mib << 20
+        print(f"{'MiB':>6} {'TCP MB/s':>9} {'bound s':>8} {'what':>22} {'s':>8} {'% of bound':>10} {'bytes out':>9}")
+    for title, sizes in cases(options):
+        n_bytes = 4 * sum(sizes)
         value = np.empty(n_bytes // 4, np.float32)
-        for store in stores.values():
-            store.init(n_mib, value)
+        ends = list(itertools.accumulate(sizes))
+        keys = [f"{title} {i}" for i in range(len(sizes))]
+        parts = [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        calls: dict[str, Callable[[], object]] = {}
+        for name, store in stores.items():
+            if len(sizes) > 1:
+                store.init(keys, parts)
+                calls[f"{name}, {len(sizes)} keys"] = partial(store.pushpull, keys, parts)
+            store.init(title, value)
+            calls[f"{name}, one buffer" if len(sizes) > 1 else name] = partial(store.pushpull, title, value)
         goodputs: list[float] = []
         times: dict[str, list[float]] = {}
         sent: dict[str, list[float]] = {}
@@ -94,8 +110,8 @@ def run_rank(options: argparse.Namespace) -> None:
             contenders: dict[str, Callable[[], object]] = {
                 "plain sockets": partial(sockets.move, 2 * (h - 1) * n_bytes // h),
                 "MPI_Allreduce": partial(comm.Allreduce, MPI.IN_PLACE, value),
+                **calls,
             }
-            contenders |= {name: partial(store.pushpull, n_mib, value) for name, store in stores.items()}
             for name, call in contenders.items():
                 value[:] = comm.Get_rank() + 1
                 comm.Barrier()
@@ -118,7 +134,7 @@ def run_rank(options: argparse.Namespace) -> None:
             bound_s = 2 * (h - 1) / h * n_bytes / goodput
             for name, seconds_of in times.items():
                 s, out = float(np.median(seconds_of)), float(np.median(sent[name]))
-                line = f"{n_mib:>5} {goodput / 1e6:9.2f} {bound_s:8.3f} {name:>22} {s:8.3f}"
+                line = f"{n_bytes / (1 << 20):>6.5g} {goodput / 1e6:9.2f} {bound_s:8.4f} {name:>22} {s:8.4f}"
                 print(f"{line} {100 * bound_s / s:10.1f} {out:9.3f}", flush=True)
                 results.append({"hosts": h, "ranks": p, "bytes": n_bytes, "goodput": goodputs, "name": name,
                                 "seconds": seconds_of, "sent": sent[name]})  # fmt: skip
@@ -127,6 +143,19 @@ def run_rank(options: argparse.Namespace) -> None:
     if comm.Get_rank() == 0 and options.json:
         with options.json.open("a") as file:
             file.writelines(json.dumps(result) + "\n" for result in results)
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[int]]]:
+    """Names, and the elements of each key that is exchanged in one call."""
+    from mpikv.models import shapes  # noqa: PLC0415
+
+    for n_mib in options.mib.split(",") if options.mib else ():
+        yield f"{n_mib} MiB", [int(n_mib) << 18]
+    if options.model:
+        yield options.model, [math.prod(shape) for shape in shapes(options.model)][::-1]
+    if options.keys:
+        count, n_bytes = map(int, options.keys.split("x"))
+        yield options.keys, [n_bytes // 4] * count
 
 
 def sent_bytes() -> int:

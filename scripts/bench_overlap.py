@@ -6,11 +6,19 @@ Each host is a network namespace of this machine with a link of `--rate` Mbit/s 
 pass has `--layers` layers, last one first. Each computes for a while, then hands its gradient to `pushpull_async`;
 after the pass the values are waited for. The work of a layer is chosen so that computing alone takes as long as
 communicating alone. Computing is either BLAS (matrix products on one thread, which release Python's global lock) or a
-loop in pure Python (which never does).
+loop in pure Python (which never does), or sleeping, as a processor does whose GPU computes.
 
 The pretended network runs on the same processors as the ranks, and with packets of 1500 bytes it takes a third of two
 of them at 200 Mbit/s. So computing is also measured beside plain sockets that move the same bytes at the same time, in
 processes that do nothing else: what is lost to them is lost to the pretended network, not to the store.
+
+    python scripts/bench_overlap.py --forward        # a backward pass and the forward pass behind it
+
+With `--forward` the layers are those of `--model`: as many bytes as its arrays, and the same work for each convolution
+or dense layer, as residual networks have it. A forward pass follows, first layer first, each of which waits for its
+own weights and takes half as long as backward; computing both passes takes as long as communicating. Two ways take
+turns: all keys of one priority, first come, first served; and the first layer first (`priority=-layer`), whose weights
+are needed first and whose gradient is ready last. `speedup` is the median of the ratios of neighbouring turns.
 
 hidden: (computing alone + communicating alone - both together) / communicating alone.
 slowed: time spent computing while gradients are under way, against computing alone. sockets: the same beside the
@@ -21,6 +29,7 @@ nothing is under way, against computing before there was one.
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 import subprocess
 import sys
@@ -42,7 +51,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--kib", type=int, default=512, help="KiB of each layer's gradient (default 512)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each measurement (default 3)")
-    parser.add_argument("--compute", default="blas,python", help="blas, python (default both)")
+    parser.add_argument("--compute", default="blas,python", help="blas, python, sleep (default the first two)")
+    parser.add_argument("--forward", action="store_true", help="compare priorities, with a forward pass")
+    parser.add_argument("--model", default="resnet18", help="of --forward (default resnet18)")
     parser.add_argument("--sockets", nargs=2, help=argparse.SUPPRESS)
     _hosts.add_options(parser)
     options = parser.parse_args()
@@ -103,17 +114,31 @@ def pure_python() -> Callable[[int], None]:
     return work
 
 
+def elsewhere() -> Callable[[int], None]:
+    """Units of work of some 100 us that a GPU would do: this processor waits for it."""
+
+    def work(units: int) -> None:
+        time.sleep(units * 100e-6)
+
+    return work
+
+
 def run_rank(options: argparse.Namespace) -> None:
     """One rank: calibrate, take turns, rank 0 prints a line for each kind of computing."""
     import numpy as np  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
 
     from mpikv import kv  # noqa: PLC0415
+    from mpikv.models import shapes  # noqa: PLC0415
 
     comm = MPI.COMM_WORLD
     layers = range(options.layers)
-    kinds = {"blas": blas, "python": pure_python}
-    n = options.kib * 256
+    kinds = {"blas": blas, "python": pure_python, "sleep": elsewhere}
+    sizes = [options.kib * 256 for _ in layers]
+    weight = [1 for _ in layers]  # of the work, by layer
+    if options.forward:
+        found = shapes(options.model)
+        layers, sizes, weight = range(len(found)), [math.prod(one) for one in found], [len(one) > 1 for one in found]
 
     def timed(call: Callable[[], None]) -> float:
         comm.Barrier()
@@ -131,7 +156,7 @@ def run_rank(options: argparse.Namespace) -> None:
     carrier = None
     if names.index(names[comm.Get_rank()]) == comm.Get_rank():
         peer = hosts[(hosts.index(socket.gethostname()) + 1) % len(hosts)]
-        n_bytes = 2 * (len(hosts) - 1) * options.layers * options.kib * 1024 // len(hosts)
+        n_bytes = 2 * (len(hosts) - 1) * 4 * sum(sizes) // len(hosts)
         command = [sys.executable, sys.argv[0], "--sockets", peer, str(n_bytes)]
         carrier = subprocess.Popen(command, stdin=-1, stdout=-1, text=True)
 
@@ -150,7 +175,7 @@ def run_rank(options: argparse.Namespace) -> None:
     works = {name: kinds[name]() for name in options.compute.split(",")}
     before = {name: unit_s(work) for name, work in works.items()}
     store = kv.create("dist_sync")
-    grads = [np.empty(n, np.float32) for _ in layers]
+    grads = [np.empty(n, np.float32) for n in sizes]
     store.init(list(layers), grads)
 
     def fill() -> None:
@@ -166,7 +191,37 @@ def run_rank(options: argparse.Namespace) -> None:
             store.pushpull_async(layer, grads[layer])
         store.wait_all()
 
-    if comm.Get_rank() == 0:
+    if options.forward:
+        for name, work in works.items():
+            fill()
+            communication_s = min(most(timed(communicate)) for _ in range(3))
+            units = max(1, int(communication_s / sum(weight) / 3 / comm.allreduce(before[name], MPI.MAX)))
+
+            def step(work: Callable[[int], None] = work, units: int = units, *, first: int = 0) -> None:
+                requests = {}
+                for layer in reversed(layers):
+                    work(2 * units * weight[layer])
+                    requests[layer] = store.pushpull_async(layer, grads[layer], priority=-layer * first)
+                for layer in layers:
+                    requests[layer].wait()
+                    work(units * weight[layer])
+
+            seconds: dict[int, list[float]] = {0: [], 1: []}
+            for turn in range(2 * options.turns):
+                # 0 1 1 0 0 1 1 0: what gets slower in the course of time hits both alike.
+                first = (turn + 1) // 2 % 2
+                fill()
+                seconds[first].append(most(timed(lambda first=first, step=step: step(first=first))))
+                check()
+            if comm.Get_rank() == 0:
+                served, by_priority = (float(np.median(seconds[first])) for first in (0, 1))
+                ratio = float(np.median(np.array(seconds[0]) / np.array(seconds[1])))
+                print(f"{options.hosts} hosts of {options.ranks_per_host} ranks, {options.rate:g} Mbit/s each way, "
+                      f"{options.model}, {name}, {options.turns} pairs: communicating "
+                      f"{communication_s:.3f} s, first come, first served {served:.3f} s, by priority "
+                      f"{by_priority:.3f} s, speedup {ratio:.3f}", flush=True)  # fmt: skip
+        works = {}
+    elif comm.Get_rank() == 0:
         size = f"{options.layers} layers of {options.kib} KiB"
         print(f"{options.hosts} hosts of {options.ranks_per_host} ranks, {options.rate:g} Mbit/s each way, {size}")
         print(f"{'computing':>9} {'comm s':>7} {'comp s':>7} {'both s':>7} {'hidden %':>8} {'slowed %':>8} "

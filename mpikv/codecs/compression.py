@@ -86,6 +86,11 @@ class Compressions:
     of_keys: dict[Key, Compression] = field(default_factory=dict)
     suspended: bool = False
 
+    @property
+    def any(self) -> bool:
+        """Whether some key may be compressed."""
+        return bool(self.of_keys) or not self.of_new_keys.plain
+
     @contextmanager
     def suspend(self) -> Iterator[None]:
         """Let everything travel as it is meanwhile. All workers do so for the same calls."""

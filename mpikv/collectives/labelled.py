@@ -146,7 +146,9 @@ class AddingGroup(Group):
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """With a note where there is news."""
         said = self._comparison.news(self.ranks[dest])
-        return self.transport.isend(buf if said is None else _with_note(buf, said), self.ranks[dest], tag)
+        if said is None:
+            return self.transport.isend(buf, self.ranks[dest], tag)
+        return self.transport.isend(_with_note(buf, said), self.ranks[dest], tag, NOTE_BYTES)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:
         """buf: values, then `room`."""
@@ -181,7 +183,8 @@ class SharingGroup(Group):
     def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
         """With a note where the receiver owns nothing and does not know yet."""
         if self._first(self.ranks[dest], self.transport.rank) and self._comparison.flags:
-            buf = _with_note(buf, self._comparison.own._replace(flags=self._comparison.flags))
+            noted = _with_note(buf, self._comparison.own._replace(flags=self._comparison.flags))
+            return self.transport.isend(noted, self.ranks[dest], tag, NOTE_BYTES)
         return self.transport.isend(buf, self.ranks[dest], tag)
 
     def irecv(self, buf: HostArray, source: int, tag: int) -> Request:

@@ -23,9 +23,9 @@ from mpikv.transports.base import Group
 # is announced first and sent when the receiver has agreed, and the agreement waits in the socket behind everything that
 # the receiver is sending itself: with 2 segments of 256 KiB under way in both directions half of the link stayed idle.
 LINK_SEGMENT_BYTES = 60 << 10
-LINK_WINDOW = (
-    16  # segments under way in each direction: 1 MB, 40 ms at 200 Mbit/s, more than a nap or a switch of threads
-)
+# Segments of one key under way in each direction: 1 MB, 40 ms at 200 Mbit/s, more than a nap or a switch of threads.
+# How many bytes of all keys are on a link at a time, transports/ordered.py decides where keys have priorities.
+LINK_WINDOW = 16
 # Between processes of one host longer segments cost fewer calls; four of them still stay in a core's own cache.
 HOST_SEGMENT_BYTES = 1 << 18
 HOST_WINDOW = 2

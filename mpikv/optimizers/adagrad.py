@@ -26,6 +26,7 @@ class AdaGrad(Optimizer):
     """
 
     eps: float = number(default=1e-7, low=0.0, doc="added to h before its root is taken")
+    lazy = True
     states = (Array("history", "h, the sum of squared gradients"),)
 
     def formula(

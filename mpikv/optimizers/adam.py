@@ -66,7 +66,10 @@ class Adam(RunningMeans):
     """
 
     epsilon = 1e-8
-    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
+    lazy_update: bool = flag(
+        default=True, doc="of a row-sparse key, the pushed rows alone are updated; False: such keys are refused"
+    )
+    lazy = True
 
     def formula(
         self, step: Step, w: HostArray, g: HostArray, arrays: Mapping[str, HostArray], tmp: list[HostArray]

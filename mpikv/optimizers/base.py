@@ -107,6 +107,8 @@ class Optimizer(Declared):
 
     elementwise = True
     """False where the formula needs the whole value of a key, which is then not cut."""
+    lazy: ClassVar[bool] = False
+    """True where `formula` may be applied to the pushed rows of a row-sparse key alone; others stay as they are."""
     states: ClassVar[tuple[Array | Scalar, ...]] = ()
     """What a state holds beside "t", the number of updates, and "master", the copy of `multi_precision`."""
     scratch: ClassVar[int] = 2
@@ -257,6 +259,15 @@ class Optimizer(Declared):
     def sums(self) -> bool:
         """Whether `update_sum` takes several terms and does what `update`, maybe a user's own, does with their sum."""
         return self.elementwise and type(self).update is Optimizer.update
+
+    @property
+    def updates_rows(self) -> bool:
+        """Whether it can serve a row-sparse key: it is `lazy`, and its `lazy_update`, if it has one, is True.
+
+        >>> optimizers.SGD().updates_rows, optimizers.SGD(lazy_update=False).updates_rows
+        (True, False)
+        """
+        return self.lazy and self.sums and getattr(self, "lazy_update", True)
 
     def update_sum(self, key: Key, weight: HostArray, terms: Sequence[HostArray], state: State) -> State:
         """Do what `update` does, with the sum of `terms`: arrays like `grad`, of one dtype, added in their order.

@@ -34,7 +34,7 @@ class LARS(Optimizer):
     """
 
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
-    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
+    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; row-sparse keys are refused")
     eta: float = number(default=0.001, low=0.0, doc="factor of the ratio of the norms")
     eps: float = number(default=0.0, low=0.0, doc="added below the fraction")
     momentum_correction: bool = flag(default=True, doc="whether a change of the rate acts on the last step, too")

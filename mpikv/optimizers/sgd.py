@@ -28,7 +28,10 @@ class SGD(Optimizer):
     """
 
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
-    lazy_update: bool = flag(default=True, doc="taken for MXNet's sake; there are no row-sparse gradients here")
+    lazy_update: bool = flag(
+        default=True, doc="of a row-sparse key, the pushed rows alone are updated; False: such keys are refused"
+    )
+    lazy = True
     states = (Array("momentum", "the last step", where="momentum"),)
     scratch = 1
 

@@ -34,7 +34,7 @@ class Counting:
         self.into_here: list[int] = []
         self.sent_messages = self.sent_bytes = self.added_bytes = 0
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Count a message that is sent."""
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes

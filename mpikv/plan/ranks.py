@@ -105,7 +105,7 @@ class Rank:
 
     # --- transport
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Do what `Transport.isend` does, in virtual time."""
         n_bytes = buf.nbytes
         self.sent_messages += 1

@@ -26,6 +26,7 @@ from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
 from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
+from mpikv.server.rows import RowCore
 from mpikv.server.shard import Shard
 from mpikv.spaces.base import Space
 from mpikv.spaces.host import HostSpace
@@ -56,6 +57,7 @@ class ServerCore:
         self.pool = Pool(memory, self.space)
         self._labels = labels
         self._policy = policy
+        self.rows = RowCore(labels, policy, self.owner)
         self._shards: dict[int, Shard] = {}
         self._early: dict[int, list[_Data]] = {}
         self._coming = [0] * len(labels)  # partitions asked for and not here yet, per worker
@@ -85,6 +87,8 @@ class ServerCore:
                 else:
                     events += self._data(shard, request)
                 index += header.kind != wire.PUSH
+            elif header.kind in wire.ROWS:
+                events += self.rows.handle(worker, header, payload)
             elif header.kind == wire.FLUSH:
                 self._flushes.append((worker, header, payload))
             elif header.kind in (wire.OPTIMIZER, wire.SAVE, wire.LOAD):
@@ -208,16 +212,19 @@ class ServerCore:
             if self.owner.slot_of(shard.info.id) == slot:
                 shard.forget_states()
                 shard.regroup()
+        self.rows.relabel(slot)
         return self._acknowledge(worker, header)
 
     def _save(self, worker: int, header: wire.Header, _payload: HostArray) -> Reply:
-        parts = [part for shard in self._shards.values() for part in shard.states()]
+        parts = [part for shard in self._shards.values() for part in shard.states()] + self.rows.states()
         return Reply(worker, header.reply_tag, np.frombuffer(parts_to_bytes(parts), np.uint8))
 
     def _load(self, worker: int, header: wire.Header, payload: HostArray) -> Reply:
         replaced, data = wire.split_text(payload)
         pieces: dict[Any, list[Any]] = {}
-        for part in parts_from_bytes(data.tobytes()):
+        parts = parts_from_bytes(data.tobytes())
+        self.rows.load(parts, replaced)
+        for part in parts:
             pieces.setdefault(part.key, []).append(part)
         for shard in self._shards.values():
             mine = [(p.begin - shard.begin, p.end - shard.begin, p.state) for p in pieces.get(shard.info.key, [])]

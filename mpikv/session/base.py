@@ -19,6 +19,7 @@ from mpikv.observe.activity import Activity
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
+from mpikv.row_sparse import RowSparse
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import Spaces
 
@@ -34,12 +35,13 @@ class Pending(NamedTuple):
 
 
 class NewKey(NamedTuple):
-    """A key as one worker initialises it. value: flat, in the space of this name."""
+    """A key as one worker initialises it. value: flat, in the space of this name; where it is `sparse`, its rows."""
 
     key: Key
     shape: tuple[int, ...]
-    value: SpaceArray
+    value: SpaceArray | RowSparse
     space: str
+    sparse: bool = False
 
 
 class OwnUpdates(Protocol):
@@ -66,12 +68,13 @@ class Session:
     """The only worker of a store of one process; `Workers` is that of several.
 
     name: the store's type. spaces: where this worker's part of its values is. infos: what was agreed on each key.
-    synchronous: whether all workers make the same steps. shares_memory: whether all workers add in memory that they
-    share, so that no value travels over a link. compressions: how the values of
-    keys travel that are initialised from now on. pid: the process whose session it is; 0: a child that is forked has a
-    copy that is as good. stop_file: where a trainer saves when the workers stop. stopped: whether they have. updater: a
-    function of the user's that changes stored values in place of optimizers. before_barrier: called by `barrier` first.
-    before_close, after_close: called by `close` of the store, before anything else and at its end, whatever happened.
+    any_sparse: whether one of them is row-sparse. synchronous: whether all workers make the same steps.
+    shares_memory: whether all workers add in memory that they share, so that no value travels over a link.
+    compressions: how the values of keys travel that are initialised from now on. pid: the process whose session it
+    is; 0: a child that is forked has a copy that is as good. stop_file: where a trainer saves when the workers
+    stop. stopped: whether they have. updater: a function of the user's that changes stored values in place of
+    optimizers. before_barrier: called by `barrier` first. before_close, after_close: called by `close` of the
+    store, before anything else and at its end, whatever happened.
     """
 
     rank = 0
@@ -86,6 +89,7 @@ class Session:
         self.spaces = Spaces() if spaces is None else spaces
         self.compressions = Compressions()
         self.infos: dict[Key, KeyInfo] = {}
+        self.any_sparse = False
         self.stopped = self.closed = False
         self.unsaved_told = False  # whether one of several trainers has said that none of them saves
         self.namespaces = 0

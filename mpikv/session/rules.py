@@ -18,15 +18,15 @@ from mpikv.spaces.named import HOST
 
 
 def _describe_init(payload: Sequence[Any]) -> str:
-    shape, dtype, codec, space = payload
+    shape, dtype, codec, space, sparse = payload
     form = f"{dtype} {tuple(shape)}" + (f" as {codec}" if codec != IDENTITY.name else "")
-    return form + (f" in {space} memory" if space != HOST else "")
+    return form + (f" in {space} memory" if space != HOST else "") + (", row-sparse" if sparse else "")
 
 
 def _init_rule(name: Name, payloads: Sequence[Any], labels: Sequence[str]) -> Any:
     if payloads.count(payloads[0]) < len(payloads):
-        spaces = [space for *_, space in payloads]
-        if all(payload[:-1] == payloads[0][:-1] for payload in payloads):
+        spaces = [space for *_, space, _ in payloads]
+        if all([*payload[:3], payload[4]] == [*payloads[0][:3], payloads[0][4]] for payload in payloads):
             brought = grouped([f"{space} memory" for space in spaces], labels)
             raise Disagreement(
                 ShapeMismatch,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -19,6 +20,7 @@ from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Compression, Compressions
+from mpikv.codecs.identity import IDENTITY
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -36,6 +38,7 @@ from mpikv.session.service import Control
 from mpikv.spaces.named import Spaces
 from mpikv.transports.base import Group, Transport
 from mpikv.transports.memory import LocalTransport
+from mpikv.transports.ordered import OrderedTransport
 
 MISSING = "Not arrived"  # what a report says where workers are missing
 REPORTS = 64  # each is a question to all workers, answered within milliseconds
@@ -89,6 +92,12 @@ class Workers(Session):
         self.transport, self.links, self.synchronous = transport, links, members.synchronous
         if compressions is not None:
             self.compressions = compressions
+        self.priorities: dict[int, int] = {}  # of the rounds under way, by the key's number
+        # What the collectives of keys send to other hosts leaves by priority; None: there are none.
+        self.ordered: OrderedTransport | None = None
+        others = [rank for rank in members.workers if transport.hosts[rank] != transport.hosts[transport.rank]]
+        if others and members.path != "servers" and members.config.bucket_bytes:
+            self.ordered = OrderedTransport(transport, others, members.config.bucket_bytes, self.priorities)
         self._go_with(members)
         self.attributes = AttributeLog()
         self._events: KeyEvents
@@ -98,7 +107,8 @@ class Workers(Session):
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
         self._threaded = threaded
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
+        poll = transport.poll if self.ordered is None else self.ordered.poll
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=poll, clock=transport.clock)
         if links is not None:
             self.engine.waker = links.waker
         self.control = Control(
@@ -125,6 +135,7 @@ class Workers(Session):
         """Who the workers are, as all else here has it."""
         self.members = members
         self.group = Group(self.transport, members.workers)
+        self.key_group = self.group if self.ordered is None else Group(self.ordered, members.workers)
         self.rank, self.num_workers = self.group.rank, self.group.size
         self.shares_memory = members.path == "direct"
 
@@ -164,7 +175,7 @@ class Workers(Session):
 
     @staticmethod
     def _info(name: Name, result: Sequence[Any]) -> KeyInfo:
-        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), result[3], result[4])
+        return KeyInfo(name, result[0], tuple(result[1]), dtype_of(result[2]), *result[3:6])
 
     def _verdict(self, item: Item, reply: Reply) -> None:
         topic, name = item
@@ -174,7 +185,8 @@ class Workers(Session):
             info = self._info(name, reply.result)
             if name not in self.infos:
                 self.infos[name] = info
-                self._events.begin(info, reply.result[5])
+                self.any_sparse |= info.sparse
+                self._events.begin(info, reply.result[6])
             if reply.final:
                 self._released.discard(name)
                 if self._events.agreed is not None:
@@ -194,12 +206,15 @@ class Workers(Session):
         different values.
         """
         names_of = {dtype: str(dtype) for dtype in {new.value.dtype for new in values}}
-        items, links = [], self.members.links
-        for key, shape, value, space in values:
-            travels = self.compressions.of(key, value.dtype, links=links)
-            if DEFAULT_SLOT in self._optimizers:
-                _check_pull("init", key, travels)
-            items.append(("init", key, [list(shape), names_of[value.dtype], travels.text, space]))
+        items, links, compresses = [], self.members.links, self.compressions.any
+        for new in values:
+            dtype, codec = new.value.dtype, IDENTITY.name
+            if compresses and not new.sparse:  # rows travel as they are
+                travels = self.compressions.of(new.key, dtype, links=links)
+                codec = travels.text
+                if DEFAULT_SLOT in self._optimizers:
+                    _check_pull("init", new.key, travels)
+            items.append(("init", new.key, [list(new.shape), names_of[dtype], codec, new.space, new.sparse]))
         proposal = self.control.propose(items)
         names = ", ".join(shown(new.key) for new in values[:3]) + (", ..." if len(values) > 3 else "")
         self.control.wait(proposal, Waiting(f"init({names})"))
@@ -264,6 +279,21 @@ class Workers(Session):
     def progress(self) -> None:
         """Move transfers on without waiting."""
         self.engine.step()
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """A block in which a call puts together what it sends: short messages leave at its end, or in full bundles."""
+        return nullcontext() if self.ordered is None else self._gathering(self.ordered)
+
+    @contextmanager
+    def _gathering(self, ordered: OrderedTransport) -> Iterator[None]:
+        with self.engine.lock:
+            ordered.gathering += 1
+        try:
+            yield
+        finally:
+            with self.engine.lock:
+                ordered.gathering -= 1
+                ordered.flush()
 
     def barrier(self) -> None:
         """Wait for all workers. Collective, blocks."""

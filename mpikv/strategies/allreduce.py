@@ -11,7 +11,7 @@ way, 1/W of the optimizer's state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -22,13 +22,15 @@ from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
-from mpikv.errors import ConfigError
+from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
 from mpikv.reductions import SUM, Reduction
+from mpikv.row_ids import Ids
+from mpikv.row_sparse import RowSparse
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
 from mpikv.spaces.named import DEVICE, HOST
@@ -38,15 +40,24 @@ from mpikv.strategies.blocking import Rounds, in_place_round
 from mpikv.strategies.bucketed import Bucketed, agreed_buckets
 from mpikv.strategies.placed_keys import PlacedKeys
 from mpikv.strategies.queues import Delivery, Reached, Round, RoundQueue, Under
+from mpikv.strategies.sparse_owners import RowServer, WorkersRows
 from mpikv.strategies.states import LOAD, SAVE, collect, distribute, restored
 
 
 class AllreduceStrategy(Strategy):
     """The strategy of `dist_sync` without servers. keys: of this worker; they can go on with fewer workers."""
 
-    def __init__(self, session: Workers, memory: HostMemory | None = None, nccl: NcclComm | None = None) -> None:
+    def __init__(
+        self,
+        session: Workers,
+        serve_rows: Callable[[], RowServer],
+        memory: HostMemory | None = None,
+        nccl: NcclComm | None = None,
+    ) -> None:
+        """serve_rows: makes what serves this worker's rows of row-sparse keys."""
         self._session = session
-        self.keys = PlacedKeys(session, memory, nccl)
+        self._rows = WorkersRows(session, serve_rows)
+        self.keys = PlacedKeys(session, memory, self._rows, nccl)
         self._queues = self.keys.queues
 
     # --- keys
@@ -54,16 +65,19 @@ class AllreduceStrategy(Strategy):
     def init(self, values: Sequence[NewKey]) -> None:
         """Agree, then give every worker the value of worker 0."""
         if self._session.rank == 0:
-            self.keys.first_values.update({new.key: new.value for new in values})
+            dense = {new.key: new.value for new in values if not isinstance(new.value, RowSparse)}
+            self.keys.first_values.update(dense)
+        self._rows.propose(values)
         agreed, error = self._session.agree_on_keys(values)
         for info in agreed:
-            if self._session.is_released(info):
-                continue  # it may be forgotten already
+            if info.sparse or self._session.is_released(info):
+                continue  # its rows are asked for when they are needed; it may be forgotten already
             queue = self._queues[info.id]
             if not queue.has_value:
                 self._session.wait(Pending(Reached(queue, 0), Waiting("init", info.key, info.id)))
         for new in values:
             self.keys.first_values.pop(new.key, None)
+        self._rows.proposed(values)
         if error is not None:
             raise error
 
@@ -72,24 +86,24 @@ class AllreduceStrategy(Strategy):
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Put a round into each key's queue; a pull is done as soon as its queue has done this worker's last push."""
         pending, spaces = [], self._session.spaces
-        for info, total, sink in entries:
-            if total is not None:
-                queue = self._queues[info.id]
-                with self._session.engine.lock:
-                    running = self._push(queue, info, Round(spaces.of(info).cast(total, queue.way.dtype), op=op))
-                    if running is not None:
-                        queue.running = self._session.engine.take(running)
-            if sink is not None:
-                pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
+        with self._session.gathering():
+            for info, total, sink in entries:
+                if total is not None:
+                    queue = self._queues[info.id]
+                    values = spaces.of(info).cast(total, queue.way.dtype)
+                    with self._session.engine.lock:
+                        running = self._push(queue, info, Round(values, op=op, priority=priority))
+                        if running is not None:
+                            queue.running = self._session.engine.take(running)
+                if sink is not None:
+                    pending.append(self._deliver(info, sink, "pull" if total is None else "pushpull"))
         return pending
 
     def _push(self, queue: RoundQueue, info: KeyInfo, round_: Round) -> Running[None] | None:
         """Put a round into its queue; what does its rounds, if that is to be started now. Under the engine's lock."""
         session, slot = self._session, self._session.slot_of(info)
-        number, attributes = session.attributes.number(slot)
         queue.reached(0)
-        if attributes is not None:
-            self.keys.owner.add_attributes(slot, 0, number, attributes)
+        number = self._number(slot)
         label = session.attributes.label(slot)
         if round_.op is not SUM:
             label = label._replace(op=round_.op.name)
@@ -99,6 +113,26 @@ class AllreduceStrategy(Strategy):
             self.keys.direct.pushed(queue)
         session.control.activity.note(f"push of key {shown(info.key)}")
         return self.keys.due(queue) if complete else None
+
+    def _number(self, slot: int) -> int:
+        """The number of the attributes that a push of a key of this slot is made under, which the owner knows."""
+        number, attributes = self._session.attributes.number(slot)
+        if attributes is not None:
+            self.keys.owner.add_attributes(slot, 0, number, attributes)
+        return number
+
+    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        """One message to each worker that owns rows of the key."""
+        with self._session.engine.lock:
+            self._rows.push(info, total, self._number(self._session.slot_of(info)), priority)
+
+    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """One message to each worker that owns some of the rows, and its answer."""
+        return self._rows.pull(info, ids, priority, call)
+
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """One message to each owner, and its answer."""
+        return self._rows.client.changed(info, priority)
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -114,15 +148,15 @@ class AllreduceStrategy(Strategy):
         if on_device and (paths != {"ipc"} or any(info.dtype != sum_dtype(info.dtype) for info in infos)):
             return None
         flat = flattened(infos, values, outs)
-        return None if flat is None else Rounds(self._exchange_in_place, self._session.wait, infos, flat, op)
+        return None if flat is None else Rounds(self._exchange_in_place, self._session, infos, flat, op)
 
     def _exchange_in_place(
-        self, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
+        self, priority: int, info: KeyInfo, value: HostArray, outs: tuple[HostArray, ...], op: Reduction
     ) -> Pending:
         queue = self._queues[info.id]
         round_, sink = in_place_round(queue, info, value, outs, self._session.spaces)
         with self._session.engine.lock:
-            running = self._push(queue, info, round_._replace(op=op))
+            running = self._push(queue, info, round_._replace(op=op, priority=priority))
             if running is not None:
                 queue.running = self._session.engine.take(running)
         return self._deliver(info, sink, "pushpull")
@@ -141,6 +175,8 @@ class AllreduceStrategy(Strategy):
         how each key travels that may travel encoded or as it is; missing where there is none.
         """
         held: dict[str, Any] = {"held_bytes": sum(queue.held_bytes for queue in self.keys.all())}
+        if self._rows.any:
+            held["row_bytes"] = self._rows.held_bytes
         if self.keys.hosts is not None:
             on_host = (queue for queue in self.keys.all() if queue.way.shared and queue.info.space == HOST)
             held["shared_bytes"] = sum(queue.info.n_bytes for queue in on_host)
@@ -167,9 +203,15 @@ class AllreduceStrategy(Strategy):
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Key] | None) -> None:
         """Each worker keeps a copy for the parts it owns."""
-        self.keys.drain("set_optimizer")
+        self._drain("set_optimizer")
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
+        self._rows.set_optimizer(slot, pickled, key_ids)
         self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+
+    def _drain(self, call: str) -> None:
+        """Wait until all rounds that this worker has pushed are done."""
+        self.keys.drain(call)
+        self._rows.client.settle(call)
 
     # --- buckets
 
@@ -194,22 +236,24 @@ class AllreduceStrategy(Strategy):
 
     def save_states(self, write: Write) -> None:
         """Gather the states at worker 0."""
-        self.keys.drain(SAVE)
+        self._drain(SAVE)
         self._session.agree(SAVE, None, SAVE)  # all are here to send their parts
-        mine = parts_to_bytes(collect(self.keys.owner, self.keys.owned(self._session.rank)))
+        dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
+        mine = parts_to_bytes([*dense, *self._rows.states()])
         gathering = self._session.engine.start(blobs.gather(self._session.group, mine, 0, wire.TAG_STATES), "states")
         self._session.wait_for(gathering, SAVE)
         self._session.decide(SAVE, lambda: write([parts_from_bytes(blob) for blob in gathering.result or []]))
 
     def load_states(self, read: Read) -> Loaded:
         """Worker 0 gives each worker its part."""
-        self.keys.drain(LOAD)
+        self._drain(LOAD)
         parts: list[bytes] = []
 
         def cut() -> Loaded:
             file = read()
             for rank in range(self._session.num_workers):
-                parts.append(parts_to_bytes(distribute(file, self.keys.owned(rank))))
+                owned = [*self.keys.owned(rank), *self._rows.client.owned(rank)]
+                parts.append(parts_to_bytes(distribute(file, owned)))
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, cut)
@@ -217,11 +261,15 @@ class AllreduceStrategy(Strategy):
             blobs.scatter(self._session.group, parts if self._session.rank == 0 else None, 0, wire.TAG_STATES), "states"
         )
         self._session.wait_for(scattering, LOAD)
+        replaced = [self._session.infos[key].id for key in keys]
+        mine = parts_from_bytes(scattering.result or b"")
         with self._session.engine.lock:
-            for key in keys:
-                self.keys.owner.states.pop(self._session.infos[key].id, None)
-            for part in parts_from_bytes(scattering.result or b""):
-                self.keys.owner.take_state(self._session.infos[part.key], part.state)
+            self._rows.load(mine, replaced)
+            for key_id in replaced:
+                self.keys.owner.states.pop(key_id, None)
+            for part in mine:
+                if not self._session.infos[part.key].sparse:
+                    self.keys.owner.take_state(self._session.infos[part.key], part.state)
         return keys, configs
 
     def codec_states(self, call: str) -> list[Part]:
@@ -239,11 +287,13 @@ class AllreduceStrategy(Strategy):
     def close(self) -> None:
         """Wait until all workers close; what they pushed in common is done first."""
         common, error = self._session.leave(matched=True)
-        refused: ConfigError | None = None
+        refused: MpikvError | None = None
         try:
             self.keys.drain("close", common)
         except ConfigError as found:
             refused = found
+        self._rows.close()
+        refused = refused or next(iter(self._session.control.refused.values()), None)
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
         if error is not None:

@@ -18,6 +18,8 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.states import Part, StatesFile
 from mpikv.reductions import SUM, Reduction
+from mpikv.row_ids import Ids
+from mpikv.row_sparse import RowSparse
 from mpikv.session.base import NewKey, Pending
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.named import DEVICE, HOST, Spaces
@@ -122,6 +124,25 @@ class Strategy(ABC):
 
         What is pushed becomes the strategy's own; what is pulled is the value after this worker's last push. op: what
         all workers' arrays become; not SUM only in a push with a pull, where nothing updates the key.
+        """
+
+    @abstractmethod
+    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        """Push rows of a row-sparse key, which become the strategy's own. Local, never blocks."""
+
+    @abstractmethod
+    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """Start to pull rows of a row-sparse key, (len(ids), columns), as they are after this worker's last push.
+
+        ids: in ascending order, each once. The array is filled when what is pending is done. Local, blocks only while
+        thousands of transfers are under way.
+        """
+
+    @abstractmethod
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """Start to pull the rows of a key that were changed since this worker's last such call; none in the first one.
+
+        They are as they are after this worker's last push. The function returns them when what is pending is done.
         """
 
     def prepare(

@@ -18,13 +18,14 @@ from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
 from mpikv.reductions import Reduction
 from mpikv.session.base import Pending
+from mpikv.session.workers import Workers
 from mpikv.spaces.named import Spaces
 from mpikv.strategies.arguments import Flat, address_of
 from mpikv.strategies.base import Sink
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.queues import Delivery, Round, RoundQueue
 
-Start = Callable[[KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]
+Start = Callable[[int, KeyInfo, HostArray, tuple[HostArray, ...], Reduction], Pending]
 
 
 class Rounds:
@@ -35,20 +36,22 @@ class Rounds:
     def __init__(
         self,
         start: Start,
-        wait: Callable[[Pending], None],
+        session: Workers,
         infos: Sequence[KeyInfo],
         flat: Sequence[Flat],
         op: Reduction,
     ) -> None:
-        self._start, self._wait = start, wait
+        self._start, self._session = start, session
         self._entries: list[Any] = [(info, *one, op) for info, one in zip(infos, flat, strict=True)]
 
     def run(self, priority: int = 0) -> bool:
         """Push all keys, then wait for all. Blocks."""
         refused: ConfigError | None = None
-        for pending in [self._start(*entry) for entry in self._entries]:
+        with self._session.gathering():
+            started = [self._start(priority, *entry) for entry in self._entries]
+        for pending in started:
             try:
-                self._wait(pending)
+                self._session.wait(pending)
             except ConfigError as error:
                 if not isinstance(pending.request, Delivery) or pending.request.error is not error:
                     raise

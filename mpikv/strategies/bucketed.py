@@ -74,8 +74,10 @@ class Bucket(RoundQueue):
                     f"pushed with {whole.op.name!r}, and all keys of a bucket need the same"
                 )
             whole = self._open[place] = whole._replace(op=round_.op)
-        if round_ is not None and round_.plain:
-            whole = self._open[place] = whole._replace(plain=True)
+        if round_ is not None:
+            first = all(under is None for under in whole.under.values())
+            highest = round_.priority if first else max(whole.priority, round_.priority)
+            whole = self._open[place] = whole._replace(priority=highest, plain=whole.plain or round_.plain)
         self._counts[info.id] += 1
         self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
         whole.under[info.id] = None if round_ is None else round_.under

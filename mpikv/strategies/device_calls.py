@@ -15,8 +15,8 @@ which sees host memory, or device memory that nothing is under way in.
 An array of the caller's in host memory takes an answer as for a key in host memory, without the GPU.
 
 Cost of a call with n elements: staged, n down for a push, n up for an answer; direct, none. An event of the stream for
-each call. Memory: page-locked, of each length as many arrays as calls were under way at one time, which are kept; on the
-GPU the pushed total, which the answer overwrites.
+each call. Memory: page-locked, of each length as many arrays as calls were under way at one time, which are kept; on
+the GPU the pushed total, which the answer overwrites.
 """
 
 from __future__ import annotations

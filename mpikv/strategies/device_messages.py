@@ -40,7 +40,8 @@ class DeviceMessages(DeviceWay):
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement)
-        self._device_group = DeviceGroup(means.group.transport, means.group.ranks, self._space)
+        self._group = means.plain_group or means.group
+        self._device_group = DeviceGroup(self._group.transport, self._group.ranks, self._space)
 
     def share(self) -> Steps[None]:
         """By a tree."""

@@ -36,6 +36,7 @@ from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
+from mpikv.strategies.sparse_owners import WorkersRows
 from mpikv.strategies.staged import HOST_WAYS, Staged
 from mpikv.strategies.ways import Make, Means, Way
 
@@ -45,13 +46,15 @@ ALL_WAYS: Mapping[Path, Make] = {**HOST_WAYS, "staged": Staged}
 class PlacedKeys:
     """Those of one worker.
 
-    queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns.
-    first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: of the ways that
-    need them; None where the store has no such way.
+    queues: by the keys' numbers; keys of a bucket have the same. owner: of the parts that this worker owns. rows: the
+    row-sparse keys. first_values: at worker 0, of keys that are being agreed on. hosts, direct, communicators, nccl: of
+    the ways that need them; None where the store has no such way.
     """
 
-    def __init__(self, session: Workers, memory: HostMemory | None, nccl: NcclComm | None = None) -> None:
-        self._session = session
+    def __init__(
+        self, session: Workers, memory: HostMemory | None, rows: WorkersRows, nccl: NcclComm | None = None
+    ) -> None:
+        self._session, self._rows = session, rows
         self.queues: dict[int, RoundQueue] = {}
         self.owner = Owner(session.spaces)
         self.first_values: dict[Key, SpaceArray] = {}
@@ -64,7 +67,7 @@ class PlacedKeys:
         if "nccl" in {session.members.device_path, session.members.large_device_path}:
             self.nccl = NcclWorkers(nccl, session.members.config.timeout_s)
         self._follow(memory)
-        agreed = None if self.communicators is None else self.communicators.agreed
+        agreed = None if self.communicators is None else self._agreed
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
 
     # --- the ranks
@@ -84,8 +87,21 @@ class PlacedKeys:
             if members.path == "direct":
                 self.direct = Direct(session, self.hosts, self.queues, self.owner)
         self._placements: dict[Any, Placement] = {}  # of keys that are alike
-        self._means = Means(session.group, session.spaces, self.hosts, self.communicators, nccl=self.nccl)
-        self._rounds = RoundSteps(session.num_workers, self.owner, self._comparison, session.control.comparing.dispute)
+        self._means = Means(
+            session.key_group,
+            session.spaces,
+            self.hosts,
+            self.communicators,
+            nccl=self.nccl,
+            plain_group=session.group,
+        )
+        self._rounds = RoundSteps(
+            session.num_workers,
+            self.owner,
+            self._comparison,
+            session.control.comparing.dispute,
+            priorities=session.priorities,
+        )
 
     def regroup(self, members: Members, memory: HostMemory | None = None) -> None:
         """Go on with some of the workers: all keys are placed anew among them, with their values and rounds.
@@ -108,6 +124,8 @@ class PlacedKeys:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
         if members.device_path == "nccl":
             raise UnsupportedError("regroup with keys that go by NCCL, whose communicator is that of all workers")
+        if self._rows.any:
+            raise UnsupportedError("regroup with row-sparse keys: rows that other workers own would be lost")
         members = replace(members, memory=memory is not None)
         if members.large_device_path is not None:
             reasons = (*members.device_reasons, ("nccl", "its communicator was that of more workers"))
@@ -139,17 +157,26 @@ class PlacedKeys:
 
     def _reserve(self, info: KeyInfo, keys: Sequence[KeyInfo] = ()) -> Any:
         """The key's place in shared memory; all else follows from what all workers know. keys: of a bucket."""
-        on_device, path = info.space == DEVICE, self._session.members.device_path_of(info)
-        if (
-            self.hosts is None
-            or (on_device and path not in {"ipc", "staged"})
-            or _is_encoded(self._placement(info, keys or (info,), room=True))
-        ):
+        if info.sparse:
+            return None
+        if self.hosts is None:
+            return None
+        on_device = info.space == DEVICE
+        path = self._session.members.device_path_of(info) if on_device else "host"
+        may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
+        if may_be_encoded and _is_encoded(self._placement(info, keys or (info,), room=True)):
+            return None
+        if on_device and path not in {"ipc", "staged"}:
             return None
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
-        """Open the key's queue, which first brings the value of worker 0 to all."""
+        """Open the key's queue, which first brings the value of worker 0 to all. Of a row-sparse key the rows go to
+        their owners.
+        """
+        if info.sparse:
+            self._rows.begin(info)
+            return
         queue = RoundQueue(info, self._session.spaces.of(info))
         self._place(queue, reserved)
         if self._session.rank == 0:
@@ -161,10 +188,15 @@ class PlacedKeys:
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
+        self._rows.client.forget(info)
         queue = self.queues.pop(info.id, None)
         if queue is not None and queue.running is not None:
             queue.running.cancel()
             queue.space.settle()
+
+    def _agreed(self, info: KeyInfo) -> None:
+        if self.communicators is not None and not info.sparse:
+            self.communicators.agreed(info)
 
     def _settle(self, queues: Sequence[RoundQueue]) -> None:
         """Wait for copies that are under way in memory of ways that other ways take the place of."""
@@ -181,7 +213,7 @@ class PlacedKeys:
     ) -> Placement:
         """With the optimizers that serve the keys of a queue."""
         optimizers = [optimizer for key in keys if (optimizer := self.owner.optimizer_of(key.id)) is not None]
-        whole = not all(optimizer.elementwise for optimizer in optimizers)
+        whole = bool(optimizers) and not all(optimizer.elementwise for optimizer in optimizers)
         alike = info.n_elems, info.dtype, info.codec, info.space, room, bool(optimizers), encoded
         if whole or alike not in self._placements:
             placement = place(
@@ -229,7 +261,8 @@ class PlacedKeys:
 
     def _pushes(self) -> dict[int, int]:
         """The same of each key, by its number."""
-        return {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
+        dense = {info.id: self.pushed(info) for queue in self.all() for info in queue.keys}
+        return {**dense, **self._rows.client.pushes()}
 
     def drain(self, call: str, common: Mapping[int, int] | None = None) -> None:
         """Wait until all rounds this worker has pushed are done; of the keys in `common` only so many.

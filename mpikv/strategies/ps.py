@@ -11,7 +11,7 @@ The servers are the same code in all modes; what differs is their policy.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
@@ -28,6 +28,8 @@ from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.optimizers.states import Part, part_of, parts_from_bytes, parts_to_bytes
 from mpikv.placement import add_load, as_told, on_server, place
 from mpikv.reductions import SUM, Reduction
+from mpikv.row_ids import Ids
+from mpikv.row_sparse import RowSparse
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.device import DeviceSpace
@@ -37,6 +39,7 @@ from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
 from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
+from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
@@ -90,6 +93,7 @@ class PsStrategy(Strategy):
         self._whole = False
         self._local = session.links
         self._client = Client(session.transport if self._local is None else self._local, self._servers)
+        self._rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()
         self._engine.serves = self._local is not None and service is not None
@@ -109,13 +113,18 @@ class PsStrategy(Strategy):
     # --- keys as they are agreed on
 
     def _reserve(self, info: KeyInfo) -> Any:
-        """At worker 0: where the key lives, balanced by bytes."""
+        """At worker 0: where the key lives, balanced by bytes; the rows of row-sparse keys are with all servers."""
+        if info.sparse:
+            return None
         placement = place(self._members, info, whole=self._whole, load_bytes=self._loads)
         add_load(self._loads, placement, info.dtype.itemsize)
         return placement.told()
 
     def _begin(self, info: KeyInfo, reserved: Any) -> None:
         """Note where the key lives; worker 0 sends its value there."""
+        if info.sparse:
+            self._rows.begin(info)
+            return
         placement = as_told(self._members, info, reserved)
         key = self._keys[info.id] = ClientKey(info, placement)
         if self._rank == 0:
@@ -124,10 +133,11 @@ class PsStrategy(Strategy):
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
         self._keys.pop(info.id, None)
+        self._rows.forget(info)
 
     def _pushes(self) -> dict[int, int]:
         """How often this worker has pushed each key."""
-        return {key_id: key.pushed for key_id, key in self._keys.items()}
+        return {**{key_id: key.pushed for key_id, key in self._keys.items()}, **self._rows.pushes()}
 
     # --- messages
 
@@ -172,10 +182,15 @@ class PsStrategy(Strategy):
         """Agree; worker 0 sends the values to their servers."""
         if self._rank == 0:
             spaces = self._session.spaces
-            self._first_values.update((new.key, spaces.named(new.space).to_host(new.value)) for new in values)
+            for new in values:
+                if isinstance(new.value, RowSparse):
+                    self._rows.first_rows[new.key] = new.value
+                else:
+                    self._first_values[new.key] = spaces.named(new.space).to_host(new.value)
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
+            self._rows.first_rows.pop(new.key, None)
         if error is not None:
             raise error
 
@@ -187,6 +202,13 @@ class PsStrategy(Strategy):
 
     def _count_push(self, info: KeyInfo) -> int:
         """Count a push, and send changed attributes ahead of it; their number."""
+        number = self._number(info)
+        self._keys[info.id].pushed += 1
+        self._session.control.activity.note(f"push of key {shown(info.key)}")
+        return number
+
+    def _number(self, info: KeyInfo) -> int:
+        """The number of the attributes that a push is made under; changed ones are sent."""
         slot = self._session.slot_of(info)
         if not self.synchronous and self._session.optimizer_of(info) is None:
             raise MpikvError(
@@ -197,9 +219,19 @@ class PsStrategy(Strategy):
             text = json.dumps([slot, attributes]).encode()
             for server in range(len(self._servers)):
                 self._send(server, wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
-        self._keys[info.id].pushed += 1
-        self._session.control.activity.note(f"push of key {shown(info.key)}")
         return number
+
+    def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
+        """One message to each server that has rows of the key."""
+        self._rows.push(info, total, self._number(info), priority)
+
+    def pull_rows(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """One message to each server that has some of the rows, and its answer."""
+        return self._rows.pull(info, ids, priority, call)
+
+    def changed_rows(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """One message to each owner, and its answer."""
+        return self._rows.changed(info, priority)
 
     def _items(self, entries: Sequence[Entry], op: Reduction = SUM) -> list[Item]:
         """The keys of a call, each push counted; room for all of it is waited for."""
@@ -218,9 +250,7 @@ class PsStrategy(Strategy):
 
     def exchange(self, entries: Sequence[Entry], priority: int, op: Reduction = SUM) -> list[Pending]:
         """Messages out and back for each shard, shared by small keys; as many as it has partitions for a large one."""
-        return self._exchange(self._items(entries, op), priority)
-
-    def _exchange(self, items: Sequence[Item], priority: int) -> list[Pending]:
+        items = self._items(entries, op)
         if not items:
             return []
         pushes, pulls = items[0].total is not None, items[0].sink is not None
@@ -323,6 +353,8 @@ class PsStrategy(Strategy):
     def _gather_cut_keys(self, slot: int) -> None:
         """Move keys that are cut into shards to one server each. Collective."""
         for info in self._session.in_order():
+            if info.sparse:
+                continue
             key = self._keys[info.id]
             if self._session.slot_of(info) != slot or len(key.routes) < 2:
                 continue
@@ -331,7 +363,8 @@ class PsStrategy(Strategy):
                 spaces = self._session.spaces
                 value: HostArray = spaces.host.empty(info.n_elems, info.dtype)
                 item = Item(key, None, Sink(info, [value], spaces), key.routes, key.pushed)
-                self._session.wait(self._exchange([item], 0)[0])
+                running = self._engine.start(self._steps(wire.PULL, [item], 0), "pull")
+                self._session.wait(Pending(running, self._waiting("pull", key)))
                 for route in key.routes:
                     self._send(route.owner, wire.Header(wire.REMOVE, info.id))
                 key.move(placement)
@@ -348,7 +381,7 @@ class PsStrategy(Strategy):
                     cut = optimizer is None or optimizer.elementwise
                     pieces = route.parts if cut else ((route.begin, route.end),)
                     owned += [(key.info, begin, end) for begin, end in pieces]
-        return owned
+        return [*owned, *self._rows.owned(server)]
 
     def save_states(self, write: Write) -> None:
         """Worker 0 asks every server."""
@@ -399,6 +432,7 @@ class PsStrategy(Strategy):
             for key in tuple(self._keys.values()):
                 for pending in self.exchange([Entry(key.info, None, Sink(key.info, [], self._session.spaces))], 0):
                     self._session.wait(pending)
+            self._rows.settle(call)
         else:
             self._flush(call)
             self._session.agree(call, None, call)

@@ -49,6 +49,7 @@ class Round(NamedTuple):
     outs: tuple[HostArray, ...] = ()
     op: Reduction = SUM
     plain: bool = False
+    priority: int = 0
 
 
 class RoundQueue:

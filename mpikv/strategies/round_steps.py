@@ -20,8 +20,9 @@ from mpikv.strategies.queues import Round, RoundQueue
 class RoundSteps:
     """What the rounds of all queues of a worker need.
 
-    size: how many workers there are. comparison: makes that of a queue's labels; None: there is nothing to
-    compare. dispute: brings the labels of a round to worker 0.
+    size: how many workers there are. comparison: makes that of a queue's labels; None: there is nothing to compare.
+    dispute: brings the labels of a round to worker 0. priorities: where the priority of a queue's round is written, by
+    the queue's number, before the round sends anything.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class RoundSteps:
         owner: Owner,
         comparison: Callable[[RoundQueue], Comparison | None],
         dispute: Callable[[int, int, Labels], Dispute],
+        *,
+        priorities: dict[int, int],
     ) -> None:
         self._size, self._owner = size, owner
-        self._comparison, self._dispute = comparison, dispute
+        self._comparison, self._dispute, self._priorities = comparison, dispute, priorities
 
     def run(self, queue: RoundQueue) -> Steps[None]:
         """Do what is in the queue; ends when it is empty."""
@@ -46,6 +49,7 @@ class RoundSteps:
         comparison = queue.comparison
         while queue.waiting:
             round_ = queue.waiting[0]
+            self._priorities[queue.info.id] = round_.priority
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
             way.begin(plain=round_.plain)

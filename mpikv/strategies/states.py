@@ -17,7 +17,9 @@ from mpikv.keys import Key, KeyInfo
 from mpikv.optimizers import states
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.row_states import check_rows, join_rows, slice_rows
 from mpikv.optimizers.states import Part, part_of
+from mpikv.optimizers.step import State
 from mpikv.session.base import Session
 from mpikv.strategies import codec_states
 from mpikv.strategies.base import Loaded, Strategy
@@ -104,7 +106,9 @@ def _write_file(
         by_key.setdefault(part.key, []).append(part)
     whole = []
     for info in infos:
-        if info.key in by_key:
+        if info.key in by_key and info.sparse:
+            whole.append(join_rows(info, by_key[info.key]))
+        elif info.key in by_key:
             pieces = [(part.begin, part.end, part.state) for part in by_key[info.key]]
             whole.append(part_of(info, 0, info.n_elems, states.join_states(pieces, info.n_elems)))
     # Keys that were never updated are named too: loading the file takes a state away from them.
@@ -150,7 +154,10 @@ def _read_file(
             )  # as the optimizer will be; the store's stays as it is until all is checked
             if key in configs:
                 after.set_attributes(configs[key]["attributes"])
-            after.check_state(np.zeros(info.shape, info.dtype), entry.state)
+            if info.sparse:
+                check_rows(after, info, entry.state)
+            else:
+                after.check_state(np.zeros(info.shape, info.dtype), entry.state)
         except (ValueError, TypeError, KeyError, MpikvError) as error:
             raise StatesFileError(f"{path}: key {shown(key)}: {error}") from error
     for part in file.codecs:
@@ -169,7 +176,14 @@ def restored(file: states.StatesFile) -> Loaded:
 def distribute(file: states.StatesFile, owned: Owned) -> list[Part]:
     """What of a file belongs to an owner."""
     return [
-        part_of(info, begin, end, states.slice_state(file.entries[info.key].state, begin, end, info.n_elems))
+        _cut(info, file.entries[info.key].state, begin, end)
         for info, begin, end in owned
         if begin < end and info.key in file.entries
     ]
+
+
+def _cut(info: KeyInfo, state: State, begin: int, end: int) -> Part:
+    if info.sparse:
+        columns = info.n_elems // info.shape[0]
+        return slice_rows(info, state, begin // columns, end // columns)
+    return part_of(info, begin, end, states.slice_state(state, begin, end, info.n_elems))

@@ -40,6 +40,7 @@ class Means(NamedTuple):
 
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
+    plain_group: the same ranks for messages of device memory; None: `group` is.
     communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
     the keys that go by NCCL have in common. parts: how what is pushed comes to where a way in host memory reads it, and
     what becomes of the parts of the result.
@@ -52,6 +53,7 @@ class Means(NamedTuple):
     pages: bool = False
     nccl: NcclWorkers | None = None
     parts: Parts = HERE
+    plain_group: Group | None = None
 
 
 class Way(Protocol):

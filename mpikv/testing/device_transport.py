@@ -62,12 +62,12 @@ class DeviceTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def isend(self, buf: Any, dest: int, tag: int) -> Request:
+    def isend(self, buf: Any, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Do what `Transport.isend` does. Example: see the class."""
         if isinstance(buf, np.ndarray):
-            return self._inner.isend(buf, dest, tag)
+            return self._inner.isend(buf, dest, tag, room_bytes)
         self._gpu.host_reads(buf.address, buf.nbytes)
-        return _Checked(self._inner.isend(self._view(buf), dest, tag), buf, lambda _address, _n_bytes: None)
+        return _Checked(self._inner.isend(self._view(buf), dest, tag, room_bytes), buf, lambda _address, _n_bytes: None)
 
     def irecv(self, buf: Any, source: int, tag: int, room_bytes: int = 0) -> Request:
         """Do what `Transport.irecv` does. Example: see the class."""

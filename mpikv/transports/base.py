@@ -37,12 +37,23 @@ class Transport(Protocol):
     size: int
     max_tag: int
     hosts: tuple[str, ...]  # the host of each rank
-    sent_messages: int  # counted since the start
-    sent_bytes: int
     clock: Clock  # what limits to waiting are measured by
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
-        """Start sending a contiguous array. The caller must not change it until the request is done."""
+    @property
+    def sent_messages(self) -> int:
+        """Return how many messages this rank has sent since the start."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return how many bytes these had."""
+        ...
+
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+        """Start sending a contiguous array. The caller must not change it until the request is done.
+
+        room_bytes: how many of its bytes, at its end, the receiver has room for beside what it expects.
+        """
         ...
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:

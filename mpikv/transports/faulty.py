@@ -184,13 +184,13 @@ class FaultyTransport:
     def _free(self, route: Route, due: int) -> bool:
         return due <= self._looks and not any(gate.holds(route) for gate in self._faults.gates)
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Do what `Transport.isend` does."""
         if not self.lives():
             return Completion()
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes
-        return self._inner.isend(buf, dest, tag)
+        return self._inner.isend(buf, dest, tag, room_bytes)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """Do what `Transport.irecv` does, later."""

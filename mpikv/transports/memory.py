@@ -114,10 +114,10 @@ class LocalTransport:
 
     # --- sending
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Start sending a contiguous array. The caller must not change it until the request is done."""
         if dest not in self._writers:
-            return self.inner.isend(buf, dest, tag)
+            return self.inner.isend(buf, dest, tag, room_bytes)
         data = buf.reshape(-1).view(np.uint8)
         n_bytes = data.size
         self.sent_messages += 1

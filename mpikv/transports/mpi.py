@@ -118,7 +118,7 @@ class MpiTransport:
         self._at = 0  # the first of those that are looked at next
         self._polled_s = 0.0
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """MPI_Isend of the bytes of `buf`."""
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes

@@ -145,7 +145,7 @@ class ThreadTransport:
         self.sent_messages = 0
         self.sent_bytes = 0
 
-    def isend(self, buf: HostArray, dest: int, tag: int) -> Request:
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Put a message in the mailbox of `dest`; a short one is copied."""
         data = buf.reshape(-1).view(np.uint8)
         if data.nbytes <= EAGER_BYTES:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import mpikv
-from mpikv import Config, Parameter, kv, optimizers
+from mpikv import Config, Parameter, RowSparse, kv, optimizers
 from mpikv.errors import MpikvError, StallError
 
 ALLOWED = (MpikvError, TypeError, ValueError, KeyError, OSError)
@@ -174,6 +174,16 @@ def array(pick: Random) -> np.ndarray:
     return np.ones(pick.choice([2, 2, 2, (2, 2), (), 0]), dtype)
 
 
+def value(pick: Random) -> Any:
+    """An array, or now and then one of which some rows are there."""
+    made = array(pick)
+    return RowSparse.of(made) if pick.random() < 0.2 and made.ndim else made
+
+
+def rows(pick: Random) -> Any:
+    return pick.choice([0, [0], [1, 0, 1], [2], np.array([1]), [[0], [1]], []])
+
+
 def key(pick: Random) -> Any:
     return pick.choice(["w", "w", "v", f"k{pick.randrange(40)}"])
 
@@ -198,8 +208,13 @@ def file(pick: Random) -> Any:
 LIKELY: dict[str, Callable[[Random], Any]] = {
     "key": pairs(key),
     "keys": pairs(key),
-    "value": pairs(array),
-    "out": lambda pick: None if pick.random() < 0.5 else pairs(array)(pick),
+    "value": pairs(value),
+    "values": lambda pick: pick.choice(
+        [{"learning_rate": 0.5}, {"lr_mult": [["w", 2]]}, {"wd": None}, {"x": 1}, np.ones((1, 2)), np.ones(1), [5.0]]
+    ),
+    "indices": rows,
+    "row_ids": rows,
+    "out": lambda pick: None if pick.random() < 0.5 else pairs(value)(pick),
     "priority": lambda pick: pick.choice([0, 1, -5, 2**70]),
     "optimizer": optimizer,
     "optimizer_params": lambda pick: pick.choice([None, {}, {"learning_rate": 0.5}, {"lr": 1}, {"learning_rate": "x"}]),
@@ -226,7 +241,6 @@ LIKELY: dict[str, Callable[[Random], Any]] = {
     "kvstore": lambda pick: pick.choice([None, "local", "device"]),
     "config": lambda pick: pick.choice([None, Config(), {"name": "sgd", "attributes": {"momentum": 0.5}}]),
     "store": lambda pick: kv.create("local"),
-    "values": lambda pick: pick.choice([{"learning_rate": 0.5}, {"lr_mult": [["w", 2]]}, {"wd": None}, {"x": 1}]),
     "lr_mult": lambda pick: pick.choice([{"w": 2.0}, {}, 0.5]),
     "wd_mult": lambda pick: pick.choice([{"w": 2.0}, {}, 0.5]),
     "state": lambda pick: pick.choice([{"t": 0}, {"t": 3, "momentum": np.zeros(2, np.float32)}, {}, {"t": "x"}]),
@@ -297,6 +311,10 @@ def outcome(what: str, call: Callable[[], Any]) -> tuple[str, Any]:
         if isinstance(error, StallError) or not 0 < len(text) <= LONGEST_TEXT:
             raise FoundError(f"{what}: {type(error).__name__} with {len(text)} characters: {text[:300]}") from error
         return type(error).__name__, text
+    except IndexError as error:
+        if ": row " not in str(error):  # ids of rows alone are places that users name
+            raise FoundError(f"{what}: IndexError: {str(error)[:300]}") from error
+        return "IndexError", str(error)
     except Exception as error:
         raise FoundError(f"{what}: {type(error).__name__}: {str(error)[:300]}") from error
 

@@ -25,7 +25,7 @@ from generated_arguments import argument, arguments, called, described, outcome,
 from store_modes import Mode, mode_id
 
 import mpikv
-from mpikv import Config, KVStore, Parameter, SplitSampler, Trainer, kv, optimizers
+from mpikv import Config, KVStore, Parameter, RowSparse, SplitSampler, Trainer, kv, optimizers
 from mpikv.data import read_idx, split_and_load, split_data
 
 CALLS = int(os.environ.get("MPIKV_TEST_CALLS", grids.examples(500)))  # of each kind
@@ -73,6 +73,7 @@ OBJECTS: dict[type, tuple[str, ...]] = {
         *("step", "step", "push_grad", "wait", "pull_weights", "allreduce_grads", "update", "save", "resume"),
         *("save_states", "load_states", "set_learning_rate", "steps", "examples"),
     ),
+    RowSparse: ("assign", "to_dense", "__repr__"),
     Parameter: ("data", "grad", "zero_grad", "list_data", "list_grad", "shape"),
     SplitSampler: ("set_epoch", "indices", "__len__", "__iter__", "__repr__"),
     Config: ("with_", "from_environ"),
@@ -119,6 +120,7 @@ CALLABLES: dict[str, Callable[..., Any]] = {
     "Config": Config,
     "Config.from_environ": Config.from_environ,
     "Parameter": Parameter,
+    "RowSparse": RowSparse,
     "Trainer": Trainer,
     "SplitSampler": SplitSampler,
     "SplitSampler.for_store": SplitSampler.for_store,

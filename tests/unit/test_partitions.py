@@ -417,8 +417,8 @@ def test_memory_of_a_server(monkeypatch, workers, name, memory):
     """Values, and one gradient per worker at most, though one worker is many rounds ahead of the others."""
     cores, made = [], assembly.ServerCore
 
-    def noted(*arguments):
-        cores.append(made(*arguments))
+    def noted(*arguments, **options):
+        cores.append(made(*arguments, **options))
         return cores[-1]
 
     monkeypatch.setattr(assembly, "ServerCore", noted)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
-from mpikv import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch, UnsupportedError, kv, optimizers
+from mpikv import KeyExists, KeyNotInitialized, MpikvError, ShapeMismatch, kv, optimizers
 from mpikv.testing.ranks import RankError
 
 EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
@@ -162,15 +162,6 @@ def test_with_block_closes_and_lets_exceptions_through():
         store.pull("a")
     with pytest.raises(ZeroDivisionError), kv.create("local"):
         raise ZeroDivisionError
-
-
-@EVERY_KIND
-def test_calls_that_other_versions_have(mode):
-    def body(store):
-        with pytest.raises(UnsupportedError, match="row_sparse_pull"):
-            store.row_sparse_pull("a")
-
-    mode.run(body)
 
 
 @pytest.mark.parametrize("mode", [Mode("local", 1), Mode("dist_sync", 1), Mode("dist_async", 1)], ids=mode_id)

@@ -1,0 +1,229 @@
+"""Row-sparse keys at an owner of ranges of their rows: what is pushed to them, merged, updated and pulled.
+
+A pure state machine, like the core that hands it requests. Every worker's push of a round comes to every owner, with
+the rows that this one has; often there are none. The policy that serves dense keys serves these, too: rows are added
+in the order of the workers, so that the bits are the same every time, and an update is made when all have come
+(synchronous) or at each push. A push that is a round ahead waits here. A pull is answered when the round that it needs
+is done.
+
+Cost: memory for the rows that exist (optimizers/row_table.py), and for the pushes of rounds that are not complete.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv import row_ids, wire
+from mpikv.arrays import HostArray, dtype_of, sum_dtype
+from mpikv.checks import shown
+from mpikv.errors import MpikvError
+from mpikv.keys import Key, KeyInfo
+from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
+from mpikv.optimizers.row_table import RowTable
+from mpikv.optimizers.states import Part
+from mpikv.row_ids import Ids
+from mpikv.server.events import Event, Refusal, Reply
+from mpikv.server.policy import Contribution, Policy, Update
+from mpikv.session.contests import disagreement, factors_text, refusal
+from mpikv.wire import Header
+
+
+class Pushed(NamedTuple):
+    """Rows of one worker or of several, in the dtype of the sum. For a policy it stands in an array's place."""
+
+    ids: Ids
+    rows: HostArray
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the rows."""
+        return self.rows.dtype
+
+
+class _Adding:
+    """What a policy does with rows: see `policy.Memory`."""
+
+    @staticmethod
+    def combine(total: Pushed, other: Pushed, how: np.ufunc) -> Pushed:
+        """Rows are always added."""
+        del how
+        return Pushed(*row_ids.add(*total, *other))
+
+    @staticmethod
+    def scaled(array: Pushed, ratio: float) -> Pushed:
+        """In new memory."""
+        return Pushed(array.ids, np.multiply(array.rows, array.rows.dtype.type(ratio)))
+
+
+_ADDING: Any = _Adding()
+
+
+class RowShard:
+    """The rows [begin, end) of a key that live here."""
+
+    def __init__(
+        self, info: KeyInfo, begin: int, end: int, *, owner: Owner, policy: Policy, labels: Sequence[str]
+    ) -> None:
+        self.info = info
+        self.table = RowTable(info, begin, end)
+        self._begin, self._n_rows = begin, end - begin
+        self._owner, self._policy, self._labels = owner, policy, labels
+        self._version = 0
+        self._pushed = [0] * len(labels)
+        self._waiting: list[deque[tuple[AttributesId, Pushed]]] = [deque() for _ in labels]
+        self._pulls: list[tuple[int, Header, Ids | None]] = []
+
+    def begin(self, written: HostArray) -> None:
+        """Take the first rows."""
+        pushed = self._rows_in(written, self.info.dtype)
+        self.table.replace(*pushed)
+
+    def _rows_in(self, written: HostArray, dtype: np.dtype[Any]) -> Pushed:
+        """The ids and rows of a message, in new memory and in this dtype."""
+        ids, data = row_ids.decode(written, self._n_rows)
+        columns, item_bytes = self.table.columns, self.info.dtype.itemsize
+        if data.size != ids.size * columns * item_bytes:
+            raise MpikvError(
+                f"{data.size} bytes came for {ids.size} rows of key {shown(self.info.key)}, each of "
+                f"{columns * item_bytes} bytes"
+            )
+        rows = data.view(self.info.dtype).reshape(ids.size, columns)
+        return Pushed(ids + self._begin, rows.astype(dtype))
+
+    # --- pushes
+
+    def push(self, worker: int, header: Header, written: HostArray) -> list[Event]:
+        """A worker's next push: taken now if it is of the round under way, else when it is its turn."""
+        self._pushed[worker] += 1
+        attributes: AttributesId = (worker, header.attributes_id) if header.attributes_id else AS_SET
+        self._waiting[worker].append((attributes, self._rows_in(written, sum_dtype(self.info.dtype))))
+        return self._advance(worker)
+
+    def _advance(self, worker: int) -> list[Event]:
+        """Contribute what this worker has to the round under way."""
+        queue, events = self._waiting[worker], []
+        while queue:
+            taken = self._pushed[worker] - len(queue)  # pushes before the first one that waits
+            if self._policy.counts and taken != self._version:
+                break
+            events += self._contribute(worker, *queue.popleft())
+        return events
+
+    def _contribute(self, worker: int, attributes: AttributesId, pushed: Any) -> list[Event]:
+        label = self._owner.label(self.info.id, attributes)
+        update = self._policy.push(worker, Contribution(pushed, attributes, label), _ADDING)
+        if update is None:
+            return []
+        if update.labels and (why := self._refused(update)):
+            # The version stays, so that no pull is answered and nothing more is taken.
+            return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", self._version + 1, why))]
+        terms: Any = update.terms
+        total: Pushed = functools.reduce(lambda one, other: Pushed(*row_ids.add(*one, *other)), terms)
+        self.table.update(self._owner, total.ids, total.rows, update.attributes)
+        self._version += 1
+        events = self._answer()
+        if self._policy.counts:
+            for other in range(len(self._labels)):
+                if other != worker:  # whose own turn comes in `_advance`
+                    events += self._advance(other)
+        return events
+
+    def _refused(self, update: Update) -> str:
+        """Why an update under different labels must not be made; '' where only the factors differ."""
+        if different := disagreement(update.labels, self._labels):
+            return f": {different}"
+        if update.labels[0].factor == 0.0 or sum_dtype(self.info.dtype).kind != "f":
+            return f", which integers cannot be scaled by: {factors_text(update.labels, self._labels)}"
+        return ""
+
+    def relabel(self) -> None:
+        """Another optimizer serves the key now."""
+        self._policy.relabel(lambda attributes: self._owner.label(self.info.id, attributes))
+
+    # --- pulls
+
+    def pull(self, worker: int, header: Header, written: HostArray) -> list[Event]:
+        """Answer now, or when the round that it needs is done. With the ids that are written, or with what changed."""
+        changed = header.kind == wire.ROWS_CHANGED
+        self._pulls.append(
+            (worker, header, None if changed else row_ids.decode(written, self._n_rows)[0] + self._begin)
+        )
+        return self._answer()
+
+    def _answer(self) -> list[Event]:
+        """Answer the pulls whose round is done; where rounds do not count, all of them."""
+        counts, events, later = self._policy.counts, list[Event](), []
+        for worker, header, ids in self._pulls:
+            if counts and self._version < header.round:
+                later.append((worker, header, ids))
+            else:
+                data = self._changed(worker) if ids is None else self.table.rows(ids).reshape(-1)
+                events.append(Reply(worker, header.reply_tag, data, header.priority))
+        self._pulls = later
+        return events
+
+    def _changed(self, worker: int) -> HostArray:
+        ids = self.table.changed(worker)
+        rows = self.table.rows(ids).reshape(-1).view(np.uint8)
+        return np.concatenate([row_ids.encode(ids - self._begin, self._n_rows), rows])
+
+
+class RowCore:
+    """All row-sparse keys of an owner. policy(workers): makes the policy of a new key."""
+
+    def __init__(self, labels: Sequence[str], policy: Callable[[int], Policy], owner: Owner) -> None:
+        self.owner = owner
+        self._labels, self._policy = labels, policy
+        self._shards: dict[int, RowShard] = {}
+        self._early: dict[int, list[tuple[int, Header, HostArray]]] = {}
+
+    def handle(self, worker: int, header: Header, payload: HostArray) -> list[Event]:
+        """A request for a key's rows; one for a key whose first rows have not come waits for them."""
+        if header.kind == wire.ROWS_INIT:
+            return self._init(header, payload)
+        shard = self._shards.get(header.key_id)
+        if shard is None:
+            self._early.setdefault(header.key_id, []).append((worker, header, payload.copy()))
+            return []
+        return (shard.push if header.kind == wire.ROWS_PUSH else shard.pull)(worker, header, payload)
+
+    def _init(self, header: Header, payload: HostArray) -> list[Event]:
+        text, data = wire.split_text(payload)
+        info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), sparse=True)
+        policy = self._policy(len(self._labels))
+        shard = RowShard(info, text["begin"], text["end"], owner=self.owner, policy=policy, labels=self._labels)
+        shard.begin(data)
+        self._shards[info.id] = shard
+        events: list[Event] = []
+        for early in self._early.pop(info.id, []):
+            events += self.handle(*early)
+        return events
+
+    def relabel(self, slot: int) -> None:
+        """Another optimizer serves this slot now."""
+        for shard in self._shards.values():
+            if self.owner.slot_of(shard.info.id) == slot:
+                shard.relabel()
+
+    def states(self) -> list[Part]:
+        """The states of all rows that have some."""
+        parts = [shard.table.states(self.owner) for shard in self._shards.values()]
+        return [part for part in parts if part is not None]
+
+    def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
+        """Go on with these states. replaced: the numbers of the keys that have these or none."""
+        mine: dict[Key, Part] = {part.key: part for part in parts}
+        for shard in self._shards.values():
+            part = mine.get(shard.info.key)
+            if part is not None or shard.info.id in replaced:
+                shard.table.take_states(self.owner, None if part is None else part.state)
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of the rows and their states."""
+        return sum(shard.table.held_bytes for shard in self._shards.values())

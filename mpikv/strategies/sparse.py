@@ -1,0 +1,186 @@
+"""Row-sparse keys as a worker sees them: which owner has which rows, and the messages to and from the owners.
+
+Each owner holds a range of a key's rows (`placement.place_rows`). A push is one message to every owner that has any:
+the ids of its rows and the rows themselves, or none, since an owner counts a round's pushes. It has no answer. A pull
+is one message to each owner that has some of the rows, with the round that it needs, and one answer of these rows. The
+ids say in each message by themselves how they are written (row_ids.py): a push of all rows has no ids, and takes the
+bytes of a dense one. So nobody has to agree on when a key goes densely.
+
+Owners are servers, or a service inside each worker: in an asynchronous store the one that serves all its keys, in a
+synchronous one without servers one for its row-sparse keys alone (sparse_owners.py).
+
+Cost: of a push, one message per owner; of a pull, two for each owner that is asked. One copy of what is pushed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpikv import row_ids, wire
+from mpikv.arrays import HostArray
+from mpikv.checks import shown
+from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.keys import Key, KeyInfo
+from mpikv.observe.stall import Waiting
+from mpikv.placement import place_rows
+from mpikv.row_ids import Ids
+from mpikv.row_sparse import RowSparse
+from mpikv.session.base import Pending
+from mpikv.session.workers import Workers
+from mpikv.strategies.exchange import Client
+
+
+class _Key:
+    """One key. bounds: owner i has the rows [bounds[i], bounds[i+1])."""
+
+    def __init__(self, info: KeyInfo, bounds: Sequence[int]) -> None:
+        self.info, self.bounds, self.pushed = info, bounds, 0
+        self.columns = info.n_elems // info.shape[0] if info.shape[0] else 0
+        self.owners = [i for i in range(len(bounds) - 1) if bounds[i] < bounds[i + 1]]
+
+
+class _Piece(NamedTuple):
+    """What is an owner's of some rows: which of them they are, and their ids, counted from the owner's first row."""
+
+    owner: int
+    span: slice
+    written: HostArray
+
+
+class RowClient:
+    """A worker's end of the messages. labels: the owners' names in errors."""
+
+    def __init__(self, session: Workers, client: Client, labels: Sequence[str]) -> None:
+        self._session, self._client, self._labels = session, client, labels
+        self._keys: dict[int, _Key] = {}
+        self.first_rows: dict[Key, RowSparse] = {}  # at worker 0, of keys that are being agreed on
+
+    # --- keys
+
+    def begin(self, info: KeyInfo) -> None:
+        """The key exists from now on; worker 0 sends its first rows. Under the engine's lock."""
+        key = self._keys[info.id] = _Key(info, place_rows(self._session.members, info))
+        if self._session.rank:
+            return
+        first = self.first_rows.pop(info.key)
+        for piece in self._pieces(key, first.indices, key.owners):
+            begin, end = key.bounds[piece.owner : piece.owner + 2]
+            text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": begin, "end": end}
+            head = np.frombuffer(wire.with_text(json.dumps(text).encode(), b""), np.uint8)
+            payload = np.concatenate([head, piece.written, _bytes_of(first.values[piece.span])])
+            self._client.send(piece.owner, [(wire.Header(wire.ROWS_INIT, info.id), payload)])
+
+    def forget(self, info: KeyInfo) -> None:
+        """Workers did not agree on it after all."""
+        self._keys.pop(info.id, None)
+
+    def pushes(self) -> dict[int, int]:
+        """How often this worker has pushed each key."""
+        return {key_id: key.pushed for key_id, key in self._keys.items()}
+
+    def owned(self, owner: int) -> list[tuple[KeyInfo, int, int]]:
+        """What an owner has of each key, in elements, as in `strategies.states`."""
+        return [
+            (key.info, key.bounds[owner] * key.columns, key.bounds[owner + 1] * key.columns)
+            for key in self._keys.values()
+        ]
+
+    @staticmethod
+    def _pieces(key: _Key, ids: Ids, owners: Sequence[int]) -> list[_Piece]:
+        cuts = np.searchsorted(ids, key.bounds).tolist()
+        pieces = []
+        for owner in owners:
+            span, first = slice(cuts[owner], cuts[owner + 1]), key.bounds[owner]
+            pieces.append(_Piece(owner, span, row_ids.encode(ids[span] - first, key.bounds[owner + 1] - first)))
+        return pieces
+
+    # --- messages
+
+    def push(self, info: KeyInfo, total: RowSparse, number: int, priority: int) -> None:
+        """Send each owner its rows, or that there are none. number: of the optimizer's attributes."""
+        key = self._keys[info.id]
+        with self._session.engine.lock:
+            key.pushed += 1
+            header = wire.Header(wire.ROWS_PUSH, info.id, 0, number, key.pushed, priority=wire.clamped(priority))
+            for piece in self._pieces(key, total.indices, key.owners):
+                payload = np.concatenate([piece.written, _bytes_of(total.values[piece.span])])
+                self._client.send(piece.owner, [(header, payload)])
+        self._session.control.activity.note(f"push of key {shown(info.key)}")
+
+    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """See `Strategy.pull_rows`."""
+        key = self._keys[info.id]
+        cuts = np.searchsorted(ids, key.bounds).tolist()
+        return self._ask(key, ids, [owner for owner in key.owners if cuts[owner] < cuts[owner + 1]], priority, call)
+
+    def _ask(
+        self, key: _Key, ids: Ids, owners: Sequence[int], priority: int, call: str
+    ) -> tuple[HostArray, list[Pending]]:
+        values: HostArray = np.empty((ids.size, key.columns), key.info.dtype)
+        if not owners:
+            return values, []
+        session = self._session
+        self._wait_for_tags(len(owners))
+        header = wire.Header(wire.ROWS_PULL, key.info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
+        steps = self._asking(header, self._pieces(key, ids, owners), values)
+        running = session.engine.start(steps, f"{call} of key {shown(key.info.key)}")
+        labels = tuple(self._labels[owner] for owner in owners)
+        waiting = Waiting(call, key.info.key, key.info.id, key.pushed if session.synchronous else None, labels)
+        return values, [Pending(running, waiting)]
+
+    def _wait_for_tags(self, number: int) -> None:
+        if not self._client.allows(number, 0):
+            enough = Predicate(lambda: self._client.allows(number, 0))
+            self._session.wait_for(enough, "wait for earlier pushes and pulls")
+
+    def _asking(self, header: wire.Header, pieces: Sequence[_Piece], values: HostArray) -> Steps[None]:
+        client = self._client
+        tags, receives = [], list[Request]()
+        for piece in pieces:
+            tag = client.reply_tags.take()
+            tags.append(tag)
+            # The receive is there before the question leaves, so that the answer needs no copy on its way.
+            receives.append(client.irecv(values[piece.span].reshape(-1), piece.owner, tag))
+            client.send(piece.owner, [(header._replace(reply_tag=tag), piece.written)])
+        yield from receives
+        client.reply_tags.give(tags)
+
+    def changed(self, info: KeyInfo, priority: int) -> tuple[list[Pending], Callable[[], RowSparse]]:
+        """See `Strategy.changed_rows`. An answer is as long as its owner says."""
+        key, session, client = self._keys[info.id], self._session, self._client
+        header = wire.Header(wire.ROWS_CHANGED, info.id, 0, 0, key.pushed, priority=wire.clamped(priority))
+        self._wait_for_tags(len(key.owners))
+        name = f"changed rows of key {shown(info.key)}"
+        answers = [session.engine.start(client.answer(owner, header, None), name) for owner in key.owners]
+        round_ = key.pushed if session.synchronous else None
+        pending = [
+            Pending(answer, Waiting("pull", info.key, info.id, round_, (self._labels[owner],)))
+            for owner, answer in zip(key.owners, answers, strict=True)
+        ]
+
+        def finish() -> RowSparse:
+            ids, rows = [np.empty(0, np.int64)], [np.empty(0, info.dtype)]
+            for owner, answer in zip(key.owners, answers, strict=True):
+                begin, end = key.bounds[owner : owner + 2]
+                found, data = row_ids.decode(np.frombuffer(answer.result or b"", np.uint8), end - begin)
+                ids.append(found + begin)
+                rows.append(data.view(info.dtype))
+            all_ids = np.concatenate(ids)
+            return RowSparse(all_ids, np.concatenate(rows).reshape(all_ids.size, *info.shape[1:]), info.shape)
+
+        return pending, finish
+
+    def settle(self, call: str) -> None:
+        """Wait until every owner has done this worker's last push of each key. Synchronous stores only."""
+        none = np.empty(0, np.int64)
+        for key in tuple(self._keys.values()):
+            for pending in self._ask(key, none, key.owners, 0, call)[1]:
+                self._session.wait(pending)
+
+
+def _bytes_of(rows: HostArray) -> HostArray:
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8)

@@ -1,0 +1,159 @@
+"""Row-sparse keys of a synchronous store without servers: each worker owns a range of their rows, and serves it.
+
+The service is the one that servers run (server/rows.py), inside every worker's engine. It begins with the first
+row-sparse key of the store, which all workers agree on, and ends when all close. Messages of workers to themselves go
+the same way. Optimizers that were set before it began are set again then, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.engine.request import Predicate, Steps
+from mpikv.keys import KeyInfo
+from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.states import Part
+from mpikv.row_ids import Ids
+from mpikv.row_sparse import RowSparse
+from mpikv.session.base import NewKey, Pending
+from mpikv.session.workers import Workers
+from mpikv.strategies.exchange import Client
+from mpikv.strategies.sparse import RowClient
+
+
+class OwnedRows(Protocol):
+    """The rows that this worker owns."""
+
+    owner: Owner
+
+    def relabel(self, slot: int) -> None:
+        """Another optimizer serves this slot now."""
+        ...
+
+    def states(self) -> list[Part]:
+        """The states of all rows that have some."""
+        ...
+
+    def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
+        """Go on with these states. replaced: the numbers of the keys that have these or none."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of the rows and their states."""
+        ...
+
+
+class RowServer(NamedTuple):
+    """What this worker owns, and the loop that serves it."""
+
+    rows: OwnedRows
+    steps: Steps[None]
+
+
+class WorkersRows:
+    """Of one worker. serve: makes its service."""
+
+    def __init__(self, session: Workers, serve: Callable[[], RowServer]) -> None:
+        self._session, self._serve = session, serve
+        members = session.members
+        labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+        self._messages = Client(session.transport, members.workers)
+        self.client = RowClient(session, self._messages, labels)
+        self._server: OwnedRows | None = None
+        self._service: Any = None
+        self._optimizers: list[tuple[int, bytes, list[int]]] = []
+        self._told: dict[int, int] = {}  # the number of a slot's attributes that the owners know last
+
+    # --- keys
+
+    @property
+    def any(self) -> bool:
+        """Whether the store has had a row-sparse key."""
+        return self._server is not None
+
+    def propose(self, values: Sequence[NewKey]) -> None:
+        """Keep the first rows of these, at worker 0, until all have agreed."""
+        if self._session.rank == 0:
+            self.client.first_rows.update({new.key: new.value for new in values if isinstance(new.value, RowSparse)})
+
+    def proposed(self, values: Sequence[NewKey]) -> None:
+        """All workers have come, or failed."""
+        for new in values:
+            self.client.first_rows.pop(new.key, None)
+
+    def begin(self, info: KeyInfo) -> None:
+        """A key that the workers agreed on. Under the engine's lock."""
+        if self._server is None:
+            self._server, steps = self._serve()
+            for slot, pickled, key_ids in self._optimizers:
+                self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+            self._service = self._session.engine.serve(steps, "rows")
+        self.client.begin(info)
+
+    # --- push and pull
+
+    def push(self, info: KeyInfo, total: RowSparse, number: int, priority: int) -> None:
+        """See `RowClient.push`; changed attributes go ahead of it."""
+        slot, optimizer = self._session.slot_of(info), self._session.optimizer_of(info)
+        if optimizer is not None and number != self._told.get(slot, 0):
+            self._told[slot] = number
+            text = json.dumps([slot, optimizer.attributes()]).encode()
+            self._send_all(wire.Header(wire.ATTRIBUTES, attributes_id=number), text)
+        self.client.push(info, total, number, priority)
+
+    def pull(self, info: KeyInfo, ids: Ids, priority: int, call: str) -> tuple[HostArray, list[Pending]]:
+        """See `Strategy.pull_rows`."""
+        return self.client.pull(info, ids, priority, call)
+
+    def _send_all(self, header: wire.Header, payload: bytes | None = None) -> None:
+        with self._session.engine.lock:
+            for owner in range(self._session.num_workers):
+                self._messages.send(owner, [(header, payload)])
+
+    # --- optimizers
+
+    def set_optimizer(self, slot: int, pickled: bytes, key_ids: list[int]) -> None:
+        """An optimizer that all workers agreed on. Not while rounds are under way."""
+        self._optimizers.append((slot, pickled, key_ids))
+        self._told.pop(slot, None)
+        if self._server is not None:
+            with self._session.engine.lock:
+                self._server.owner.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+                self._server.relabel(slot)
+
+    def states(self) -> list[Part]:
+        """The states of what this worker owns."""
+        if self._server is None:
+            return []
+        with self._session.engine.lock:
+            return self._server.states()
+
+    def load(self, parts: Sequence[Part], replaced: Collection[int]) -> None:
+        """Go on with these. Under the engine's lock."""
+        if self._server is not None:
+            self._server.load(parts, replaced)
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of the rows that this worker owns, and of their states."""
+        return 0 if self._server is None else self._server.held_bytes
+
+    # --- the end
+
+    def close(self) -> None:
+        """Say goodbye to all owners, and serve until all others have."""
+        if self._service is None:
+            return
+        self._send_all(wire.Header(wire.BYE))
+        self._session.wait_for(Predicate(self._all_sent), "close")
+        self._session.wait_for(self._service, "close")
+
+    def _all_sent(self) -> bool:
+        return self._messages.sent()

@@ -1,0 +1,367 @@
+"""A transport on which what waits for a link leaves by priority, and short messages together; over another transport.
+
+For the collectives of keys, between ranks of different hosts. Many keys are under way at once, pushed in any order, and
+each rank knows only its own. So nothing is agreed on beforehand.
+
+Short messages to one rank travel together, in *bundles*. Every rank takes in all bundles that come; a short message
+that nobody has begun to receive waits here. Long messages leave at once, until this rank has something of a priority to
+send. From then on there is one rule: *nothing is sent that is not taken at the other end, whatever the other end waits
+for.* A long message then leaves when its receiver has asked for it, which it does when it begins to receive it. Bundles
+carry what receivers ask for, and how much they have taken.
+
+So what is under way gets through, and the sender can afford to have only so many bytes under way to each rank,
+`WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
+the highest priority, short messages before long ones, and then in the order of their `isend`. (That MPI has sent a
+message says nothing: it copies short ones, and the system keeps megabytes for a socket.) While the window is full short
+messages gather. Nobody ever waits for a key that another rank has not pushed, except whoever waits for that key. Bytes
+that left unasked do not count in the window.
+
+Nothing leaves before `poll` or `flush`, so that what a call, or a step of the engine, has to send travels together.
+
+Whether a message is short follows from the length of its values, which both ends know. Messages of one sender and tag
+stay in order among the short ones and among the long ones, and each receive knows which of the two it waits for.
+
+Cost: a short message is copied into its bundle and out of it; 8 bytes of a bundle for each message and for each run of
+long messages that are asked for. An `MPI_Improbe` in each step of the engine. Restrictions: arrays in host memory.
+Messages between ranks of one host go straight to the transport below.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
+from typing import TypeVar
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray
+from mpikv.engine.request import Completion, Request, wakes
+from mpikv.errors import MpikvError
+from mpikv.transports.base import Incoming, Transport
+
+WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
+TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
+_T = TypeVar("_T")
+_LINE = 2  # uint32 of a line of a bundle's head
+_FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, nothing
+
+
+class _Sending(Completion):
+    """A message that waits to be sent. As a request, it is done when its array may be changed again.
+
+    n_bytes: of its values, without a note.
+    """
+
+    __slots__ = ("data", "n_bytes", "tag")
+
+    def __init__(self, data: HostArray, tag: int, n_bytes: int) -> None:
+        super().__init__()
+        self.data, self.tag, self.n_bytes = data, tag, n_bytes
+
+
+class _Receiving(Completion):
+    """A short message that has not come yet."""
+
+    __slots__ = ("room_bytes", "target")
+
+    def __init__(self, target: HostArray, room_bytes: int) -> None:
+        super().__init__()
+        self.target, self.room_bytes = target, room_bytes
+
+    def take(self, data: HostArray, source: int, tag: int) -> None:
+        """It has come."""
+        if data.size not in (self.target.size, self.target.size - self.room_bytes):
+            error = f"message from rank {source}, tag {tag}: {data.size} bytes, {self.target.size} expected"
+            self.finish(MpikvError(error))
+            return
+        self.target[: data.size] = data
+        self.finish()
+
+
+class _Asked(Completion):
+    """A long message that was asked for. It is taken as soon as it has come, whoever waits for it."""
+
+    __slots__ = ("_n_bytes", "_peer", "_request")
+
+    def __init__(self, request: Request, n_bytes: int, peer: _Peer) -> None:
+        super().__init__()
+        self._request, self._n_bytes, self._peer = request, n_bytes, peer
+        self.wake()
+
+    def wake(self) -> None:
+        """It may have come."""
+        while not self.done:
+            try:
+                if self._request.test():
+                    self._peer.taken_bytes += self._n_bytes
+                    self.finish()
+                elif wakes(self._request, self):
+                    return
+                else:
+                    self._peer.looked_at.append(self)
+                    return
+            except Exception as error:  # noqa: BLE001 - raised to whoever waits for it
+                self.finish(error)
+
+
+Waiting = tuple[int, bool, int, _Sending]  # what is to leave first is smallest: -priority, is long, number
+
+
+class _Peer:
+    """What goes to and comes from one other rank."""
+
+    def __init__(self) -> None:
+        self.short: list[Waiting] = []  # heaps of what may leave
+        self.long: list[Waiting] = []
+        self.short_bytes = 0
+        self.held: dict[int, deque[Waiting]] = {}  # long messages that nobody has asked for, by tag
+        self.asked: dict[int, int] = {}  # how many more the other one has asked for than have left, by tag
+        self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
+        self.under_way: deque[tuple[Request, _Sending | None]] = deque()  # None: a bundle
+        self.unread_bytes = 0  # sent, and not known to be taken
+        self.unasked_bytes = 0  # of these at most so many left without being asked for
+        self.taken_bytes = 0  # of what has come, and not told yet
+        self.looked_at: list[_Asked] = []  # long messages that do not say when they have come
+        self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
+        self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
+        self.coming: deque[tuple[HostArray, Request]] = deque()  # bundles
+        self.error: Exception | None = None
+
+    def fail(self, error: Exception) -> None:
+        """The rank cannot be reached: so nothing comes from it, either, that was not under way."""
+        self.error = error
+        waiting = [*self.short, *self.long, *(one for queue in self.held.values() for one in queue)]
+        self.short, self.long, self.held, self.short_bytes = [], [], {}, 0
+        receiving = [one for queue in self.receiving.values() for one in queue]
+        self.receiving = {}
+        for one in (*(sending for *_, sending in waiting), *receiving):
+            one.finish(error)
+
+
+class OrderedTransport:
+    """The ranks of `inner`. peers: those on other hosts. bucket_bytes: the most bytes of values in one bundle.
+
+    priorities: of what a key sends, by the key's number, as it is at that time; 0 where there is none.
+    gathering: how many calls are putting together what they send: meanwhile short messages leave in full bundles only.
+    """
+
+    def __init__(
+        self, inner: Transport, peers: Iterable[int], bucket_bytes: int, priorities: Mapping[int, int]
+    ) -> None:
+        self._inner = inner
+        self.rank, self.size, self.max_tag, self.hosts = inner.rank, inner.size, inner.max_tag, inner.hosts
+        self.clock = inner.clock
+        self._priorities = priorities
+        self.gathering = 0
+        self._bucket_bytes = bucket_bytes
+        self._short_bytes = bucket_bytes // 2  # of a longer one at most one would fit into a bundle
+        self._peers = {rank: _Peer() for rank in peers}
+        self._active: dict[int, _Peer] = {}  # with something to send
+        self._incoming: dict[int, _Peer] = {}  # with bundles that are coming
+        self._number = 0
+        self._by_priority = False  # whether any was ever given
+
+    @property
+    def sent_messages(self) -> int:
+        """Counted by the transport below: a bundle is one."""
+        return self._inner.sent_messages
+
+    @property
+    def sent_bytes(self) -> int:
+        """Counted by the transport below."""
+        return self._inner.sent_bytes
+
+    # --- sending
+
+    def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
+        """Send it when its turn comes."""
+        peer = self._peers.get(dest)
+        if peer is None:
+            return self._inner.isend(buf, dest, tag, room_bytes)
+        n_bytes = buf.nbytes - room_bytes
+        sending = _Sending(buf.reshape(-1).view(np.uint8), tag, n_bytes)
+        if peer.error is not None:
+            sending.finish(peer.error)
+            return sending
+        is_long = n_bytes > self._short_bytes
+        self._number += 1
+        priority = self._priorities.get(wire.key_of(tag), 0)
+        if priority:
+            self._by_priority = True
+        waiting = (-priority, is_long, self._number, sending)
+        if is_long and self._by_priority and peer.asked.get(tag, 0) <= 0:
+            peer.held.setdefault(tag, deque()).append(waiting)
+            return sending
+        if is_long:
+            if peer.asked.get(tag, 0) <= 0:
+                peer.unasked_bytes += n_bytes
+            _count(peer.asked, tag, -1)
+            heappush(peer.long, waiting)
+        else:
+            heappush(peer.short, waiting)
+            peer.short_bytes += sending.data.size
+        self._active[dest] = peer
+        return sending
+
+    def flush(self) -> None:
+        """Send what may leave and has room on its link. Does not wait."""
+        for dest, peer in tuple(self._active.items()):
+            while peer.under_way and self._has_left(peer):
+                pass
+            while not self._by_priority or peer.unread_bytes - peer.unasked_bytes < WINDOW_BYTES:
+                may_bundle = peer.short and (not self.gathering or peer.short_bytes >= self._bucket_bytes)
+                if may_bundle and not (peer.long and peer.long[0] < peer.short[0]):
+                    self._bundle(dest, peer)
+                elif peer.long:
+                    sending = heappop(peer.long)[3]
+                    request = self._inner.isend(sending.data, dest, sending.tag)
+                    self._sent(peer, request, sending.n_bytes, sending)
+                else:
+                    break
+            if peer.asking or peer.taken_bytes >= TOLD_BYTES:
+                self._bundle(dest, peer, only_asking=True)
+            if not (peer.short or peer.long or peer.under_way):
+                del self._active[dest]
+
+    @staticmethod
+    def _has_left(peer: _Peer) -> bool:
+        request, sending = peer.under_way[0]
+        error: Exception | None = None
+        try:
+            if not request.test():
+                return False
+        except Exception as found:  # noqa: BLE001 - raised to whoever waits for a message to or from this rank
+            error = found
+        peer.under_way.popleft()
+        if sending is not None:
+            sending.finish(error)
+        if error is not None:
+            peer.fail(error)
+        return True
+
+    @staticmethod
+    def _sent(peer: _Peer, request: Request, n_bytes: int, sending: _Sending | None) -> None:
+        peer.under_way.append((request, sending))
+        peer.unread_bytes += n_bytes
+
+    def _bundle(self, dest: int, peer: _Peer, *, only_asking: bool = False) -> None:
+        """Send a bundle: what this rank asks for, and the short messages that fit and have no long one before them."""
+        asking, peer.asking = peer.asking, {}
+        sendings: list[_Sending] = []
+        n_bytes = 0
+        while peer.short and not only_asking and not (peer.long and peer.long[0] < peer.short[0]):
+            size = peer.short[0][3].data.size
+            if sendings and n_bytes + size > self._bucket_bytes:
+                break
+            sendings.append(heappop(peer.short)[3])
+            n_bytes += size
+        peer.short_bytes -= n_bytes
+        head = [len(asking), len(sendings), peer.taken_bytes, 0]
+        peer.taken_bytes = 0
+        for pair in asking.items():
+            head += pair
+        for sending in sendings:
+            head += (sending.tag, sending.data.size)
+        at = 4 * len(head)
+        bundle = np.empty(at + n_bytes, np.uint8)
+        bundle[:at].view(np.uint32)[:] = head
+        for sending in sendings:
+            bundle[at : at + sending.data.size] = sending.data
+            at += sending.data.size
+            sending.finish()
+        self._sent(peer, self._inner.isend(bundle, dest, wire.TAG_BUNDLES), bundle.size, None)
+
+    # --- receiving
+
+    def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
+        """Receive a message, and ask for it where it is long."""
+        peer = self._peers.get(source)
+        if peer is None:
+            return self._inner.irecv(buf, source, tag, room_bytes)
+        n_bytes = buf.nbytes - room_bytes
+        if n_bytes > self._short_bytes:
+            _count(peer.asking, tag, 1)
+            self._active[source] = peer
+            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer)
+        receiving = _Receiving(buf.reshape(-1).view(np.uint8), room_bytes)
+        if tag in peer.arrived:
+            receiving.take(_first(peer.arrived, tag), source, tag)
+        elif peer.error is not None:
+            receiving.finish(peer.error)
+        else:
+            peer.receiving.setdefault(tag, deque()).append(receiving)
+        return receiving
+
+    def poll(self) -> None:
+        """Take in the bundles that have come, and send what may leave then."""
+        self._inner.poll()
+        while (incoming := self._inner.probe(wire.TAG_BUNDLES)) is not None:
+            source = incoming.source
+            bundle = np.empty(incoming.n_bytes, np.uint8)
+            self._peers[source].coming.append((bundle, incoming.receive(bundle)))
+            self._incoming[source] = self._peers[source]
+        for source, peer in tuple(self._incoming.items()):
+            try:
+                while peer.coming and peer.coming[0][1].test():
+                    self._open(source, peer, peer.coming.popleft()[0])
+            except Exception as error:  # noqa: BLE001 - as in `_has_left`
+                peer.coming.clear()
+                peer.fail(error)
+            if not peer.coming:
+                del self._incoming[source]
+        for source, peer in self._peers.items():
+            looked_at, peer.looked_at = peer.looked_at, []
+            for asked in looked_at:
+                asked.wake()
+            if peer.taken_bytes >= TOLD_BYTES:
+                self._active[source] = peer
+        if self._active:
+            self.flush()
+
+    def _open(self, source: int, peer: _Peer, bundle: HostArray) -> None:
+        peer.taken_bytes += bundle.size
+        n_asked, n_messages, read_bytes, _ = bundle[: 4 * _FIRST].view(np.uint32).tolist()
+        peer.unread_bytes -= read_bytes
+        peer.unasked_bytes = min(peer.unasked_bytes, peer.unread_bytes)
+        if peer.short or peer.long:
+            self._active[source] = peer
+        at = 4 * (_FIRST + _LINE * (n_asked + n_messages))
+        head = bundle[4 * _FIRST : at].view(np.uint32).reshape(-1, _LINE).tolist()
+        for tag, count in head[:n_asked]:
+            self._active[source] = peer
+            _count(peer.asked, tag, count)
+            while tag in peer.held and peer.asked.get(tag, 0) > 0:
+                heappush(peer.long, _first(peer.held, tag))
+                _count(peer.asked, tag, -1)
+        for tag, n_bytes in head[n_asked:]:
+            data = bundle[at : at + n_bytes]
+            at += n_bytes
+            if tag in peer.receiving:
+                _first(peer.receiving, tag).take(data, source, tag)
+            else:
+                peer.arrived.setdefault(tag, deque()).append(data)
+
+    def probe(self, tag: int) -> Incoming | None:
+        """As of the transport below: for messages that are no key's."""
+        return self._inner.probe(tag)
+
+    def close(self) -> None:
+        """Do nothing: the transport below has an owner."""
+
+
+def _count(counts: dict[int, int], tag: int, more: int) -> None:
+    left = counts.get(tag, 0) + more
+    if left:
+        counts[tag] = left
+    else:
+        counts.pop(tag, None)
+
+
+def _first(queues: dict[int, deque[_T]], tag: int) -> _T:
+    queue = queues[tag]
+    found = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return found

@@ -1,0 +1,204 @@
+"""Row-sparse parameters of a Trainer: the weights of training with dense gradients, at the cost of rows."""
+
+from __future__ import annotations
+
+import threading
+
+import frameworks
+import numpy as np
+import pytest
+from store_modes import Mode, mode_id
+
+from mpikv import Parameter, RowSparse, ShapeMismatch, Trainer, UnsupportedError, kv, optimizers
+
+SHAPE = (40, 3)
+MODES = (
+    Mode("local", 1),
+    Mode("dist_sync", 1),
+    Mode("dist_sync", 3),
+    Mode("dist_sync", 3, 0, "naive"),  # which adds in the order of the workers, as owners of rows do
+    Mode("dist_sync", 2, 2, memory="off"),
+)
+each = pytest.mark.parametrize
+
+
+def gradient(worker, step):
+    rng = np.random.default_rng(100 * step + worker)
+    ids = rng.integers(0, SHAPE[0], 6)
+    return RowSparse(ids, rng.normal(size=(6, 3)), SHAPE)
+
+
+def train(store, *, sparse, optimizer, steps=range(4), wait=True, early=False, path=None, resume=None):
+    rng = np.random.default_rng(store.rank)  # worker 0's weights count
+    table = Parameter(rng.normal(size=SHAPE), "table", sparse=sparse)
+    bias = Parameter(rng.normal(size=3), "bias")
+    trainer = Trainer([bias, table], optimizer, {"learning_rate": 0.1}, kvstore=store)
+    if resume is not None:
+        trainer.resume(resume)
+    for step in steps:
+        grad = gradient(store.rank, step)
+        table.grad = grad if sparse else grad.to_dense()
+        bias.grad[...] = step
+        if early:
+            trainer.push_grad(table, 8)
+        trainer.step(8, wait=wait)
+    trainer.wait(table)
+    trainer.wait(bias)
+    if path is not None:
+        trainer.save(path)
+    return table.data.tobytes(), bias.data.tobytes()
+
+
+@each("optimizer", ["sgd", "adagrad"])
+@each("mode", MODES, ids=mode_id)
+def test_the_weights_are_those_of_dense_gradients(mode, optimizer):
+    sparse = mode.run(lambda store: train(store, sparse=True, optimizer=optimizer))
+    dense = mode.run(lambda store: train(store, sparse=False, optimizer=optimizer))
+    assert sparse == dense
+    assert sparse == [sparse[0]] * mode.workers
+
+
+@each("how", [{"wait": False}, {"early": True}])
+@each("mode", MODES[2:], ids=mode_id)
+def test_gradients_that_leave_early_and_weights_that_come_late(mode, how):
+    found = mode.run(lambda store: train(store, sparse=True, optimizer="adam", **how))
+    assert found == mode.run(lambda store: train(store, sparse=True, optimizer="adam"))
+
+
+@each("mode", MODES, ids=mode_id)
+def test_a_run_that_is_resumed_is_the_run_without_a_stop(mode, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    mode.run(lambda store: train(store, sparse=True, optimizer="adam", steps=range(2), path=path))
+    again = mode.run(lambda store: train(store, sparse=True, optimizer="adam", steps=range(2, 4), resume=path))
+    assert again == mode.run(lambda store: train(store, sparse=True, optimizer="adam"))
+
+
+@each("mode", MODES[2:], ids=mode_id)
+def test_examples_weigh(mode):
+    def body(store, *, sparse):
+        table = Parameter(np.zeros(SHAPE), "table", sparse=sparse)
+        trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        for step in range(2):
+            grad = gradient(store.rank, step)
+            table.grad = grad if sparse else grad.to_dense()
+            trainer.step(examples=1 + store.rank)
+        with trainer.join():
+            for step in range(store.rank + 1):
+                grad = gradient(store.rank, step)
+                table.grad = grad if sparse else grad.to_dense()
+                trainer.step(examples=2)
+        return table.data.tolist()
+
+    assert mode.run(lambda store: body(store, sparse=True)) == mode.run(lambda store: body(store, sparse=False))
+
+
+def test_asynchronous_workers_see_each_other_after_a_barrier():
+    def body(store):
+        table = Parameter(np.zeros((10, 2)), "table", sparse=True)
+        trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        table.grad = RowSparse([store.rank, 9], -np.ones((2, 2)), (10, 2))
+        trainer.step(1)
+        store.barrier()
+        trainer.pull_weights()
+        return table.data[:, 0].tolist()
+
+    assert Mode("dist_async", 3).run(body) == [[1, 1, 1, 0, 0, 0, 0, 0, 0, 3]] * 3
+
+
+def test_a_step_costs_the_rows_that_it_changes():
+    """10 million elements; each of two workers changes 10 rows, and gets those of both."""
+    shape, begun = (1_000_000, 10), threading.Barrier(2)
+
+    def body(store):
+        table = Parameter(np.zeros(shape, "float32"), "table", sparse=True)
+        trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        before = store.stats()["bytes_sent"]
+        table.grad = RowSparse(np.arange(10) * 3 + store.rank, np.ones((10, 10), "float32"), shape)
+        begun.wait(60)
+        trainer.step(1)
+        assert np.flatnonzero(table.data[:, 0]).size == 20
+        return store.stats()["bytes_sent"] - before
+
+    # To two owners: headers, ids padded to 16 bytes, rows; two questions. Owner 0 answers two with all 20 rows.
+    push = 2 * (48 + 16) + 48 + 10 * 40
+    asked, answers = 2 * 48, [2 * (16 + 80 + 20 * 40), 2 * 16]
+    assert Mode("dist_sync", 2, memory="off").run(body) == [push + asked + answer for answer in answers]
+
+
+class TestTorch:
+    """A module with an embedding whose gradients are sparse."""
+
+    @staticmethod
+    def train(store, *, sparse, overlap=False, set_to_none=True):
+        torch = frameworks.need("torch")
+        net = torch.nn.Sequential(torch.nn.Embedding(30, 4, sparse=sparse), torch.nn.Linear(4, 1))
+        rng = np.random.default_rng(store.rank)  # worker 0's weights count
+        for one in net.parameters():
+            one.data.copy_(torch.from_numpy(rng.normal(size=tuple(one.shape))))
+        trainer = Trainer(net, "adagrad", {"learning_rate": 0.1}, kvstore=store, overlap=overlap)
+        for step in range(3):
+            trainer.zero_grad(set_to_none=set_to_none)
+            words = torch.from_numpy(np.random.default_rng(10 * step + store.rank).integers(0, 30, (2, 5)))
+            net(words).square().mean().backward()
+            trainer.step()
+        return [one.detach().numpy().tobytes() for one in net.parameters()]
+
+    @each("mode", [MODES[0], *MODES[2:]], ids=mode_id)
+    def test_the_weights_are_those_of_dense_gradients(self, mode):
+        sparse = mode.run(lambda store: self.train(store, sparse=True))
+        assert sparse == mode.run(lambda store: self.train(store, sparse=False))
+        assert sparse == [sparse[0]] * mode.workers
+
+    @each("how", [{"overlap": True}, {"set_to_none": False}])
+    def test_other_ways_to_train(self, how):
+        mode = Mode("dist_sync", 2, 1, memory="off")
+        found = mode.run(lambda store: self.train(store, sparse=True, **how))
+        assert found == mode.run(lambda store: self.train(store, sparse=True))
+
+    def test_a_step_without_a_gradient(self):
+        torch = frameworks.need("torch")
+        with kv.create("local") as store:
+            net = torch.nn.Embedding(5, 2, sparse=True)
+            before = net.weight.detach().clone()
+            trainer = Trainer(net, "sgd", kvstore=store)
+            with pytest.raises(ValueError, match="grad is None in 'weight'"):
+                trainer.step()
+            trainer.step(ignore_stale_grad=True)
+            assert torch.equal(net.weight, before)
+
+
+def test_parameters():
+    table = Parameter(np.ones((4, 2), "float32"), "table", sparse=True)
+    assert repr(table.grad) == "<RowSparse: 0 of 4 rows, (4, 2) float32>"
+    table.grad = np.ones((4, 2), "float32")
+    assert table.grad.indices.tolist() == [0, 1, 2, 3]
+    table.zero_grad()
+    assert table.grad.indices.size == 0
+    with pytest.raises(ShapeMismatch, match="table"):
+        table.grad = RowSparse.zeros((5, 2))
+    with pytest.raises(TypeError, match="sparse is True or False"):
+        Parameter(np.ones(2), sparse="yes")
+
+
+@each(
+    ("arguments", "text"),
+    [
+        ({"kvstore": None}, "needs a store"),
+        ({"update_on_kvstore": False}, "needs a store that makes the updates"),
+        ({"clip_global_norm": 1.0}, "clip_global_norm"),
+        ({"optimizer": "lamb"}, "lamb cannot update some rows alone"),
+        ({"optimizer": optimizers.SGD(lazy_update=False)}, "sgd cannot"),
+    ],
+)
+def test_trainers_that_cannot_have_them(arguments, text):
+    table = Parameter(np.ones((4, 2)), "table", sparse=True)
+    with pytest.raises(UnsupportedError, match=f"'table' is row-sparse: .*{text}"):
+        Trainer([table], **{"optimizer": "sgd", "kvstore": kv.create("local"), **arguments})
+
+
+def test_a_frozen_one_is_dense():
+    with kv.create("local") as store:
+        table = Parameter(np.ones((4, 2)), "table", sparse=True, grad_req="null")
+        trainer = Trainer([table, Parameter(np.ones(2), "bias")], "sgd", kvstore=store)
+        trainer.step(1)
+        assert table.data.tolist() == np.ones((4, 2)).tolist()
