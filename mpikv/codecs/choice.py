@@ -7,7 +7,8 @@ the link has changed, and the other form is tried again; else it is tried after 
 twice as many each time that it was no faster.
 
 A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
-rounds it is the median. The form changes only for one that is faster by more than `MARGIN`, which is more than noise.
+rounds it is the median. At first values stay encoded only where that is faster by more than `MARGIN`, which is more
+than noise; from then on the form changes only for one that is faster by as much.
 
 No clock and no messages here: times come in, and what follows from them is the same on every worker. Cost: a few
 numbers for each key.
@@ -93,10 +94,9 @@ class Choice:
 
     def _decide(self, seconds: list[float]) -> None:
         """The form that was tried stays where it is faster; else the one before comes back."""
-        tried, before = self.plain, not self.plain
-        faster = seconds[tried] * MARGIN < seconds[before]
+        tried, before, first = self.plain, not self.plain, not self.looks
+        faster = seconds[tried] < seconds[before] * MARGIN if first else seconds[tried] * MARGIN < seconds[before]
         self.plain = tried if faster else before
-        first = not self.looks
         self._stretch = FIRST_STRETCH_ROUNDS if faster or first else min(2 * self._stretch, LONGEST_STRETCH_ROUNDS)
         self._stretch_left = self._stretch
         self.looks, self.seconds = self.looks + 1, [*seconds]
