@@ -207,6 +207,8 @@ class AllreduceStrategy(Strategy):
         slot, key_ids, pickled = self._session.agree_on_optimizer(optimizer, keys)
         self._rows.set_optimizer(slot, pickled, key_ids)
         self.keys.set_optimizer(slot, cloudpickle.loads(pickled), key_ids)
+        if self._rows.any:  # no rows may come to an owner that has not set it yet
+            self._session.agree("set_optimizer in place", None, "set_optimizer")
 
     def _drain(self, call: str) -> None:
         """Wait until all rounds that this worker has pushed are done."""
