@@ -1,6 +1,7 @@
 """A worker's calls with keys whose arrays are on its GPU, and whose values live with servers.
 
-Servers hold host memory. Each shard of such a key goes one of two ways (`DeviceCalls.direct`):
+Servers receive into host memory, also those that keep the key on a GPU. Each shard of such a key goes one of two ways
+(`DeviceCalls.direct`):
 
 - *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
   there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
@@ -15,8 +16,8 @@ which sees host memory, or device memory that nothing is under way in.
 An array of the caller's in host memory takes an answer as for a key in host memory, without the GPU.
 
 Cost of a call with n elements: staged, n down for a push, n up for an answer; direct, none. An event of the stream for
-each call. Memory: page-locked, of each length as many arrays as calls were under way at one time, which are kept; on the
-GPU the pushed total, which the answer overwrites.
+each call. Memory: page-locked, of each length as many arrays as calls were under way at one time, which are kept; on
+the GPU the pushed total, which the answer overwrites.
 """
 
 from __future__ import annotations
