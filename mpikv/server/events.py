@@ -84,7 +84,9 @@ class Batch:
         def joined() -> bool:
             if ready is not None and not ready.test():
                 return False
-            np.concatenate(arrays, out=data)
+            if arrays:  # only once: what was read here may be used for something else afterwards
+                np.concatenate(arrays, out=data)
+                arrays.clear()
             for block in self._blocks:
                 block.release()
             self._blocks = []
