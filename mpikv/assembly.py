@@ -21,6 +21,7 @@ from mpikv.server.loop import run_server, serve
 from mpikv.server.policy import Asynchronous, Synchronous
 from mpikv.session.base import Session
 from mpikv.session.workers import Workers
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.spec import StoreSpec
 from mpikv.strategies.allreduce import AllreduceStrategy
@@ -77,8 +78,11 @@ def assemble(
 
     def core() -> ServerCore:
         labels = [f"worker {i} on {host}" for i, host in enumerate(members.worker_hosts)]
+        # A server of its own has no GPU.
+        on_device = not members.servers and not members.synchronous
+        device = spaces.device if on_device and isinstance(spaces.device, DeviceSpace) else None
         policy = Synchronous if members.synchronous else Asynchronous
-        return ServerCore(labels, policy, None if links is None else links.segment, space=spaces.host)
+        return ServerCore(labels, policy, None if links is None else links.segment, space=spaces.host, device=device)
 
     if transport.rank in members.servers:
         try:

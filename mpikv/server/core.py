@@ -19,18 +19,20 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray, dtype_of
 from mpikv.codecs import compression
+from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
-from mpikv.server.memory import Pool, Source
+from mpikv.server.memory import Lifts, Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
 from mpikv.server.shard import Shard
 from mpikv.spaces.base import Space
+from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
-from mpikv.spaces.named import Spaces
+from mpikv.spaces.named import DEVICE, HOST, Spaces
 
 Waiting = tuple[int, wire.Header, HostArray]
 _Data = tuple[int, wire.Header, HostArray, Batch | None, int]  # the last: which answer of the batch it is
@@ -42,7 +44,7 @@ class ServerCore:
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
     to be, default memory of this process. space: how all that is worked
-    on.
+    on. device: of the worker that an asynchronous server is in: keys of this space are held and updated there.
     """
 
     def __init__(
@@ -51,9 +53,11 @@ class ServerCore:
         policy: Callable[[int], Policy],
         memory: Source | None = None,
         space: Space | None = None,
+        device: DeviceSpace | None = None,
     ) -> None:
         self.space = HostSpace() if space is None else space
-        self.owner = Owner(Spaces(self.space))
+        self.owner = Owner(Spaces(self.space, device))
+        self._lifts = None if device is None else Lifts(device)
         self.pool = Pool(memory, self.space)
         self._labels = labels
         self._policy = policy
@@ -180,6 +184,9 @@ class ServerCore:
     def _init(self, header: wire.Header, payload: HostArray) -> list[Event]:
         text, data = wire.split_text(payload)
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), text["codec"])
+        codecs = compression.of_text(info.codec)
+        on_device = self._lifts is not None and text["space"] == DEVICE and codecs.pull == IDENTITY
+        info = info._replace(space=DEVICE if on_device else HOST)
         values = np.frombuffer(data.tobytes(), info.dtype)
         # A key that moves here from other servers goes on with the rounds it has seen there.
         shard = Shard(
@@ -187,10 +194,11 @@ class ServerCore:
             values,
             begin=text["begin"],
             part_elems=text["part"],
-            compression=compression.of_text(info.codec),
+            compression=codecs,
             version=text["version"],
             owner=self.owner,
             pool=self.pool,
+            lifts=self._lifts if on_device else None,
             policy=lambda: self._policy(len(self._labels)),
             labels=self._labels,
         )

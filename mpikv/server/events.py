@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Predicate, Request
 
 if TYPE_CHECKING:
     from mpikv.server.memory import Block
@@ -14,13 +15,17 @@ if TYPE_CHECKING:
 
 
 class Reply(NamedTuple):
-    """Send `data` to `worker` with `tag`. The array does not change before `block.release()` is called."""
+    """Send `data` to `worker` with `tag`. The array does not change before `block.release()` is called.
+
+    ready: when its values are there; None: now. Replies with one are ready in their order.
+    """
 
     worker: int
     tag: int
     data: HostArray
     priority: int = 0
     block: Block | None = None
+    ready: Request | None = None
 
 
 class Fetch(NamedTuple):
@@ -53,19 +58,43 @@ class Batch:
         self._tag = tag
         self._priority = priority
         self._answers: list[list[HostArray]] = [[] for _ in range(count)]
+        self._blocks: list[Block] = []  # that answers still come into
+        self._ready: Request | None = None  # when the last of them has
         self._missing = count
 
     def add(self, index: int, values: HostArray) -> None:
         """Keep a copy of the next partition of an answer."""
         self._answers[index].append(values.copy().view(np.uint8))
 
+    def expect(self, index: int, block: Block, ready: Request) -> None:
+        """The next partition of an answer will be in a block, ready after all others."""
+        self._answers[index].append(block.array.view(np.uint8))
+        self._blocks.append(block)
+        self._ready = ready
+
     def done(self) -> Reply | None:
         """One answer is complete; the reply when it was the last one."""
         self._missing -= 1
         if self._missing:
             return None
-        data = np.concatenate([values for answer in self._answers for values in answer])
-        return Reply(self._worker, self._tag, data, self._priority)
+        arrays = [values for answer in self._answers for values in answer]
+        data: HostArray = np.empty(sum(values.size for values in arrays), np.uint8)
+        ready = self._ready
+
+        def joined() -> bool:
+            if ready is not None and not ready.test():
+                return False
+            if arrays:  # only once: what was read here may be used for something else afterwards
+                np.concatenate(arrays, out=data)
+                arrays.clear()
+            for block in self._blocks:
+                block.release()
+            self._blocks = []
+            return True
+
+        if ready is None:
+            joined()
+        return Reply(self._worker, self._tag, data, self._priority, ready=ready and Predicate(joined))
 
 
 class Answer:

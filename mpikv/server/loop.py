@@ -52,6 +52,7 @@ class _Peer:
         self.receiving: deque[tuple[Any, Fetch, HostArray | None]] = deque()  # None: it is borrowed
         self.held = 0  # partitions in the worker's memory
         self.sending: deque[tuple[Request, Reply]] = deque()
+        self.coming: deque[Reply] = deque()  # replies whose values are still being copied from a GPU
 
 
 class _Traffic:
@@ -66,7 +67,7 @@ class _Traffic:
         self._order = 0
         self._message: tuple[Request, int, HostArray] | None = None
         self._complete = False  # whether the message has been received
-        self._sending = 0
+        self._sending = self._coming = 0
         self._copied: deque[Request] = deque()
 
     def test(self) -> bool:
@@ -75,6 +76,7 @@ class _Traffic:
         found = self._complete
         for peer in self._peers:
             found |= bool(peer.receiving) and peer.receiving[0][0].test()
+            found |= bool(peer.coming) and self._is_there(peer.coming[0])
         if self._sending:
             found |= self._reap()
         return found
@@ -112,7 +114,7 @@ class _Traffic:
     def idle(self) -> bool:
         """Whether every reply has left."""
         self._forget(0)
-        return not self._sending and not self._copied and self._flushed()
+        return not self._sending and not self._coming and not self._copied and self._flushed()
 
     def _flushed(self) -> bool:
         """Whether the last records have left."""
@@ -120,7 +122,7 @@ class _Traffic:
 
     def last(self) -> Request:
         """What is to be waited for when no more requests come."""
-        if self._sending:
+        if self._sending or self._coming:
             return self
         return self._copied[0] if self._copied else Predicate(self._flushed)
 
@@ -137,18 +139,33 @@ class _Traffic:
             if peer.receiving and peer.receiving[0][0].test():
                 request, fetch, array = peer.receiving.popleft()
                 self._take(self._core.arrived(fetch, self._borrowed(peer, request, fetch) if array is None else array))
+            while peer.coming and self._is_there(peer.coming[0]):
+                self._coming -= 1
+                self._order += 1
+                self._reply(peer, peer.coming.popleft())
             if peer.fetches or peer.replies:
                 self._start(peer)
+
+    @staticmethod
+    def _is_there(reply: Reply) -> bool:
+        return reply.ready is None or reply.ready.test()
+
+    def _reply(self, peer: _Peer, reply: Reply) -> None:
+        if len(peer.sending) < WINDOW and not peer.replies:
+            self._send(peer, reply)
+        else:
+            heappush(peer.replies, (-reply.priority, self._order, reply))
 
     def _take(self, events: Sequence[Event]) -> None:
         for event in events:
             self._order += 1
             if isinstance(event, Reply):
                 peer = self._peers[event.worker]
-                if len(peer.sending) < WINDOW and not peer.replies:
-                    self._send(peer, event)
+                if event.ready is None:
+                    self._reply(peer, event)
                 else:
-                    heappush(peer.replies, (-event.priority, self._order, event))
+                    peer.coming.append(event)
+                    self._coming += 1
             elif isinstance(event, Refusal):
                 self._refuse(event)
             else:

@@ -7,7 +7,7 @@ So a shard needs memory for its values, their states and one gradient per worker
 been added is free again.
 
 A partition that travels in another dtype than the sum's, or as bytes of a codec, is decoded into memory of its own when
-it is here; any other is added where it lies.
+it is here; any other is added where it lies, or copied to the GPU, where the key is held there (`lifts`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo, partitions
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import AS_SET, AttributesId, Owner
-from mpikv.optimizers.states import Part, join_states, part_of, slice_state
+from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_of, slice_state
 from mpikv.optimizers.step import State
 from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
-from mpikv.server.memory import Block, Pool
+from mpikv.server.memory import Block, Lifts, Pool
 from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.session.contests import disagreement, factors_text, refusal
 from mpikv.wire import PLAIN_PUSH, Header
@@ -126,6 +126,7 @@ class Shard:
         version: int,
         owner: Owner,
         pool: Pool,
+        lifts: Lifts | None,
         policy: Callable[[], Policy],
         labels: Sequence[str],
     ) -> None:
@@ -135,6 +136,9 @@ class Shard:
         self.parts = partitions(0, values.size, part_elems)
         self._owner = owner
         self._pool = pool
+        self._lifts = lifts
+        self._incoming = pool if lifts is None else lifts  # where gradients come in
+        self._values = pool if lifts is None else lifts.values  # where they are added, and the values are
         self._labels = labels
         self._sum_dtype = sum_dtype(info.dtype)
         self._encoded, self._plain = _travels(compression.push, info.dtype), _travels(IDENTITY, info.dtype)
@@ -144,7 +148,7 @@ class Shard:
         self._pulls: list[Answer] = []
         bounds = self._bounds()
         self.units = [
-            Unit(b, Block(self._pool.copy(values[b:e]), pool), policy(), version, [version] * len(labels))
+            Unit(b, Block(self._values.copy(values[b:e]), self._values), policy(), version, [version] * len(labels))
             for b, e in bounds
         ]
         self._counts = self.units[0].policy.counts
@@ -167,19 +171,23 @@ class Shard:
             return
 
         def cut(arrays: Sequence[HostArray]) -> list[HostArray]:
-            joined = np.concatenate(arrays)
-            for array in arrays:
-                self._pool.give(array)
-            return [self._pool.copy(joined[begin:end]) for begin, end in bounds]
+            joined = self._values.join(arrays)
+            parts = [self._values.copy(joined[begin:end]) for begin, end in bounds]
+            self._values.give(joined)
+            return parts
 
         policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
-        values = np.concatenate([unit.block.array for unit in old])
-        states = [(unit.begin, unit.end, unit.state) for unit in old if unit.state is not None]
+        values = self._values.join([self._values.copy(unit.block.array) for unit in old])
+        states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
         for unit in old:
             unit.block.leave()
         self.units = [
             Unit(
-                begin, Block(self._pool.copy(values[begin:end]), self._pool), policy, old[0].version, list(old[0].seen)
+                begin,
+                Block(self._values.copy(values[begin:end]), self._values),
+                policy,
+                old[0].version,
+                list(old[0].seen),
             )
             for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
@@ -192,7 +200,7 @@ class Shard:
     def states(self) -> list[Part]:
         """The states of its units; those never updated have none."""
         return [
-            part_of(self.info, self.begin + unit.begin, self.begin + unit.end, unit.state)
+            part_of(self.info, self.begin + unit.begin, self.begin + unit.end, on_host(unit.state))
             for unit in self.units
             if unit.state is not None
         ]
@@ -208,6 +216,8 @@ class Shard:
             else:
                 moved = [(begin - unit.begin, end - unit.begin, state) for begin, end, state in mine]
                 unit.state = join_states(moved, unit.end - unit.begin) if moved else None
+            if self._lifts is not None and unit.state is not None:
+                unit.state = in_space(unit.state, self._lifts.space)
 
     def forget_states(self) -> None:
         """Its optimizer starts anew."""
@@ -239,7 +249,7 @@ class Shard:
                     break
                 queue.popleft()
                 data = push.inline.view(push.travels.dtype)  # of the one partition that there is
-                gradient = self._pool.take(self._n, self._sum_dtype)
+                gradient = self._incoming.take(self._n, self._sum_dtype)
                 push.travels.codec.decode(data, gradient)
                 events += self._contribute(self.units[0], push, gradient)
                 continue
@@ -253,7 +263,7 @@ class Shard:
 
     def borrows(self, push: Push) -> bool:
         """Whether partitions can stay where their workers have them: not where they come together as they are."""
-        return push.travels.decodes or self._apart
+        return push.travels.decodes or (self._apart and self._lifts is None)
 
     @property
     def _apart(self) -> bool:
@@ -276,9 +286,9 @@ class Shard:
         """Where a partition's values are to be, alone or with the others, in the dtype of the sum."""
         begin, end = self.parts[part]
         if self._apart:
-            return self._pool.take(end - begin, self._sum_dtype)
+            return self._incoming.take(end - begin, self._sum_dtype)
         if push.whole is None:
-            push.whole = self._pool.take(self._n, self._sum_dtype)
+            push.whole = self._incoming.take(self._n, self._sum_dtype)
         return push.whole[begin:end]
 
     def arrived(self, push: Push, part: int, data: HostArray) -> list[Event]:
@@ -313,18 +323,20 @@ class Shard:
         return events
 
     def _contribute(self, unit: Unit, push: Push, gradient: HostArray) -> list[Event]:
+        if self._lifts is not None:
+            gradient = self._lifts.up(gradient)
         unit.seen[push.worker] += 1
         label = self._owner.label(self.info.id, push.attributes)
         if push.op is not SUM:
             label = label._replace(op=push.op.name)
         part = Contribution(gradient, push.attributes, label, push.op)
-        update = unit.policy.push(push.worker, part, self._pool)
+        update = unit.policy.push(push.worker, part, self._values)
         if update is None:
             return []
         if update.labels and (why := self._refused(update)):
             # The version stays, so that no pull is answered and nothing more is taken.
             for term in update.terms:
-                self._pool.give(term)
+                self._values.give(term)
             return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", unit.version + 1, why))]
         self._apply(unit, update)
         unit.version += 1
@@ -348,22 +360,22 @@ class Shard:
     def _apply(self, unit: Unit, update: Update) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
         if optimizer is None or not optimizer.sums:
-            terms = (functools.reduce(lambda one, other: self._pool.combine(one, other, update.op.combine), terms),)
+            terms = (functools.reduce(lambda one, other: self._values.combine(one, other, update.op.combine), terms),)
             update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
-            unit.block = Block(self._pool.own(terms[0]), self._pool)
+            unit.block = Block(self._values.own(terms[0]), self._values)
             return
         if unit.block.readers:
-            block = Block(self._pool.copy(unit.block.array), self._pool)
+            block = Block(self._values.copy(unit.block.array), self._values)
             unit.block.leave()
             unit.block = block
         given = terms
-        if optimizer is not None and type(optimizer).update is not Optimizer.update:
+        if self._lifts is None and optimizer is not None and type(optimizer).update is not Optimizer.update:
             given = (terms[0].copy(),)  # a user's function may make it its state, or write into it
         unit.state = self._owner.update(self.info, unit.block.array, given, update.attributes, unit.state)
         for term in terms:
-            self._pool.give(term)
+            self._values.give(term)
 
     # --- pulls
 
@@ -409,7 +421,13 @@ class Shard:
                 if pull.batch is None:
                     events.append(Reply(pull.worker, pull.tag, values, pull.priority))
                     continue
-            if pull.batch is None:
+            if self._lifts is not None:
+                block, ready = self._lifts.down(values)
+                if pull.batch is None:
+                    events.append(Reply(pull.worker, pull.tag, block.array, pull.priority, block, ready))
+                else:
+                    pull.batch.expect(pull.index, block, ready)
+            elif pull.batch is None:
                 unit.block.readers += 1
                 events.append(Reply(pull.worker, pull.tag, values, pull.priority, unit.block))
             else:

@@ -134,6 +134,11 @@ class ClientKey:
         info = self.info
         for shard in self.placement.shards:
             text = {"key": info.key, "shape": info.shape, "dtype": str(info.dtype), "begin": shard.begin}
-            text |= {"part": self.placement.part_elems, "version": self.pushed, "codec": info.codec}
+            text |= {
+                "part": self.placement.part_elems,
+                "version": self.pushed,
+                "codec": info.codec,
+                "space": info.space,
+            }
             payload = wire.with_text(json.dumps(text).encode(), value[shard.begin : shard.end].tobytes())
             yield shard.owner, wire.Header(wire.INIT, info.id), payload
