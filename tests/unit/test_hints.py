@@ -20,7 +20,7 @@ PACKAGES = {
     "scikit-learn",
     "torch",
 }
-EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images"}
+EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images", "fast"}
 
 
 def wrong_hints(text: str) -> list[str]:
