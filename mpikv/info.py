@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mpikv import device_paths, placement_map, worker_device
 from mpikv._version import __version__
+from mpikv.codecs import compiled
 from mpikv.collectives import nccl_introduction
 from mpikv.collectives.nccl import CupyNccl
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
@@ -81,6 +82,7 @@ def _own_rows() -> Iterator[Row]:
             if version:
                 found.append(f"{name} {version}" + (f" ({package})" if package != name else ""))
     yield Row("array libraries", ", ".join(found))
+    yield Row("codecs", compiled.describe())
 
 
 def _gpu_row(environ: Mapping[str, str]) -> Row:

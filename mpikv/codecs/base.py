@@ -42,6 +42,14 @@ class Codec(ABC):
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """How many bytes n values of `dtype` are on their way."""
 
+    @property
+    def separate_elems(self) -> int | None:
+        """If the bytes of so many values do not depend on others, how many to encode at a time. None: all at once.
+
+        Then the bytes of a piece are those of its steps, one after the other; the state has no part in them.
+        """
+        return None
+
     def init(self, n_elems: int) -> State:
         """The state before the first push of a piece of n values."""
         return {}

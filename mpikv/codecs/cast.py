@@ -15,9 +15,11 @@ import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.codecs.base import Codec, State
+from mpikv.codecs.blocks import BLOCK_ELEMS
 
 FLOAT16 = np.dtype(np.float16)
 LARGEST = float(np.finfo(np.float16).max)
+_MAGNITUDE, _INFINITE = np.uint16(0x7FFF), 0x7C00
 
 
 class _Cast(Codec):
@@ -29,6 +31,11 @@ class _Cast(Codec):
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Half precision."""
         return self.half
+
+    @property
+    def separate_elems(self) -> int:
+        """Each is encoded by itself."""
+        return BLOCK_ELEMS
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """Two for each."""
@@ -57,8 +64,9 @@ class Float16(_Cast):
             return values
         with np.errstate(over="ignore"):
             data = values.astype(FLOAT16)
-        beyond = np.isinf(data)
-        if beyond.any():
+        # As integers without the sign the infinities come after all finite numbers, and a maximum is cheap.
+        if data.size and int((data.view(np.uint16) & _MAGNITUDE).max()) >= _INFINITE:
+            beyond = np.isinf(data)
             beyond &= np.isfinite(values)
             data[beyond] = np.copysign(LARGEST, values[beyond]).astype(FLOAT16)
         return data

@@ -21,7 +21,7 @@ from mpikv.spaces.cupy_driver import CupyDriver, devices
 from mpikv.spaces.driver import Driver
 from mpikv.testing.fake_gpu import FakeGpu
 
-ARRAYS, BYTES = 6, 8 * (N + 1)
+ARRAYS, BYTES = 20, 8 * (N + 1)
 LIMIT_S = 60.0
 
 

