@@ -12,17 +12,23 @@ Span = tuple[int, int]
 def cut_anew(codec: Codec, states: Mapping[Span, State], pieces: Iterable[Span]) -> dict[Span, State]:
     """Return the states of `pieces`, [begin, end), from those of pieces of the same key.
 
-    A piece that is among them keeps its state. Of another one residuals are carried over, as far as they are there;
-    what else a codec remembers of a piece starts anew. Pieces of which nothing is known have no state.
+    A piece that is among them keeps its state, if it is one of this codec: files may have those of another one. Else
+    residuals are carried over, as far as they are there; what else a codec remembers of a piece starts anew. Pieces of
+    which nothing is known have no state.
     """
     found: dict[Span, State] = {}
     for begin, end in pieces:
-        if (begin, end) in states:
-            found[begin, end] = {name: value.copy() for name, value in states[begin, end].items()}
+        if (same := states.get((begin, end))) is not None and _form(same) == _form(codec.init(end - begin)):
+            found[begin, end] = {name: value.copy() for name, value in same.items()}
             continue
         for (first, last), state in states.items():
             low, high = max(begin, first), min(end, last)
             if low < high and "residual" in state:
                 new = found.setdefault((begin, end), codec.init(end - begin))
-                new["residual"][low - begin : high - begin] = state["residual"][low - first : high - first]
+                if "residual" in new:
+                    new["residual"][low - begin : high - begin] = state["residual"][low - first : high - first]
     return found
+
+
+def _form(state: State) -> dict[str, object]:
+    return {name: (value.dtype, value.shape) for name, value in state.items()}

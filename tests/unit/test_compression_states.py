@@ -12,6 +12,7 @@ from test_compression import PART_BYTES, Rest, run
 
 from mpikv import MpikvError, Parameter, StatesFileError, Trainer
 from mpikv.arrays import HostArray
+from mpikv.codecs import registry
 from mpikv.codecs.compression import NONE, make
 from mpikv.codecs.residuals import cut_anew
 from mpikv.optimizers.states import Part, load_states
@@ -246,3 +247,16 @@ def test_pieces_that_are_cut_anew() -> None:
         (4, 6): [4, 5],
     }
     assert not np.may_share_memory(found[4, 6]["residual"], states[4, 6]["residual"])
+
+
+def test_what_another_codec_remembered() -> None:
+    """A file may have been written under it: what was owed is owed, and nothing is missing."""
+    owes = np.arange(4, dtype=np.float32)
+    powersgd = registry.create("powersgd")
+    (found,) = cut_anew(powersgd, {(0, 4): {"residual": owes}}, [(0, 4)]).values()
+    assert found["residual"].tolist() == owes.tolist()
+    assert found.keys() == powersgd.init(4).keys()
+    (found,) = cut_anew(Rest(), {(0, 4): {"residual": owes, "q": owes}}, [(0, 4)]).values()
+    assert {name: value.tolist() for name, value in found.items()} == {"residual": owes.tolist()}
+    bare = registry.create({"type": "fp16", "error_feedback": False})
+    assert cut_anew(bare, {(0, 4): {"residual": owes}}, [(0, 4)]) == {(0, 4): {}}
