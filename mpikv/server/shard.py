@@ -191,6 +191,7 @@ class Shard:
             )
             for (begin, end), policy in zip(bounds, policies, strict=True)
         ]
+        self._values.give(values)
         if states:
             self.set_states(states)
         self._pool.trim()  # memory of the old cut, most of which nobody will ask for again
