@@ -108,9 +108,9 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def isend(self, buf: np.ndarray, dest: int, tag: int) -> Any:
+    def isend(self, buf: np.ndarray, dest: int, tag: int, room_bytes: int = 0) -> Any:
         self._watch.reads(buf)
-        return self._inner.isend(buf, dest, tag)
+        return self._inner.isend(buf, dest, tag, room_bytes)
 
     def irecv(self, buf: np.ndarray, source: int, tag: int, room_bytes: int = 0) -> Any:
         self._watch.writes(buf)
