@@ -90,7 +90,9 @@ class AllreduceStrategy(Strategy):
             for info, total, sink in entries:
                 if total is not None:
                     queue = self._queues[info.id]
-                    values = spaces.of(info).cast(total, queue.way.dtype)
+                    values = total
+                    if total.dtype != queue.way.dtype:
+                        values = spaces.of(info).cast(total, queue.way.dtype)
                     with self._session.engine.lock:
                         running = self._push(queue, info, Round(values, op=op, priority=priority))
                         if running is not None:

@@ -186,7 +186,8 @@ class PsStrategy(Strategy):
                 if isinstance(new.value, RowSparse):
                     self._rows.first_rows[new.key] = new.value
                 else:
-                    self._first_values[new.key] = spaces.named(new.space).to_host(new.value)
+                    value = new.value if new.space == HOST else spaces.named(new.space).to_host(new.value)
+                    self._first_values[new.key] = value
         _, error = self._session.agree_on_keys(values)
         for new in values:
             self._first_values.pop(new.key, None)
