@@ -5,7 +5,9 @@ In every way that a round can go, against plain arithmetic in float64 on numbers
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 import threading
 import time
 from typing import Any, NamedTuple
@@ -273,6 +275,11 @@ def owned(store) -> list[bytes]:
     return [queue.value()[queue.span(info)].tobytes() for queue in queues.values() for info in queue.keys]
 
 
+def without_bundles(monkeypatch: Any) -> None:
+    """Let every message be of one key, as soon as it can leave."""
+    monkeypatch.setattr(sys.modules[__name__], "Config", functools.partial(Config, bucket_bytes=0))
+
+
 def refused_step(way: Way, set_attributes, *, steps: int = 1, attribute: str = "learning_rate") -> None:
     """All is well for some steps; then the attributes differ. Both names, on all workers; nothing is updated.
 
@@ -337,6 +344,7 @@ def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: 
             armed.set()
 
     monkeypatch.setattr(AllreduceStrategy, "_deliver", late)
+    without_bundles(monkeypatch)  # which leave at the end of a call
     refused_step(way, odd)
 
 
@@ -448,8 +456,9 @@ COUNTED = (*BY_MESSAGES, *HOSTS, Way(5, hosts="abcde"), Way(2, hosts="ab"), Way(
 
 
 @pytest.mark.parametrize("way", COUNTED, ids=way_id)
-def test_messages(way: Way) -> None:
+def test_messages(way: Way, monkeypatch) -> None:
     """As many in a step that changes attributes as in one that does not; also where workers' factors differ."""
+    without_bundles(monkeypatch)
     shapes = (1, 2, 30, 300)
 
     def body(store):
