@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from mpikv.arrays import BFLOAT16
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec, State
+
+_DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
 
 
 @registry.register
 @dataclass(frozen=True)
 class Reversed(Codec):
-    """The bytes of the values, last first, behind one byte: nothing is lost, and nothing can be added."""
+    """The bytes of the values, last first, behind one that names their dtype: nothing is lost, nothing can be added."""
 
     name = "reversed"
     exact = True
@@ -23,14 +26,11 @@ class Reversed(Codec):
         return 1 + n_elems * dtype.itemsize
 
     def encode(self, values: np.ndarray, state: State) -> np.ndarray:
-        return np.concatenate([np.array([42], np.uint8), values.view(np.uint8)[::-1]])
+        return np.concatenate([np.array([42 + _DTYPES.index(values.dtype)], np.uint8), values.view(np.uint8)[::-1]])
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
         assert data.dtype == np.uint8
-        assert data[0] == 42
-        flat = np.ascontiguousarray(data[1:][::-1])
-        item_bytes = flat.size // max(1, out.size)
-        np.copyto(out, flat.view(out.dtype if item_bytes == out.itemsize else np.float16))
+        np.copyto(out, np.ascontiguousarray(data[1:][::-1]).view(_DTYPES[data[0] - 42]))
 
 
 @registry.register

@@ -473,7 +473,7 @@ def verdicts(payloads: list[Any]) -> list[Any]:
 
 
 def test_workers_that_bring_arrays_of_different_memory() -> None:
-    brought = [[[2], "float32", "none", space] for space in (HOST, DEVICE, HOST)]
+    brought = [[[2], "float32", "none", space, False] for space in (HOST, DEVICE, HOST)]
     found = verdicts(brought)
     assert len(found) == 3
     for verdict in found:
@@ -483,11 +483,11 @@ def test_workers_that_bring_arrays_of_different_memory() -> None:
             "memory; worker 1 on h: device memory. Let all of them bring arrays of one kind; in a store of a device "
             "type each worker needs a GPU, or none has one",
         )
-    for verdict in verdicts([[[2], "float32", "none", HOST], [[3], "float32", "none", DEVICE]]):
+    for verdict in verdicts([[[2], "float32", "none", HOST, False], [[3], "float32", "none", DEVICE, False]]):
         kind, text = verdict.error
         assert kind == "ShapeMismatch"
         assert "worker 0 on h: float32 (2,); worker 1 on h: float32 (3,) in device memory" in text
-    assert all(verdict.error is None for verdict in verdicts([[[2], "float32", "none", DEVICE]] * 2))
+    assert all(verdict.error is None for verdict in verdicts([[[2], "float32", "none", DEVICE, False]] * 2))
 
 
 @pytest.mark.parametrize("memory", ["auto", "off"])
