@@ -24,6 +24,7 @@ from mpikv.torch.calls import (
     poll,
     synchronize,
 )
+from mpikv.torch.compression import Compression
 from mpikv.torch.default import (
     barrier,
     default_store,
@@ -36,7 +37,7 @@ from mpikv.torch.default import (
     size,
 )
 from mpikv.torch.model import DistributedModel
-from mpikv.torch.optimizer import Compression, DistributedOptimizer
+from mpikv.torch.optimizer import DistributedOptimizer
 from mpikv.torch.states import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 __all__ = [

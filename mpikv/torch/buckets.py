@@ -2,7 +2,8 @@
 
 A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it where it is:
 in host memory, or on the store's GPU for parameters that are there. Each parameter has a place in one bucket, a tensor
-with the parameter's own strides, which becomes its `grad`.
+with the parameter's own strides, which becomes its `grad`. Where buckets are compressed, the tail has a key of its own,
+which is not.
 
 Gradients of one bucket may be produced in several streams of a GPU. A bucket knows in which ones its memory was written
 to, and a stream that uses all of it waits for these. The host waits for nothing of that.
@@ -17,6 +18,8 @@ import torch
 
 from mpikv import buckets, tensors
 from mpikv.arrays import HostArray, dtype_of
+from mpikv.codecs.compression import NONE, Compression
+from mpikv.codecs.identity import IDENTITY
 from mpikv.kvstore import KVStore, Request
 from mpikv.torch.arrays import dtype_name, is_dense, on_store, tensor_of
 
@@ -58,6 +61,7 @@ class Bucket:
         self.has_tail = TAIL in members
         self.waits_for = 0  # gradients, before it can leave
         self.left = False  # in this round
+        self.compressed = False
         self.request: Request | None = None
 
     def written(self) -> None:
@@ -84,12 +88,20 @@ class Place(NamedTuple):
 
 
 def make_buckets(
-    store: KVStore, name: str, members: Sequence[int], forms: Sequence[Form], *, limit_bytes: int, tail_elems: int
+    store: KVStore,
+    name: str,
+    members: Sequence[int],
+    forms: Sequence[Form],
+    *,
+    limit_bytes: int,
+    tail_elems: int,
+    compression: Compression,
 ) -> tuple[list[Bucket], dict[int, Place], HostArray | None]:
     """Buckets for parameters in the order in which their gradients appear. Collective, blocks.
 
     name: begin of the keys. members: numbers of the parameters, the same on every worker. tail_elems: float32 values
-    behind the last of them; 0 for none. Returns the buckets, each parameter's place, and the tail.
+    behind the last of them; 0 for none. compression: of all but the tail, whatever the store's own is. Returns the
+    buckets, each parameter's place, and the tail.
     """
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
@@ -98,6 +110,8 @@ def make_buckets(
     n_bytes = [n * dtype_of(dtype).itemsize for n, dtype in zip(sizes, dtypes, strict=True)]
     first_bytes = min(buckets.FIRST_BYTES, limit_bytes)
     named = [f"{dtype} on a GPU" if on_gpu else dtype for dtype, on_gpu in kinds]
+    if tail_elems and not compression.plain:
+        named[-1] = "tail"
     groups = buckets.plan(n_bytes, named, first_bytes=first_bytes, limit_bytes=limit_bytes)
     flats: dict[int, Any] = {}
     for dtype, on_gpu in sorted(set(kinds)):
@@ -119,7 +133,11 @@ def make_buckets(
             form = forms[numbers[i]]
             places[numbers[i]] = Place(bucket, memory.as_strided(form.size, form.stride, begin))
         found.append(bucket)
+    for bucket in found:
+        store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else compression
     store.init([bucket.key for bucket in found], [bucket.flat for bucket in found])
+    for bucket in found:
+        bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
     return found, places, tail
 
 

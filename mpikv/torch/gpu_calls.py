@@ -58,5 +58,6 @@ def _key(store: KVStore, values: torch.Tensor) -> tuple[str, torch.Tensor]:
     key = f"mpikv collective calls on a GPU/{dtype} {size}"
     if key not in kept:
         (kept[key],) = zeros_on_gpu(store, [(size,)], dtype)
-        store.init(key, kept[key])
+        with store.session.compressions.suspend():  # what one call owes is not for the next one
+            store.init(key, kept[key])
     return key, kept[key]

@@ -6,7 +6,8 @@ hosts a bucket leaves when it is full, while the backward pass goes on; on one h
 are added in one call at the end, which sends no message. A parameter's `grad` then is its place in the bucket.
 
 Gradients on the store's GPU stay there: buckets are in its memory, and all that is done with them is put into streams,
-so that no backward pass waits for the host. The tail then is a key of its own in host memory.
+so that no backward pass waits for the host. The tail then is a key of its own in host memory. So it is where gradients
+are compressed: flags and buffers travel as they are.
 
 A round is complete when every worker has called `finish`; what it brings for each parameter:
 
@@ -14,6 +15,8 @@ A round is complete when every worker has called `finish`; what it brings for ea
 - used by none: its `grad` is as it was;
 - trained on some workers and frozen on others: ConfigError on all;
 - trained from now on, frozen before: it is exchanged at once, and gets a bucket if it has none.
+
+Where gradients are compressed, what a codec has sent of parameters that none has used comes again (compression.py).
 
 Buckets of which all parameters are frozen stay where they are. Names, shapes and dtypes were compared before.
 
@@ -24,24 +27,28 @@ tail. Idea of the buckets: Li et al., PyTorch Distributed, VLDB 2020.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpikv import tensors
 from mpikv.arrays import HostArray
+from mpikv.codecs.compression import make
 from mpikv.collective_calls import CollectiveCalls
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
 from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
 from mpikv.torch.buffers import Buffers
+from mpikv.torch.compression import Untaken
 from mpikv.torch.tail import Flags, Outcome, Tail
 
 
 class Gradients:
     """The gradients of named parameters.
 
-    calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. buffers: travel
-    with the gradients; None: they do not. source: the worker whose buffers all workers get.
+    calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. compression: as
+    DistributedModel takes it. buffers: travel with the gradients; None: they do not. source: the worker whose buffers
+    all workers get.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class Gradients:
         *,
         scale: float,
         bucket_bytes: int,
+        compression: Any = None,
         buffers: Buffers | None = None,
     ) -> None:
         self.calls = calls
@@ -63,6 +71,9 @@ class Gradients:
         self.scale = scale
         self.source = 0
         self._bucket_bytes = bucket_bytes
+        # That of the store is asked for now: all workers agree on it before they agree on keys.
+        self.compression = self._store.session.compressions.of_new_keys if compression is None else make(compression)
+        self._untaken = Untaken()
         self._buffers = buffers
         self._overlap = not self._store.session.shares_memory
         self._buckets: list[Bucket] = []
@@ -146,17 +157,22 @@ class Gradients:
         """Complete a bucket, with gradients that lie in it and those of parameters that got none in this round."""
         bucket.follow()
         for i in bucket.members:
-            parameter, view = self.parameters[i], self._places[i].view
-            if i in self.fired:
-                if parameter.grad is view:
-                    view.mul_(self.scale)
-                continue
+            self._complete(i)
+            if bucket.compressed:
+                self._untaken.fill(i, self._places[i].view, used=i in self.fired)
+
+    def _complete(self, i: int) -> None:
+        parameter, view = self.parameters[i], self._places[i].view
+        if i in self.fired:
             if parameter.grad is view:
-                parameter.grad = view.clone()  # it stays as it is if no worker has used it
-            if parameter.grad is None or not parameter.requires_grad:
-                view.zero_()
-            else:
-                self._write(i)
+                view.mul_(self.scale)
+            return
+        if parameter.grad is view:
+            parameter.grad = view.clone()  # it stays as it is if no worker has used it
+        if parameter.grad is None or not parameter.requires_grad:
+            view.zero_()
+        else:
+            self._write(i)
 
     # --- its end
 
@@ -196,8 +212,14 @@ class Gradients:
 
     def _deliver_all(self, outcome: Outcome, mine: bool) -> None:
         assert self._array is not None
-        for i in np.flatnonzero(outcome.used & outcome.trained):
+        taken = outcome.used & outcome.trained
+        for i in np.flatnonzero(taken):
             self._deliver(int(i))
+        for bucket in self._buckets:
+            if bucket.left and bucket.compressed:
+                for one in bucket.members:
+                    if not taken[one]:
+                        self._untaken.keep(one, self._places[one].view, first=self._store.rank == 0)
         if self._buffers is not None:
             if not mine:
                 self._buffers.deliver(self._tail.buffers(self._array))
@@ -218,7 +240,13 @@ class Gradients:
     def _add_group(self, members: list[int], tail_elems: int) -> None:
         key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
         found, places, tail = make_buckets(
-            self._store, key, members, self.forms, limit_bytes=self._bucket_bytes, tail_elems=tail_elems
+            self._store,
+            key,
+            members,
+            self.forms,
+            limit_bytes=self._bucket_bytes,
+            tail_elems=tail_elems,
+            compression=self.compression,
         )
         self._groups += 1
         self._buckets += found
@@ -293,6 +321,7 @@ class Gradients:
     def _reset(self) -> None:
         self.fired.clear()
         self._used[:] = False
+        self._untaken.end_round()
         for bucket in self._buckets:
             bucket.left = False
             bucket.request = None

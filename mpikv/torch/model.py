@@ -35,8 +35,11 @@ class DistributedModel(torch.nn.Module):
 
     module: the same on all workers, down to names, shapes, dtypes, memory formats and `requires_grad` of its parameters
     and buffers (ShapeMismatch on all where they differ). store: `dist_sync`, with or without servers, without an
-    optimizer of its own; or `local`. average: gradients are the mean over the workers, else the sum. bucket_bytes: how
-    many bytes of gradients travel together between hosts. sync_buffers: whether buffers are worker 0's after every
+    optimizer of its own; or `local`. average: gradients are the mean over the workers, else the sum. compression: how
+    gradients travel: `Compression.fp16`, the name of a codec, or a dict as `set_gradient_compression` takes it;
+    default: as that call has said for all keys. Each bucket is compressed as one key, of gradients that are divided by
+    the number of workers already; the module's buffers never are. bucket_bytes: how many bytes of gradients travel
+    together between hosts. sync_buffers: whether buffers are worker 0's after every
     backward pass that is exchanged, else they are only at the start.
 
     Making it is collective, blocks, and gives every worker the parameters and buffers of worker 0. Every `backward`
@@ -62,6 +65,7 @@ class DistributedModel(torch.nn.Module):
         store: KVStore,
         *,
         average: bool = True,
+        compression: Any = None,
         bucket_bytes: int = LIMIT_BYTES,
         sync_buffers: bool = True,
     ) -> None:
@@ -84,10 +88,14 @@ class DistributedModel(torch.nn.Module):
             named,
             scale=1 / store.num_workers if average else 1.0,
             bucket_bytes=bucket_bytes,
+            compression=compression,
             buffers=kept if sync_buffers else None,
         )
         calls.agree(
-            [f"average={bool(average)}, bucket_bytes={bucket_bytes}, sync_buffers={bool(sync_buffers)}"],
+            [
+                f"average={bool(average)}, compression={gradients.compression.text}, bucket_bytes={bucket_bytes}, "
+                f"sync_buffers={bool(sync_buffers)}"
+            ],
             "the arguments of DistributedModel",
         )
         calls.agree(list(_lines(module, gradients)), "the module of DistributedModel", ShapeMismatch)

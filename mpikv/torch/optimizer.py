@@ -28,16 +28,6 @@ from mpikv.torch.gradients import Gradients
 from mpikv.torch.passes import hook
 
 
-class Compression:
-    """Horovod's compressions; there is none here.
-
-    >>> print(mt.Compression.none)
-    None
-    """
-
-    none = None
-
-
 class _Exchanging:
     """The part of the new class that is before the optimizer's own."""
 
@@ -127,13 +117,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Make an optimizer like `optimizer` whose `step` takes the gradients of all workers. Collective, blocks.
 
     named_parameters: names for errors, of all parameters of the optimizer; None: they are counted. store: `dist_sync`
-    or `local`; default as in `init`. compression: none. backward_passes_per_step: how many gradients of a parameter are
-    added up on each worker first. op: Average or Sum. gradient_predivide_factor: for Horovod's sake; gradients are
-    multiplied by 1 / number of workers before they are added. bucket_bytes: see DistributedModel.
+    or `local`; default as in `init`. compression, bucket_bytes: see DistributedModel. backward_passes_per_step: how
+    many gradients of a parameter are added up on each worker first. op: Average or Sum. gradient_predivide_factor: for
+    Horovod's sake; gradients are multiplied by 1 / number of workers before they are added.
 
     Parameters, states and buffers are not touched: call `broadcast_parameters` and `broadcast_optimizer_state` at the
     start. Raises ShapeMismatch or ConfigError on every worker where the parameters or arguments differ;
-    UnsupportedError for a compression, other values of op and sparse gradients.
+    UnsupportedError for other values of op and sparse gradients; what `set_gradient_compression` raises.
 
     >>> net = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
@@ -145,8 +135,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, _Exchanging):
         raise TypeError("optimizer is a DistributedOptimizer already")
-    if compression is not None:
-        raise UnsupportedError("compression: this version of mpikv does not compress")
     if op not in (Average, Sum):
         raise UnsupportedError(f"op is Average or Sum; got {op!r}")
     if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
@@ -163,9 +151,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named,
         scale=1 / calls.store.num_workers if op == Average else 1.0,
         bucket_bytes=bucket_bytes,
+        compression=compression,
     )
     calls.agree(
-        [f"op={op}, backward_passes_per_step={backward_passes_per_step}, bucket_bytes={bucket_bytes}"],
+        [
+            f"op={op}, backward_passes_per_step={backward_passes_per_step}, bucket_bytes={bucket_bytes}, "
+            f"compression={gradients.compression.text}"
+        ],
         "the arguments of DistributedOptimizer",
         ConfigError,
     )
