@@ -598,7 +598,7 @@ class KVStore:
         self._has_optimizer = True
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any] | None, keys: Keys | None = None) -> None:
-        """Let pushes travel in fewer bytes: of `keys`, or of all keys (None), which are initialised after this call.
+        """Let pushes travel in fewer bytes: of `keys`, or of all others (None), which are initialised after this call.
 
         compression_params: 'type', the name of a codec (docs/compression.md lists them), and its parameters, such as
         'threshold'; 'pull', a codec in the same form for what comes back, which is not compressed by default; and
@@ -622,15 +622,20 @@ class KVStore:
             if keys is None
             else [self._forms.key(key) for key in (keys if isinstance(keys, (list, tuple)) else [keys])]
         )
-        if there := [key for key in (self.session.infos if named is None else named) if key in self.session.infos]:
+        compressions, infos = self.session.compressions, self.session.infos
+        if named is None:
+            there = [key for key in infos if key not in compressions.of_keys]
+        else:
+            there = [key for key in named if key in infos]
+        if there:
             raise MpikvError(
                 f"set_gradient_compression after init of key {shown(there[0])}: all workers have agreed on how it "
                 "travels. Call it before, or name other keys"
             )
         if named is None:
-            self.session.compressions.of_new_keys = found
+            compressions.of_new_keys = found
         else:
-            self.session.compressions.of_keys.update(dict.fromkeys(named, found))
+            compressions.of_keys.update(dict.fromkeys(named, found))
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the optimizer's states of all keys into one file, whole or not at all.

@@ -120,8 +120,8 @@ class Shares:
                 )
             self._array = np.zeros((3, self._workers))
             if self._store is not None:
-                with self._store.session.compressions.suspend():
-                    self._store.init(self._key, self._array)
+                self._store.session.compressions.exempt(self._key)
+                self._store.init(self._key, self._array)
                 # Else an optimizer that the program gave the store would serve the key.
                 self._store.strategy.set_optimizer(Function(_keep), [self._key])
         return self._array

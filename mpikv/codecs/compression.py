@@ -80,7 +80,6 @@ class Compressions:
     """Those of a store. of_new_keys: of keys that are initialised from now on. of_keys: of single ones of them.
 
     suspended: what is pushed and pulled now travels as it is, on all workers alike: weights, which are not gradients.
-    Keys that are initialised meanwhile are never compressed: sums that must be exact.
     """
 
     of_new_keys: Compression = NONE
@@ -90,7 +89,11 @@ class Compressions:
     @property
     def any(self) -> bool:
         """Whether some key may be compressed."""
-        return bool(self.of_keys) or not self.of_new_keys.plain
+        return not self.of_new_keys.plain or not all(one.plain for one in self.of_keys.values())
+
+    def exempt(self, *keys: Key) -> None:
+        """Let these never be compressed, whatever is said of all keys: sums that must be exact."""
+        self.of_keys.update(dict.fromkeys(keys, NONE))
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
@@ -104,8 +107,7 @@ class Compressions:
     def of(self, key: Key, dtype: np.dtype[Any], *, links: bool) -> Compression:
         """That of a key which is initialised now. links: whether ranks of the store are on several hosts.
 
-        Integers are never compressed, nor what is initialised while suspended. Where all ranks are on one host, memory
-        is faster than any codec.
+        Integers are never compressed. Where all ranks are on one host, memory is faster than any codec.
         """
         found = self.of_keys.get(key, self.of_new_keys)
-        return NONE if self.suspended or dtype.kind in "iu" or not (links or found.force) else found
+        return NONE if dtype.kind in "iu" or not (links or found.force) else found

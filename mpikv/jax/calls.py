@@ -39,6 +39,7 @@ class _Sums:
             buffer = store.zeros(sum(sizes), dtype)
             self._keys.append(f"{name}/{dtype}")
             self._buffers.append(buffer)
+            store.session.compressions.exempt(self._keys[-1])  # calls of one kind are of any arrays
             store.init(self._keys[-1], buffer)
             for i, end, size in zip(chosen, np.cumsum(sizes), sizes, strict=True):
                 self._parts[i] = buffer[end - size :][: arrays[i].size].reshape(arrays[i].shape)
@@ -75,6 +76,7 @@ class Calls:
             if len(self._on_gpu) >= KINDS:
                 return None
             keys = [f"mpikv.jax/gpu {len(self._on_gpu)}/{i}" for i in range(len(arrays))]
+            self.store.session.compressions.exempt(*keys)
             self.store.init(keys, list(arrays))
             self._on_gpu[kind] = keys
         results: Sequence[Any] | None = self.store.pushpull(self._on_gpu[kind], list(arrays))

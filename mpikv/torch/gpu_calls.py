@@ -58,6 +58,6 @@ def _key(store: KVStore, values: torch.Tensor) -> tuple[str, torch.Tensor]:
     key = f"mpikv collective calls on a GPU/{dtype} {size}"
     if key not in kept:
         (kept[key],) = zeros_on_gpu(store, [(size,)], dtype)
-        with store.session.compressions.suspend():  # what one call owes is not for the next one
-            store.init(key, kept[key])
+        store.session.compressions.exempt(key)  # what one call owes is not for the next one
+        store.init(key, kept[key])
     return key, kept[key]

@@ -73,6 +73,7 @@ class Join:
             raise RuntimeError("join inside join of the same model")
         self._calls.agree([], "join")
         if self._key not in self._calls.store:
+            self._calls.store.session.compressions.exempt(self._key)
             self._calls.store.init(self._key, self._counts)
         self.active, self.n_examples, self._last = True, 0, None
         try:

@@ -86,6 +86,15 @@ def test_every_dtype_and_kind_of_leaf(mode: Mode) -> None:
     mode.run(body)
 
 
+def test_a_store_that_compresses_all_keys_leaves_sums_alone() -> None:
+    def body(store: Any) -> None:
+        store.set_gradient_compression({"type": "1bit", "force": True})
+        total = mj.allreduce(jnp.full(3, store.rank + 0.25), store, op="sum")
+        assert total.tolist() == [sum(range(store.num_workers)) + 0.25 * store.num_workers] * 3
+
+    Mode("dist_sync", 3, 1).run(body)
+
+
 def test_results_are_arrays_of_their_own() -> None:
     """The memory of the store is used again by the next call; earlier results stay as they are."""
 
