@@ -43,8 +43,8 @@ class ServerCore:
     """All that one server owns.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process. space: how all that is worked
-    on. device: of the worker that an asynchronous server is in: keys of this space are held and updated there.
+    to be, default memory of this process. space: how all that is worked on. device: of the worker that an asynchronous
+    server is in: keys of this space are held and updated there.
     """
 
     def __init__(

@@ -106,13 +106,12 @@ class Pool:
         return out
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """One array of all of them, one after another, which are given up."""
+        """One array of all of them, one after another, in new memory."""
         joined = self.take(sum(array.size for array in arrays), arrays[0].dtype)
         at = 0
         for array in arrays:
             self._space.copy(joined[at : at + array.size], array)
             at += array.size
-            self.give(array)
         return joined
 
     def trim(self) -> None:

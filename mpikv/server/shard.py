@@ -35,7 +35,7 @@ from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
 from mpikv.server.memory import Block, Lifts, Pool
 from mpikv.server.policy import Contribution, Policy, Update
-from mpikv.session.contests import disagreement, factors_text, refusal
+from mpikv.session.contests import refusal, refused
 from mpikv.wire import PLAIN_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
@@ -173,11 +173,12 @@ class Shard:
         def cut(arrays: Sequence[HostArray]) -> list[HostArray]:
             joined = self._values.join(arrays)
             parts = [self._values.copy(joined[begin:end]) for begin, end in bounds]
-            self._values.give(joined)
+            for array in (*arrays, joined):
+                self._values.give(array)
             return parts
 
         policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
-        values = self._values.join([self._values.copy(unit.block.array) for unit in old])
+        values = self._values.join([unit.block.array for unit in old])
         states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
         for unit in old:
             unit.block.leave()
@@ -334,7 +335,7 @@ class Shard:
         update = unit.policy.push(push.worker, part, self._values)
         if update is None:
             return []
-        if update.labels and (why := self._refused(update)):
+        if update.labels and (why := refused(update.labels, self._labels, scales=self._sum_dtype.kind == "f")):
             # The version stays, so that no pull is answered and nothing more is taken.
             for term in update.terms:
                 self._values.give(term)
@@ -348,15 +349,6 @@ class Shard:
                 if queue:
                     events += self._advance(worker)
         return events
-
-    def _refused(self, update: Update) -> str:
-        """Why an update under different labels must not be made; '' where only the factors differ."""
-        labels = update.labels
-        if different := disagreement(labels, self._labels):
-            return f": {different}"
-        if labels[0].factor == 0.0 or self._sum_dtype.kind != "f":
-            return f", which integers cannot be scaled by: {factors_text(labels, self._labels)}"
-        return ""
 
     def _apply(self, unit: Unit, update: Update) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
