@@ -25,7 +25,8 @@ from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
-from mpikv.server.memory import Lifts, Pool, Source
+from mpikv.server.lifts import Lifts
+from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
 from mpikv.server.shard import Shard

@@ -28,7 +28,7 @@ from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import Part
 from mpikv.row_ids import Ids
 from mpikv.server.events import Event, Refusal, Reply
-from mpikv.server.policy import Contribution, Policy, Update
+from mpikv.server.policy import Contribution, Policy
 from mpikv.session.contests import refusal, refused
 from mpikv.wire import Header
 
@@ -119,7 +119,9 @@ class RowShard:
         update = self._policy.push(worker, Contribution(pushed, attributes, label), _ADDING)
         if update is None:
             return []
-        if update.labels and (why := refused(update.labels, self._labels, scales=sum_dtype(self.info.dtype).kind == "f")):
+        if update.labels and (
+            why := refused(update.labels, self._labels, scales=sum_dtype(self.info.dtype).kind == "f")
+        ):
             # The version stays, so that no pull is answered and nothing more is taken.
             return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", self._version + 1, why))]
         terms: Any = update.terms

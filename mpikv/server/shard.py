@@ -33,7 +33,8 @@ from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_o
 from mpikv.optimizers.step import State
 from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
-from mpikv.server.memory import Block, Lifts, Pool
+from mpikv.server.lifts import Lifts
+from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.session.contests import refusal, refused
 from mpikv.wire import PLAIN_PUSH, Header
@@ -148,7 +149,9 @@ class Shard:
         self._pulls: list[Answer] = []
         bounds = self._bounds()
         self.units = [
-            Unit(b, Block(self._values.copy(values[b:e]), self._values), policy(), version, [version] * len(labels))
+            Unit(
+                b, Block(self._values.copy(values[b:e]), self._values.give), policy(), version, [version] * len(labels)
+            )
             for b, e in bounds
         ]
         self._counts = self.units[0].policy.counts
@@ -185,7 +188,7 @@ class Shard:
         self.units = [
             Unit(
                 begin,
-                Block(self._values.copy(values[begin:end]), self._values),
+                Block(self._values.copy(values[begin:end]), self._values.give),
                 policy,
                 old[0].version,
                 list(old[0].seen),
@@ -357,10 +360,10 @@ class Shard:
             update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
-            unit.block = Block(self._values.own(terms[0]), self._values)
+            unit.block = Block(self._values.own(terms[0]), self._values.give)
             return
         if unit.block.readers:
-            block = Block(self._values.copy(unit.block.array), self._values)
+            block = Block(self._values.copy(unit.block.array), self._values.give)
             unit.block.leave()
             unit.block = block
         given = terms
