@@ -28,8 +28,10 @@ def spans(n_elems: int, step: int = BLOCK_ELEMS) -> Iterator[slice]:
 
 def as_float32(values: HostArray) -> HostArray:
     """Return the values in float32; themselves where they are. What float32 cannot hold becomes infinite."""
+    if values.dtype == FLOAT32:
+        return values
     with np.errstate(over="ignore"):
-        return values.astype(FLOAT32, copy=False)
+        return values.astype(FLOAT32)
 
 
 def residual_of(n_elems: int) -> State:

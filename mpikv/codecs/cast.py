@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.codecs import compiled
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.blocks import BLOCK_ELEMS
 
@@ -50,6 +51,20 @@ class _Cast(Codec):
         self.check_bytes(data, out.size)
         np.copyto(out, data)
 
+    def add(self, data: HostArray, out: HostArray) -> None:
+        """Add each."""
+        if not self._added(data, 1.0, out):
+            super().add(data, out)
+
+    def subtract(self, data: HostArray, out: HostArray) -> None:
+        """Subtract each."""
+        if not self._added(data, -1.0, out):
+            super().subtract(data, out)
+
+    def _added(self, data: HostArray, factor: float, out: HostArray) -> bool:
+        self.check_bytes(data, out.size)
+        return compiled.run(f"{self.name} add", data.view(np.uint16), np.float32(factor), out)
+
 
 @dataclass(frozen=True)
 class Float16(_Cast):
@@ -62,6 +77,9 @@ class Float16(_Cast):
         """Round each; a finite number that float16 cannot hold is sent as the largest that it can."""
         if values.dtype == FLOAT16:
             return values
+        data = np.empty(values.size, FLOAT16)
+        if compiled.run(self.name, values, data.view(np.uint16)):
+            return data
         with np.errstate(over="ignore"):
             data = values.astype(FLOAT16)
         # As integers without the sign the infinities come after all finite numbers, and a maximum is cheap.

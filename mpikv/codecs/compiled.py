@@ -1,10 +1,10 @@
-"""The loops of 2bit, 1bit and int8 as machine code, where Numba is installed (the extra `fast`).
+"""The loops of 2bit, 1bit, int8, fp16 and bf16 as machine code, where Numba is installed (the extra `fast`).
 
 Each does in one pass over memory what NumPy does in several, with the same bits: no `fastmath`, and every sum is
-rounded to float32 by itself. Without Numba, or where it does not work, `encode` is NumPy's.
+rounded to float32 by itself. Without Numba, or where it does not work, `run` does nothing, and NumPy does it.
 
-A loop is compiled when the state of the first piece that needs it is made, which `init` of a key does. It takes
-seconds, which would stall a training step; and a thread in the background would take the core that training needs.
+Those of a codec are compiled when one is first made of its name (`registry.create`). It takes seconds, which would
+stall a training step; and a thread in the background would take the core that training needs.
 Numba keeps the machine code beside this file or in the user's cache; where it can write to neither, each process
 compiles. `import mpikv` does not import Numba. The loops give the interpreter's lock back while they run.
 """
@@ -26,6 +26,8 @@ _LEAST = np.finfo(np.float32).tiny
 _LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # times 127 it is no infinity
 _ZERO, _ONE, _127 = np.float32(0), np.float32(1), np.float32(127)
 _ROUNDER = np.float32(3 << 22)  # what is added to this is rounded to a whole number, ties to even
+_HALF = np.float32(0.5)
+_LEAST_HALF = np.float32(2.0**-24)  # the least number of float16 above 0
 
 
 def _two_bit(values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
@@ -96,31 +98,115 @@ def _int8(values: HostArray, block: int, data: HostArray) -> None:
         to += 4 + of.size
 
 
+def _int8_add(data: HostArray, block: int, factor: Any, out: HostArray) -> None:
+    scale_ = np.zeros(1, np.float32)
+    scale_bytes = scale_.view(np.uint8)
+    n = out.size
+    at = 0
+    for begin in range(0, n, block):
+        of = out[begin : min(begin + block, n)]
+        scale_bytes[:] = data[at : at + 4]
+        scale = scale_[0] * factor
+        codes = data[at + 4 : at + 4 + of.size].view(np.int8)
+        for i in range(of.size):
+            of[i] += np.float32(codes[i]) * scale
+        at += 4 + of.size
+
+
+def _fp16(values: HostArray, data: HostArray) -> None:
+    """Add to the bits below the last one that stays: what they carry over is the rounding, ties to even.
+
+    Those of numbers below 2^-14 are rounded by a sum with 0.5, whose last bit is worth 2^-24.
+    """
+    small = np.zeros(_CHUNK, np.float32)
+    small_bits = small.view(np.int32)
+    n = values.size
+    for begin in range(0, n, _CHUNK):
+        length = min(_CHUNK, n - begin)
+        of, to = values[begin : begin + length], data[begin : begin + length]
+        bits = of.view(np.int32)
+        for i in range(length):
+            small[i] = abs(of[i]) + _HALF
+        for i in range(length):
+            magnitude = np.int32(bits[i] & np.int32(0x7FFFFFFF))
+            odd = np.int32(np.int32(magnitude >> np.int32(13)) & np.int32(1))
+            half = np.int32(np.int32(magnitude + np.int32(0xFFF - (112 << 23)) + odd) >> np.int32(13))
+            half = np.int32(small_bits[i] - np.int32(0x3F000000)) if magnitude < np.int32(0x38800000) else half
+            half = np.int32(0x7BFF) if magnitude >= np.int32(0x477FF000) else half  # from 65520 on
+            half = np.int32(0x7C00) if magnitude >= np.int32(0x7F800000) else half
+            half = (
+                np.int32(np.int32(0x7E00) | np.int32(np.int32(magnitude >> np.int32(13)) & np.int32(0x3FF)))
+                if magnitude > np.int32(0x7F800000)
+                else half
+            )
+            sign = np.int32(np.int32(bits[i] >> np.int32(16)) & np.int32(0x8000))
+            to[i] = np.uint16(sign | half)
+
+
+def _fp16_add(data: HostArray, factor: Any, out: HostArray) -> None:
+    normal = np.zeros(_CHUNK, np.float32)
+    normal_bits = normal.view(np.int32)
+    n = out.size
+    for begin in range(0, n, _CHUNK):
+        length = min(_CHUNK, n - begin)
+        halves, of = data[begin : begin + length], out[begin : begin + length]
+        for i in range(length):
+            half = np.int32(halves[i])
+            magnitude = np.int32(half & np.int32(0x7FFF))
+            bits = np.int32(np.int32(magnitude << np.int32(13)) + np.int32(112 << 23))
+            bits = np.int32(bits + np.int32(112 << 23)) if magnitude >= np.int32(0x7C00) else bits
+            normal_bits[i] = np.int32(bits | np.int32(np.int32(half & np.int32(0x8000)) << np.int32(16)))
+        for i in range(length):
+            magnitude = np.int32(np.int32(halves[i]) & np.int32(0x7FFF))
+            small = np.float32(magnitude) * _LEAST_HALF
+            small = -small if halves[i] & np.int32(0x8000) else small
+            value = small if magnitude < np.int32(0x400) else normal[i]
+            of[i] += value * factor
+
+
+def _bf16_add(data: HostArray, factor: Any, out: HostArray) -> None:
+    wide = np.zeros(_CHUNK, np.float32)
+    wide_bits = wide.view(np.int32)
+    n = out.size
+    for begin in range(0, n, _CHUNK):
+        length = min(_CHUNK, n - begin)
+        halves, of = data[begin : begin + length], out[begin : begin + length]
+        for i in range(length):
+            wide_bits[i] = np.int32(np.int32(halves[i]) << np.int32(16))
+        for i in range(length):
+            of[i] += wide[i] * factor
+
+
 _LOOPS: dict[str, tuple[Callable[..., None], str]] = {
     "2bit": (_two_bit, "values, float32[::1], float32, uint8[::1]"),
     "1bit": (_one_bit, "values, float32[::1], float32, uint8[::1]"),
     "int8": (_int8, "values, int64, uint8[::1]"),
+    "int8 add": (_int8_add, "bytes, int64, float32, float32[::1]"),
+    "fp16": (_fp16, "values, uint16[::1]"),
+    "fp16 add": (_fp16_add, "halves, float32, float32[::1]"),
+    "bf16 add": (_bf16_add, "halves, float32, float32[::1]"),
 }
+_DTYPES = frozenset(map(np.dtype, (np.float32, np.uint8, np.uint16)))  # in the order of this machine's bytes
 _compiled: dict[str, Callable[..., None] | None] = {}
 _lock = threading.Lock()
 
 
-def prepare(name: str) -> None:
-    """Compile the loop of this codec, once in a process. Takes seconds, where Numba is there; else does nothing."""
+def prepare(codec: str) -> None:
+    """Compile the loops of this codec, once in a process. Takes seconds, where Numba is there; else does nothing."""
     with _lock:
-        if name not in _compiled:
-            _compiled[name] = _compile(*_LOOPS[name])
+        for name, (loop, arguments) in _LOOPS.items():
+            if name.split()[0] == codec and name not in _compiled:
+                _compiled[name] = _compile(loop, arguments)
 
 
-def encode(name: str, *arguments: Any) -> bool:
-    """Encode by the compiled loop. False, with nothing written, where there is none for these arrays."""
+def run(name: str, *arguments: Any) -> bool:
+    """Run the compiled loop. False, with nothing written, where there is none for these arrays."""
     loop = _compiled.get(name)
-    arrays = [one for one in arguments if isinstance(one, np.ndarray)]
-    floats = [one for one in arrays if one.dtype != np.uint8]
-    if loop is None or not all(one.dtype == np.float32 and one.dtype.isnative for one in floats):
+    if loop is None:
         return False
-    if not all(one.flags.c_contiguous and one.flags.aligned for one in arrays):
-        return False
+    for one in arguments:
+        if isinstance(one, np.ndarray) and not (one.dtype in _DTYPES and one.flags.forc and one.flags.aligned):
+            return False
     loop(*arguments)
     return True
 
@@ -128,12 +214,12 @@ def encode(name: str, *arguments: Any) -> bool:
 def describe() -> str:
     """Say whether Numba is used, for `mpikv info`. Imports it where it is there."""
     if importlib.util.find_spec("numba") is None:
-        return "NumPy alone; `pip install numba` compiles those of 2bit, 1bit and int8"
+        return "NumPy alone; `pip install numba` compiles those of 2bit, 1bit, int8, fp16 and bf16"
     try:
         import numba  # noqa: PLC0415 - as in `_compile`
     except Exception as error:  # noqa: BLE001 - as in `_compile`
         return "NumPy alone: Numba cannot be used: " + " ".join(f"{type(error).__name__}: {error}".split())
-    return f"2bit, 1bit and int8 encode by Numba {numba.__version__}, the others by NumPy"
+    return f"2bit, 1bit, int8, fp16 and bf16 by Numba {numba.__version__}, the others by NumPy"
 
 
 def _compile(loop: Callable[..., None], arguments: str) -> Callable[..., None] | None:
@@ -142,12 +228,18 @@ def _compile(loop: Callable[..., None], arguments: str) -> Callable[..., None] |
         import numba  # noqa: PLC0415 - takes half a second, and is not always there
     except Exception:  # noqa: BLE001 - one that does not fit NumPy fails in several ways
         return None
-    readonly = numba.types.Array(numba.float32, 1, "C", readonly=True)
+
+    def readonly(kind: Any) -> Any:
+        return numba.types.Array(kind, 1, "C", readonly=True)
+
     words = [word.strip() for word in arguments.split(",")]
     kinds = {
-        "values": readonly,
+        "values": readonly(numba.float32),
+        "bytes": readonly(numba.uint8),
+        "halves": readonly(numba.uint16),
         "float32[::1]": numba.float32[::1],
         "uint8[::1]": numba.uint8[::1],
+        "uint16[::1]": numba.uint16[::1],
         "float32": numba.float32,
         "int64": numba.int64,
     }

@@ -13,8 +13,8 @@ key is.
 
 What is not finite in a residual is set to 0: no later push could make up for it.
 
-Wire: that of the codec inside. State: 4 n bytes, and that of the codec inside. Cost: one pass over values and
-residual in memory where the codec has a `step`, else three; and the codec's decoding.
+Wire: that of the codec inside. State: 4 n bytes, and that of the codec inside. Cost: one pass over values and residual
+in memory where the codec has `separate_elems`, else three; and the codec's decoding.
 Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
 """
 

@@ -55,11 +55,6 @@ class Int8(InBlocks):
         """One for each value, four for each block."""
         return n_elems + _SCALE.itemsize * -(-n_elems // self.block)
 
-    def init(self, n_elems: int) -> State:
-        """Nothing to remember."""
-        compiled.prepare(self.name)
-        return {}
-
     def _rows(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray, HostArray]]:
         """Yield parts of whole blocks, and of each the scales (m, 1) and the codes (m, block) in `data`.
 
@@ -81,7 +76,7 @@ class Int8(InBlocks):
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Scale and round each block."""
         data = np.empty(self.wire_bytes(values.size, values.dtype), np.uint8)
-        if compiled.encode(self.name, values, self.block, data):
+        if compiled.run(self.name, values, self.block, data):
             return data
         scratch = np.empty(min(self.separate_elems, values.size), FLOAT32)
         with np.errstate(all="ignore"):
@@ -107,6 +102,20 @@ class Int8(InBlocks):
                     scaled[~finite[:, 0]] = 0.0  # NaN has no code
                 np.copyto(codes, scaled, casting="unsafe")
         return data
+
+    def add(self, data: HostArray, out: HostArray) -> None:
+        """Add code times scale."""
+        if not self._added(data, 1.0, out):
+            super().add(data, out)
+
+    def subtract(self, data: HostArray, out: HostArray) -> None:
+        """Subtract code times scale."""
+        if not self._added(data, -1.0, out):
+            super().subtract(data, out)
+
+    def _added(self, data: HostArray, factor: float, out: HostArray) -> bool:
+        self.check_bytes(data, out.size)
+        return compiled.run("int8 add", data, self.block, np.float32(factor), out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Code times scale."""

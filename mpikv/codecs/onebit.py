@@ -9,9 +9,8 @@ A residual that is no finite number is set to 0 when its bit has been made: an i
 NaN sends -1.
 
 Wire: ceil(n / 8) bytes. State: 4 n bytes. Cost: about eight passes over blocks in the cache, and one over values and
-residual in memory; one in all where
-`compiled` is used. Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 2.0; Seide et al., Interspeech
-2014.
+residual in memory; one in all where `compiled` is used.
+Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 2.0; Seide et al., Interspeech 2014.
 """
 
 from __future__ import annotations
@@ -23,18 +22,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs import compiled
-from mpikv.codecs.base import State
-from mpikv.codecs.blocks import (
-    BLOCK_ELEMS,
-    FLOAT32,
-    InBlocks,
-    as_float32,
-    forget_what_is_not_finite,
-    positive,
-    residual_of,
-    spans,
-)
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
+from mpikv.codecs.threshold import Threshold
 
 _EIGHT = np.dtype((np.void, 8 * FLOAT32.itemsize))  # eight values, which are looked up and written as one item
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
@@ -43,48 +32,31 @@ _DECODED_BYTES.flags.writeable = False
 
 
 @dataclass(frozen=True)
-class OneBit(InBlocks):
+class OneBit(Threshold):
     """One bit for each value. threshold: t, more than 0."""
 
-    threshold: float = 0.5
-
     name = "1bit"
-    has_residual = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", positive("1bit: threshold", self.threshold))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """One for eight values."""
         return (n_elems + 7) // 8
 
-    def init(self, n_elems: int) -> State:
-        """Nothing is owed."""
-        compiled.prepare(self.name)
-        return residual_of(n_elems)
-
-    def encode(self, values: HostArray, state: State) -> HostArray:
-        """Send on which side of the threshold the residual is."""
-        n, t = values.size, np.float32(self.threshold)
-        data = np.empty(self.wire_bytes(n, values.dtype), np.uint8)
-        if compiled.encode(self.name, values, state["residual"], t, data):
-            return data
+    def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
+        n = values.size
         above_, left_ = np.empty(min(n, BLOCK_ELEMS), np.int8), np.empty(min(n, BLOCK_ELEMS), FLOAT32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for part in spans(n):
-                length = part.stop - part.start
-                residual = state["residual"][part]
-                above, left = above_[:length], left_[:length]
-                residual += as_float32(values[part])
-                np.greater(residual, t, out=above.view(np.bool_))
-                data[part.start // 8 : (part.stop + 7) // 8] = np.packbits(above.view(np.bool_))
-                # what is added to the residual: -1 where 1 was sent, else 1
-                np.multiply(above, np.int8(-2), out=above)
-                np.add(above, np.int8(1), out=above)
-                np.copyto(left, above)
-                residual += left
-                forget_what_is_not_finite(residual)
-        return data
+        for part in spans(n):
+            length = part.stop - part.start
+            owed = residual[part]
+            above, left = above_[:length], left_[:length]
+            owed += as_float32(values[part])
+            np.greater(owed, t, out=above.view(np.bool_))
+            data[part.start // 8 : (part.stop + 7) // 8] = np.packbits(above.view(np.bool_))
+            # what is added to the residual: -1 where 1 was sent, else 1
+            np.multiply(above, np.int8(-2), out=above)
+            np.add(above, np.int8(1), out=above)
+            np.copyto(left, above)
+            owed += left
+            forget_what_is_not_finite(owed)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Look up eight values for each byte."""

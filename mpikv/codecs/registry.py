@@ -16,6 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from mpikv.checks import flag, meant, shown
+from mpikv.codecs import compiled
 from mpikv.codecs.base import Codec
 from mpikv.codecs.cast import BFloat16, Float16
 from mpikv.codecs.error_feedback import ErrorFeedback, takes_error_feedback
@@ -93,6 +94,7 @@ def create(params: Mapping[str, Any] | str | Codec, *, feedback: bool = True) ->
         raise TypeError(f"compression type {cls.name!r} {text}, not {', '.join(map(shown, unknown))}")
     feedback = lossy and flag(f"compression: {_FEEDBACK!r}", given.pop(_FEEDBACK, feedback))
     codec = cls(**given)
+    compiled.prepare(cls.name)
     return ErrorFeedback(codec) if feedback else codec
 
 

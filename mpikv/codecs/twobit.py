@@ -9,8 +9,8 @@ A residual that is no finite number is set to 0 when its code has been made: an 
 a NaN sends nothing.
 
 Wire: ceil(n / 4) bytes. State: 4 n bytes. Cost: about ten passes over blocks in the cache, and one over values and
-residual in memory; one in all where
-`compiled` is used. Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 1.9.
+residual in memory; one in all where `compiled` is used.
+Source: `src/kvstore/gradient_compression-inl.h` of Apache MXNet 1.9.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs import compiled
-from mpikv.codecs.base import State
-from mpikv.codecs.blocks import (
-    BLOCK_ELEMS,
-    FLOAT32,
-    InBlocks,
-    as_float32,
-    forget_what_is_not_finite,
-    positive,
-    residual_of,
-    spans,
-)
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
+from mpikv.codecs.threshold import Threshold
 
 _FOUR = np.dtype((np.void, 4 * FLOAT32.itemsize))  # four values, which are looked up and written as one item
 _WORD = np.dtype("<u4")  # four codes of one element each, the first in the lowest byte
@@ -53,59 +43,42 @@ def _decoded_bytes(threshold: float) -> HostArray:
 
 
 @dataclass(frozen=True)
-class TwoBit(InBlocks):
+class TwoBit(Threshold):
     """Two bits for each value. threshold: t, more than 0."""
 
-    threshold: float = 0.5
-
     name = "2bit"
-    has_residual = True
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", positive("2bit: threshold", self.threshold))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """One for four values."""
         return (n_elems + 3) // 4
 
-    def init(self, n_elems: int) -> State:
-        """Nothing is owed."""
-        compiled.prepare(self.name)
-        return residual_of(n_elems)
-
-    def encode(self, values: HostArray, state: State) -> HostArray:
-        """Send what the residual has reached."""
-        n, t = values.size, np.float32(self.threshold)
-        data = np.empty(self.wire_bytes(n, values.dtype), np.uint8)
-        if compiled.encode(self.name, values, state["residual"], t, data):
-            return data
+    def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
+        n = values.size
         plus_, minus_, signs_ = (np.empty(min(n, BLOCK_ELEMS), np.int8) for _ in range(3))
         codes_, sent_ = np.zeros((min(n, BLOCK_ELEMS) + 3) // 4 * 4, np.uint8), np.empty(min(n, BLOCK_ELEMS), FLOAT32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for part in spans(n):
-                length = part.stop - part.start
-                residual = state["residual"][part]
-                plus, minus, signs, sent = plus_[:length], minus_[:length], signs_[:length], sent_[:length]
-                codes = codes_[: (length + 3) // 4 * 4]
-                residual += as_float32(values[part])
-                np.greater_equal(residual, t, out=plus.view(np.bool_))
-                np.less_equal(residual, -t, out=minus.view(np.bool_))
-                # 3 for plus, 2 for minus
-                code = codes[:length].view(np.int8)
-                np.add(plus, minus, out=code)
-                np.add(code, code, out=code)
-                np.add(code, plus, out=code)
-                codes[length:] = 0
-                words = codes.view(_WORD)
-                np.multiply(words, _GATHER, out=words)
-                np.right_shift(words, _HIGHEST, out=words)
-                data[part.start // 4 : (part.stop + 3) // 4] = words
-                np.subtract(plus, minus, out=signs)
-                np.copyto(sent, signs)
-                sent *= t
-                residual -= sent
-                forget_what_is_not_finite(residual)
-        return data
+        for part in spans(n):
+            length = part.stop - part.start
+            owed = residual[part]
+            plus, minus, signs, sent = plus_[:length], minus_[:length], signs_[:length], sent_[:length]
+            codes = codes_[: (length + 3) // 4 * 4]
+            owed += as_float32(values[part])
+            np.greater_equal(owed, t, out=plus.view(np.bool_))
+            np.less_equal(owed, -t, out=minus.view(np.bool_))
+            # 3 for plus, 2 for minus
+            code = codes[:length].view(np.int8)
+            np.add(plus, minus, out=code)
+            np.add(code, code, out=code)
+            np.add(code, plus, out=code)
+            codes[length:] = 0
+            words = codes.view(_WORD)
+            np.multiply(words, _GATHER, out=words)
+            np.right_shift(words, _HIGHEST, out=words)
+            data[part.start // 4 : (part.stop + 3) // 4] = words
+            np.subtract(plus, minus, out=signs)
+            np.copyto(sent, signs)
+            sent *= t
+            owed -= sent
+            forget_what_is_not_finite(owed)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Look up four values for each byte."""

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpikv.codecs import Codec, ErrorFeedback, Float16, Int8, OneBit, TwoBit, compiled
+from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Int8, OneBit, TwoBit, compiled
 
 CODECS: tuple[Codec, ...] = (
     *(TwoBit(), TwoBit(0.1), TwoBit(1e-45), TwoBit(3e38), OneBit(), OneBit(1e-3), OneBit(3e38)),
     *(Int8(), Int8(1), Int8(3), Int8(1 << 20), ErrorFeedback(Int8()), ErrorFeedback(Int8(7))),
+    *(ErrorFeedback(Float16()), ErrorFeedback(BFloat16())),
 )
 LENGTHS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 255, 256, 257, 1023, 1024, 1025, 100_003)
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
@@ -38,6 +39,12 @@ ODD = [
     127.5,
     4e-36,
 ]
+
+
+@pytest.fixture(autouse=True)
+def _prepared() -> None:
+    for name in ("2bit", "1bit", "int8", "fp16", "bf16"):
+        compiled.prepare(name)
 
 
 def _values(kind: str, n: int) -> np.ndarray:
@@ -73,21 +80,54 @@ def test_same_bits(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     with np.errstate(all="ignore"):
         cases += [_values("odd", 1025).astype(dtype) for dtype in DTYPES]
     used = []
-    encode = compiled.encode
+    run = compiled.run
 
     def counted(name: str, *arguments: Any) -> bool:
-        used.append(encode(name, *arguments))
+        used.append(run(name, *arguments))
         return used[-1]
 
-    monkeypatch.setattr(compiled, "encode", counted)
+    monkeypatch.setattr(compiled, "run", counted)
     for values in cases:
         values.flags.writeable = False
     fast = [_pushes(codec, values) for values in cases]
     feeds_back = isinstance(codec, ErrorFeedback)
     assert used.count(False) == (0 if feeds_back else 3 * 3)  # three pushes of each dtype but float32
-    monkeypatch.setattr(compiled, "encode", lambda *_: False)
+    monkeypatch.setattr(compiled, "run", lambda *_: False)
     for values, found in zip(cases, fast, strict=True):
         assert found == _pushes(codec, values), (values.size, values.dtype)
+
+
+@pytest.mark.parametrize("codec", [Float16(), BFloat16()], ids=repr)
+def test_every_half_is_added_and_subtracted(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    data = np.arange(1 << 16, dtype=np.uint16).view(codec.wire_dtype(np.dtype(np.float32)))
+    before = _values("normal", data.size)
+    totals = []
+    for _ in range(2):
+        for change in (codec.add, codec.subtract):
+            totals.append(before.copy())
+            with np.errstate(all="ignore"):
+                change(data, totals[-1])
+        monkeypatch.setattr(compiled, "run", lambda *_: False)
+    for found, expected in zip(totals[:2], totals[2:], strict=True):
+        np.testing.assert_array_equal(found, expected)  # NaN, too, of any bits
+
+
+def test_float16_where_rounding_changes() -> None:
+    """Each half, what is in the middle to the next one, and the float32 on both sides of these, of both signs."""
+    pytest.importorskip("numba")
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = np.append((halves[1:] + halves[:-1]) / 2, np.float32(65520))
+    exact = np.concatenate([halves, middles, np.array([np.inf, np.nan, 3e38, 1e-45], np.float32)])
+    values = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-1))])
+    values = np.concatenate([values, -values])
+    found = np.empty(values.size, np.float16)
+    assert compiled.run("fp16", values, found.view(np.uint16))
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16)
+    beyond = np.isinf(expected) & np.isfinite(values)
+    expected[beyond] = np.copysign(np.float16(65504), values[beyond])
+    assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("codec", [TwoBit(), OneBit(), Int8()], ids=repr)
@@ -103,7 +143,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_compiled", {})
     compiled.prepare("2bit")
     values = np.ones(4, np.float32)
-    assert not compiled.encode("2bit", values, values.copy(), np.float32(0.5), np.zeros(1, np.uint8))
+    assert not compiled.run("2bit", values, values.copy(), np.float32(0.5), np.zeros(1, np.uint8))
     assert TwoBit().encode(values, TwoBit().init(4)).tobytes() == b"\xff"
 
 
@@ -122,11 +162,13 @@ def test_no_place_for_a_cache(error: Exception, monkeypatch: pytest.MonkeyPatch)
             return "array"
 
     types = SimpleNamespace(Array=lambda *_, **__: "array")
-    fake = SimpleNamespace(njit=njit, types=types, float32=Kind(), uint8=Kind(), int64=Kind(), void=lambda *_: "void")
+    fake = SimpleNamespace(
+        njit=njit, types=types, float32=Kind(), uint8=Kind(), uint16=Kind(), int64=Kind(), void=lambda *_: "void"
+    )
     monkeypatch.setitem(sys.modules, "numba", fake)
     monkeypatch.setattr(compiled, "_compiled", {})
     compiled.prepare("int8")
-    assert asked == [{"nogil": True, "cache": True}, {"nogil": True}]
+    assert asked == [{"nogil": True, "cache": True}, {"nogil": True}] * 2
 
 
 def test_import_does_not_import_numba() -> None:
