@@ -78,8 +78,9 @@ class Encoded(Alone):
         self._as_it_is, self._plain = Pieces(info, IDENTITY), False
         self._clock = means.group.transport.clock
         measures = not travels.plain and not travels.force and info.n_elems > 0 and means.group.size > 1
-        self.choice: Choice | None = Choice() if measures else None
-        self._measured, self._begun_s = False, 0.0  # whether the choice says how the round travels; when it began
+        self._choices, self._codec = means.choices if measures else None, info.codec
+        self.choice = self._new_choice()
+        self._measured = False  # whether the choice says how the round travels
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
 
     def begin(self, *, plain: bool) -> None:
@@ -88,7 +89,10 @@ class Encoded(Alone):
         self._measured = choice is not None
         self._plain = plain or (choice is not None and choice.plain)
         if choice is not None:
-            self._begun_s = self._clock.now_s()
+            choice.begin(self._clock.now_s())
+
+    def _new_choice(self) -> Choice | None:
+        return None if self._choices is None else self._choices.of(self._codec)
 
     @property
     def _gathers(self) -> bool:
@@ -111,8 +115,7 @@ class Encoded(Alone):
             self._exact = None
             self.returned.states = {}  # of parts that are others' now
         super().cut(placement)
-        if self.choice is not None:
-            self.choice = Choice()  # other messages take another time
+        self.choice = self._new_choice()  # other messages take another time
         self.remember(self.pushed.states)
 
     def remember(self, states: Mapping[Span, State]) -> None:
@@ -196,7 +199,7 @@ class Encoded(Alone):
         if not self._gathers:
             yield from self._send_back(comparison)
         if self._measured and self.choice is not None:
-            self.choice.add(self._clock.now_s() - self._begun_s)
+            self.choice.end(self._clock.now_s())
             if self.choice.asks:
                 yield from self._agree(self.choice)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from mpikv.codecs import compression
+from mpikv.codecs.choice import Choices
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.nccl import NcclComm
@@ -94,6 +95,7 @@ class PlacedKeys:
             self.communicators,
             nccl=self.nccl,
             plain_group=session.group,
+            choices=Choices(),
         )
         self._rounds = RoundSteps(
             session.num_workers,
