@@ -1,6 +1,6 @@
 """Whether the values of keys travel encoded or as they are: whichever has been faster, by the times of their rounds.
 
-Keys that are pushed side by side share the link and the cores: one that is encoded may end sooner and all of them later.
+Keys that are pushed side by side share the link and the cores: one that is encoded may end sooner and all others later.
 So those of one codec are timed together (`Together`): a round's time is how long any of them was under way in it. Each
 key decides by itself, after the same rounds by the same times, and so they decide alike.
 

@@ -302,7 +302,9 @@ class PlacedKeys:
         return {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
 
     def compressed_keys(self) -> dict[str, Any]:
-        """Of each key that may travel encoded or as it is, how it does now, and what each took."""
+        """Of each key that may travel encoded or as it is, how it does now, and how long a round of all keys took that
+        are timed with it.
+        """
         return {
             str(info.key): {
                 "codec": info.codec,

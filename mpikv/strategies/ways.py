@@ -44,8 +44,8 @@ class Means(NamedTuple):
     plain_group: the same ranks for messages of device memory; None: `group` is.
     communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
     the keys that go by NCCL have in common. parts: how what is pushed comes to where a way in host memory reads it, and
-    what becomes of the parts of the result. choices: for keys that travel encoded or as they are,
-    whichever is faster; None: they always travel encoded.
+    what becomes of the parts of the result. choices: for keys that travel encoded or as they are, whichever is faster;
+    None: they always travel encoded.
     """
 
     group: Group
