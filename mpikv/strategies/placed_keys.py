@@ -166,8 +166,10 @@ class PlacedKeys:
         on_device = info.space == DEVICE
         path = self._session.members.device_path_of(info) if on_device else "host"
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
-        if may_be_encoded and _is_encoded(self._placement(info, keys or (info,), room=True)):
-            return None
+        if may_be_encoded:
+            placement = self._placement(info, keys or (info,), room=True)
+            if _is_encoded(placement) and not _in_memory(placement):
+                return None
         if on_device and path not in {"ipc", "staged"}:
             return None
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
@@ -345,7 +347,8 @@ class PlacedKeys:
                 self.direct.reset()
             for queue in self.all():
                 encoded = _is_encoded(queue.way.placement)
-                queue.way.cut(self._placement(queue.info, queue.keys, room=queue.way.shared, encoded=encoded))
+                room = queue.way.shared or _in_memory(queue.way.placement)
+                queue.way.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
                 queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
@@ -392,3 +395,8 @@ def _encoder(way: Way) -> Encoded | None:
 
 def _is_encoded(placement: Placement) -> bool:
     return "encoded" in (placement.path, placement.host)
+
+
+def _in_memory(placement: Placement) -> bool:
+    """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
+    return placement.plain is not None and placement.plain[0] == "hosted"

@@ -27,6 +27,7 @@ from mpikv.codecs.choice import (
 from mpikv.codecs.compression import make
 from mpikv.config import Config
 from mpikv.keys import KeyInfo
+from mpikv.placement import Members, Wire, most_owners, place
 from mpikv.strategies.pieces import Pieces
 from mpikv.testing.stores import spawn_stores
 
@@ -290,7 +291,7 @@ class GivenTimes:
         raise AssertionError("nobody sleeps by it")
 
 
-def train(compression: Any, seconds: Times, rounds: int, *, workers: int = 3, optimizer: bool = False) -> list[Any]:
+def train(compression: Any, seconds: Times, rounds: int, *, hosts: str = "abc", optimizer: bool = False) -> list[Any]:
     """Rounds of whole numbers on workers of several hosts: what a worker had of each, what it owes at last, stats."""
 
     def body(store: Any) -> Any:
@@ -311,9 +312,7 @@ def train(compression: Any, seconds: Times, rounds: int, *, workers: int = 3, op
         return np.array(found, np.float64), plain, owed, store.stats()
 
     config = Config(timeout_s=20.0)
-    return spawn_stores(
-        "dist_sync", workers, body, hosts="abcde"[:workers], config=config, compression=make(compression)
-    )
+    return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, compression=make(compression))
 
 
 def pushed(worker: int, round_: int) -> np.ndarray:
@@ -325,19 +324,23 @@ LOOKS = FIRST + CHECK_ROUNDS + EACH
 
 
 @pytest.mark.parametrize("optimizer", [False, True], ids=["gather", "owners"])
-@pytest.mark.parametrize("link", ["slow", "fast", "faster at last"])
-def test_all_that_is_pushed_arrives(link: str, optimizer: bool) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "link"), [("abc", "slow"), ("abc", "fast"), ("abc", "faster at last"), ("aabb", "faster at last")]
+)
+def test_all_that_is_pushed_arrives(hosts: str, link: str, optimizer: bool) -> None:
     """What all rounds added, and what is owed, is the sum of all pushes, exactly; all workers go the same ways."""
 
     def seconds(round_: int, plain: bool) -> float:
         fast = link == "fast" or (link == "faster at last" and round_ >= FIRST)
         return (1.0 if plain else 1.5) if fast else (8.0 if plain else 4.0)
 
-    found = train(TWO_BITS, seconds, LOOKS + 1, optimizer=optimizer)
+    found = train(TWO_BITS, seconds, LOOKS + 1, hosts=hosts, optimizer=optimizer)
     values, travelled, _, stats = found[0]
     assert all(np.array_equal(one[0], values) and one[1] == travelled for one in found)
     arrived = -values[-1] if optimizer else values.sum(axis=0)
-    total = sum(pushed(worker, round_).astype(np.float64) for worker in range(3) for round_ in range(LOOKS + 1))
+    total = sum(
+        pushed(worker, round_).astype(np.float64) for worker in range(len(hosts)) for round_ in range(LOOKS + 1)
+    )
     assert np.array_equal(arrived + sum(owed for _, _, owed, _ in found), total)
     assert travelled[:FIRST] == [False] * EACH + [True] * EACH
     assert travelled[FIRST : FIRST + CHECK_ROUNDS] == [link == "fast"] * CHECK_ROUNDS
@@ -377,3 +380,92 @@ def test_values_that_come_back_encoded() -> None:
         expected = total if travelled[round_] else total.astype(np.float16)
         assert np.array_equal(values[round_], expected)
     assert travelled[-1]
+
+
+# --- the way of rounds as they are
+
+
+@pytest.mark.parametrize(
+    ("hosts", "n", "compression", "algorithm", "expected"),
+    [
+        ("abc", 1000, "2bit", "auto", ("messages", "naive")),
+        ("abc", 20000, "2bit", "auto", ("messages", "ring")),
+        ("abc", 1000, {"type": "2bit", "force": True}, "auto", None),
+        ("abc", 1000, "2bit", "native", None),
+        ("aabb", 1000, "2bit", "auto", ("hosted", "hierarchical")),
+        ("abcde", 1000, "2bit", "auto", ("messages", "ring")),  # one of five would own nothing
+        ("abcdefgh", 1000, "2bit", "auto", ("messages", "halving_doubling")),
+    ],
+)
+def test_which_way_rounds_go_as_they_are(hosts: str, n: int, compression: Any, algorithm: str, expected: Any) -> None:
+    """That of a key without compression, with the bounds that the key has: owners keep their states."""
+    travels = make(compression)
+    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
+    wire = Wire(n // 4, 4 * n, codec=True, force=travels.force)
+    info = KeyInfo("w", 0, (n,), np.dtype(np.float32), travels.text)
+    placement = place(members, info, wire=wire)
+    assert placement.path == "encoded"
+    assert placement.plain == expected
+    half = place(members, info._replace(dtype=np.dtype(np.float16)), wire=wire, encoded=True)
+    assert half.plain is None  # it travels as it is on the encoded path anyway
+    for whole in (False, True):
+        updated = place(members, info, wire=wire, whole=whole, updated=True, encoded=True)
+        plain = updated.as_it_is
+        assert (plain is None) == (expected is None)
+        if plain is not None:
+            assert (plain.path, plain.bounds, plain.owners) == (expected[0], updated.bounds, updated.owners)
+            assert plain.bounds[most_owners(plain.algorithm, len(hosts))] == n
+
+
+def whole_numbers(
+    hosts: str, n: int, compression: Any, *, optimizer_at: int | None, factor_at: int | None = None
+) -> list[Any]:
+    """Rounds of values that 2bit sends exactly, with plain ones faster: a worker's values after each, and what it sent.
+
+    optimizer_at: the round before which an optimizer is set; factor_at: from which on workers' factors differ.
+    """
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(n, np.float32))
+        way = store.strategy.keys.queues[store.session.infos["w"].id].way
+        if compression != "none":
+            way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 2.0)
+        optimizer = optimizers.create("sgd", learning_rate=0.5, momentum=0.5, wd=0.0)
+        values, sent = [], []
+        for round_ in range(2 * FIRST + 4):
+            if round_ == optimizer_at:
+                store.set_optimizer(optimizer)
+            factor = 1.0
+            if factor_at is not None and round_ >= factor_at:
+                factor = 2.0 ** (store.rank - 1)
+                optimizer.rescale_grad = 1 / factor
+            value = (np.random.default_rng([store.rank, round_]).integers(-1, 2, n) * factor).astype(np.float32)
+            before = store.stats()
+            store.pushpull("w", value)
+            after = store.stats()
+            values.append(value.tobytes())
+            sent.append([after[name] - before[name] for name in ("messages_sent", "bytes_sent")])
+        return values, sent, getattr(way, "_plain", None)
+
+    config = Config(timeout_s=20.0, bucket_bytes=0)
+    return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, compression=make(compression))
+
+
+@pytest.mark.parametrize(("hosts", "n"), [("abc", 66), ("abc", 9001), ("aabb", 9000), ("aab", 67)])
+@pytest.mark.parametrize("optimizer_at", [None, FIRST + 2])
+def test_rounds_as_they_are_go_the_way_without_compression(hosts: str, n: int, optimizer_at: int | None) -> None:
+    """The same values after every round, whichever way it went, with an optimizer; at last as many messages."""
+    found = whole_numbers(hosts, n, TWO_BITS, optimizer_at=optimizer_at)
+    plain = whole_numbers(hosts, n, "none", optimizer_at=optimizer_at)
+    assert [values for values, _, _ in found] == [values for values, _, _ in plain]
+    assert all(travels_plain for _, _, travels_plain in found)
+    if hosts != "aab":  # there the owners have other parts: a worker has as much as any other, not a host
+        assert [sent[-2:] for _, sent, _ in found] == [sent[-2:] for _, sent, _ in plain]
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+def test_workers_with_different_factors_in_rounds_as_they_are(hosts: str) -> None:
+    """Labels are compared on this way, too: powers of two change no bit."""
+    found = whole_numbers(hosts, 64, TWO_BITS, optimizer_at=0, factor_at=FIRST + 1)
+    alike = whole_numbers(hosts, 64, "none", optimizer_at=0)
+    assert [values for values, _, _ in found] == [values for values, _, _ in alike]
