@@ -10,7 +10,8 @@ Where few workers send few bytes and nothing updates the key, each sends its pie
 worker adds all of them in the same order: nothing has to come back. (`gather`)
 
 Values that are compressed, and not by force, travel as they are in rounds where that is faster (codecs/choice). The
-first of such rounds adds what the codec owes.
+first of such rounds adds what the codec owes. They go the way of a key without compression, with the same owners, where
+the placement names one (`Placement.plain`).
 
 Keys of half precision go this way without a codec: two bytes for each element, added in float32, rounded once.
 
@@ -20,7 +21,8 @@ of other ways are (collectives/labelled).
 
 Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
 each element encoded once and decoded once; `gather` (W-1) w bytes, decoded W times. Memory: the codec's states, the sum
-of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned.
+of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned. In
+a round as it is a copy of what is pushed, unless the host's workers read it where it is.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.named import DEVICE
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
@@ -168,7 +168,7 @@ class PlacedKeys:
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
         if may_be_encoded:
             placement = self._placement(info, keys or (info,), room=True)
-            if _is_encoded(placement) and not _in_memory(placement):
+            if _is_encoded(placement) and not _goes_hosted(placement):
                 return None
         if on_device and path not in {"ipc", "staged"}:
             return None
@@ -289,6 +289,11 @@ class PlacedKeys:
         if refused is not None:
             raise refused
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of values in host memory that the ranks of this host share."""
+        return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and _is_in_memory(queue.way))
+
     # --- codecs
 
     def _encoders(self) -> list[tuple[RoundQueue, Encoded]]:
@@ -347,7 +352,7 @@ class PlacedKeys:
                 self.direct.reset()
             for queue in self.all():
                 encoded = _is_encoded(queue.way.placement)
-                room = queue.way.shared or _in_memory(queue.way.placement)
+                room = _is_in_memory(queue.way)
                 queue.way.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
                 queue.comparison = None
 
@@ -397,6 +402,11 @@ def _is_encoded(placement: Placement) -> bool:
     return "encoded" in (placement.path, placement.host)
 
 
-def _in_memory(placement: Placement) -> bool:
+def _goes_hosted(placement: Placement) -> bool:
     """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
     return placement.plain is not None and placement.plain[0] == "hosted"
+
+
+def _is_in_memory(way: Way) -> bool:
+    """Whether a value, or the one of rounds as they are, is in memory that the ranks of a host share."""
+    return way.shared or _goes_hosted(way.placement)

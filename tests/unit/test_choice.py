@@ -445,6 +445,7 @@ def whole_numbers(
             after = store.stats()
             values.append(value.tobytes())
             sent.append([after[name] - before[name] for name in ("messages_sent", "bytes_sent")])
+        assert store.stats().get("shared_bytes", 0) == (4 * n if len(set(hosts)) < len(hosts) else 0)
         return values, sent, getattr(way, "_plain", None)
 
     config = Config(timeout_s=20.0, bucket_bytes=0)
