@@ -230,7 +230,8 @@ class Placement(NamedTuple):
 
     owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add, "" for
     servers. part_elems: the most elements that travel to or from a server in one piece; 0 for workers. host: of a
-    `staged` one the path on the host.
+    `staged` one the path on the host. plain: of an `encoded` one the path and the algorithm of rounds whose values
+    travel as they are; None: its own.
     """
 
     path: Path
@@ -239,6 +240,12 @@ class Placement(NamedTuple):
     bounds: tuple[int, ...]
     part_elems: int = 0
     host: Path | None = None
+    plain: tuple[Path, str] | None = None
+
+    @property
+    def as_it_is(self) -> Placement | None:
+        """That of rounds whose values travel as they are, with the same owners and bounds; None: this one."""
+        return None if self.plain is None else self._replace(path=self.plain[0], algorithm=self.plain[1], plain=None)
 
     @property
     def shards(self) -> ShardPlan:
@@ -279,7 +286,8 @@ def place(
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else even_bounds(info.n_elems, size)
         algorithm = "gather" if gathers else "owners"
         if way == "host":
-            return Placement("encoded", algorithm, tuple(range(size)), bounds)
+            plain = None if wire.force else _plain_way(members, info, on_host, bounds)
+            return Placement("encoded", algorithm, tuple(range(size)), bounds, plain=plain)
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if way == "nccl":
         algorithm = "nccl"
@@ -300,6 +308,20 @@ def place(
     if way == "ipc" and size == 1:
         path = "messages"  # of which there are none
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
+
+
+def _plain_way(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
+    """The path and the algorithm of an encoded key's rounds as they are; None: the path of encoded ones.
+
+    They are those of a key without compression, but with these bounds. on_host: its path.
+    """
+    if on_host == "native" or sum_dtype(info.dtype) != info.dtype:  # it may have no communicator; halves go encoded
+        return None
+    size = len(members.workers)
+    algorithm = choose(info.n_bytes, size, members.config.host_algorithm, members.worker_hosts)
+    if bounds[most_owners(algorithm, size)] != info.n_elems:
+        algorithm = "ring"  # whose ranks may all be owners
+    return on_host, algorithm
 
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:

@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--network", default="resnet18", help="whose gradients (default resnet18)")
     parser.add_argument("--compression", nargs="+", default=KINDS, help="names of codecs, or JSON with 'type'")
     parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default 3)")
-    text = "turns before those that count (default 1); from 15 on keys that travel faster as they are do so"
+    text = "turns before those that count (default 1); from 17 on keys that travel faster as they are do so"
     parser.add_argument("--warm-up", type=int, default=1, help=text)
     _hosts.add_options(parser)
     options = parser.parse_args()

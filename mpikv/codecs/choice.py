@@ -1,10 +1,14 @@
-"""Whether the values of a key travel encoded or as they are: whichever has been faster, by the times of its rounds.
+"""Whether the values of keys travel encoded or as they are: whichever has been faster, by the times of their rounds.
 
-The first rounds travel encoded, the next ones as they are, each for `SETTLING_ROUNDS` that do not count and `SAMPLES`
-that do. Then all workers tell each other their times (`asks`, `agree`), so that all decide alike. From then on they
-compare times every `CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much less,
-the link has changed, and the other form is tried again; else it is tried after `FIRST_STRETCH_ROUNDS`, and after
-twice as many each time that it was no faster.
+Keys that are pushed side by side share the link and the cores: one that is encoded may end sooner and all others later.
+So those of one codec are timed together (`Together`): a round's time is how long any of them was under way in it. Each
+key decides by itself, after the same rounds by the same times, and so they decide alike.
+
+The first rounds travel encoded, the next ones as they are, each for `PERIOD_ROUNDS`: some do not count, then come
+`SAMPLES` that do, and one in which others may still be under way. Then all workers tell each other their times (`asks`,
+`agree`), so that all decide alike. From then on they compare times every `CHECK_ROUNDS`. Where a round takes `MOVED`
+times as long as when they decided, or so much less, the link has changed, and the other form is tried again; else it
+is tried after `FIRST_STRETCH_ROUNDS`, and after twice as many each time that it was no faster.
 
 A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
 rounds it is the median. At first values stay encoded only where that is faster by more than `MARGIN`, which is more
@@ -25,36 +29,88 @@ from mpikv.arrays import HostArray
 
 SETTLING_ROUNDS = 2  # after a change of form: memory is new, and others may still be at the round before
 SAMPLES = 5
+PERIOD_ROUNDS = SETTLING_ROUNDS + SAMPLES + 1
 MARGIN = 1.03
 CHECK_ROUNDS = 32
 MOVED = 1.5
 FIRST_STRETCH_ROUNDS = 128
 LONGEST_STRETCH_ROUNDS = 1 << 14
+KEPT_ROUNDS = 32  # keys that are further apart are not timed together
+
+
+class Together:
+    """How long some key of one codec was under way, on this worker, in each of their newest rounds.
+
+    seconds: by the number of the round, as each key counts its own.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, float] = {}
+        self._under_way, self._seen_s = 0, 0.0
+
+    def begin(self, round_: int, now_s: float) -> None:
+        """A key begins its round of this number."""
+        self._see(round_, now_s)
+        self._under_way += 1
+
+    def end(self, round_: int, now_s: float) -> None:
+        """It ends."""
+        self._see(round_, now_s)
+        self._under_way -= 1
+
+    def _see(self, round_: int, now_s: float) -> None:
+        """The time since somebody looked last belongs to this round, if anything was under way."""
+        passed_s = now_s - self._seen_s if self._under_way else 0.0
+        self.seconds[round_] = self.seconds.get(round_, 0.0) + passed_s
+        self._seen_s = now_s
+        if len(self.seconds) > KEPT_ROUNDS:
+            del self.seconds[next(iter(self.seconds))]
+
+
+class Choices:
+    """Makes those of one worker's keys: keys of one codec that begin with the same round are timed together."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, Together] = {}
+
+    def of(self, codec: str) -> Choice:
+        """Of a key whose next round is the first one to be timed. codec: its text."""
+        together = self._newest.get(codec)
+        if together is None or together.seconds:  # those keys are under way already
+            together = self._newest[codec] = Together()
+        return Choice(together)
 
 
 class Choice:
     """Of one key. plain: whether its next round travels as it is. looks: how often both forms have been compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: Together) -> None:
         self.plain = False
         self.looks = 0
         self.seconds: list[float | None] = [None, None]  # of a round, encoded and plain, as last agreed on
+        self._together, self._round = together, 0
         self._recent = [deque[float](maxlen=SAMPLES), deque[float](maxlen=SAMPLES)]
         self._begin(trying=False)
-        self._rounds_left = SETTLING_ROUNDS + SAMPLES  # of the form that is there at first
+        self._rounds_left = PERIOD_ROUNDS  # of the form that is there at first
         self._stretch = self._stretch_left = FIRST_STRETCH_ROUNDS
 
     def _begin(self, *, trying: bool) -> None:
-        self._trying, self._settling = trying, SETTLING_ROUNDS
-        self._rounds_left = SETTLING_ROUNDS + SAMPLES if trying else CHECK_ROUNDS
+        self._trying, self._settling = trying, SETTLING_ROUNDS + 1
+        self._rounds_left = PERIOD_ROUNDS if trying else CHECK_ROUNDS
 
-    def add(self, seconds: float) -> None:
-        """A round has ended on this worker, after so long."""
+    def begin(self, now_s: float) -> None:
+        """A round begins on this worker."""
+        self._together.begin(self._round, now_s)
+
+    def end(self, now_s: float) -> None:
+        """It has ended. The round before has, by now, of all keys that are pushed in step."""
+        self._together.end(self._round, now_s)
         self._rounds_left -= 1
         if self._settling:
             self._settling -= 1
-        else:
+        elif (seconds := self._together.seconds.get(self._round - 1)) is not None:
             self._recent[self.plain].append(seconds)
+        self._round += 1
         if not self.looks and not self._trying and self._rounds_left == 0:
             self._try_other()
 

@@ -33,7 +33,7 @@ from mpikv.row_ids import Ids
 from mpikv.row_sparse import RowSparse
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.named import DEVICE, HOST
+from mpikv.spaces.named import DEVICE
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Travelling, Write
 from mpikv.strategies.blocking import Rounds, in_place_round
@@ -180,8 +180,7 @@ class AllreduceStrategy(Strategy):
         if self._rows.any:
             held["row_bytes"] = self._rows.held_bytes
         if self.keys.hosts is not None:
-            on_host = (queue for queue in self.keys.all() if queue.way.shared and queue.info.space == HOST)
-            held["shared_bytes"] = sum(queue.info.n_bytes for queue in on_host)
+            held["shared_bytes"] = self.keys.shared_bytes
         if self.keys.direct is not None:
             direct = self.keys.direct.stats()
             held = {**held, **direct, "held_bytes": held["held_bytes"] + direct["held_bytes"]}

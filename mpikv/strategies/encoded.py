@@ -10,7 +10,8 @@ Where few workers send few bytes and nothing updates the key, each sends its pie
 worker adds all of them in the same order: nothing has to come back. (`gather`)
 
 Values that are compressed, and not by force, travel as they are in rounds where that is faster (codecs/choice). The
-first of such rounds adds what the codec owes.
+first of such rounds adds what the codec owes. They go the way of a key without compression, with the same owners, where
+the placement names one (`Placement.plain`).
 
 Keys of half precision go this way without a codec: two bytes for each element, added in float32, rounded once.
 
@@ -20,7 +21,8 @@ of other ways are (collectives/labelled).
 
 Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
 each element encoded once and decoded once; `gather` (W-1) w bytes, decoded W times. Memory: the codec's states, the sum
-of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned.
+of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned. In
+a round as it is a copy of what is pushed, unless the host's workers read it where it is.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from mpikv.engine.request import Done, Request, Steps
 from mpikv.keys import KeyInfo
 from mpikv.placement import Placement
 from mpikv.strategies.pieces import Encoding, Pieces
-from mpikv.strategies.ways import Alone, Means
+from mpikv.strategies.ways import WAYS, Alone, Means, Way
 from mpikv.transports.base import Group
 
 _BYTES = np.dtype(np.uint8)
@@ -78,17 +80,29 @@ class Encoded(Alone):
         self._as_it_is, self._plain = Pieces(info, IDENTITY), False
         self._clock = means.group.transport.clock
         measures = not travels.plain and not travels.force and info.n_elems > 0 and means.group.size > 1
-        self.choice: Choice | None = Choice() if measures else None
-        self._measured, self._begun_s = False, 0.0  # whether the choice says how the round travels; when it began
+        self._choices, self._codec = means.choices if measures else None, info.codec
+        self.choice = self._new_choice()
+        self._measured = False  # whether the choice says how the round travels
+        # The way of rounds as they are, which has this value; None: they go as encoded ones do.
+        self._ordinary: Way | None = None
+        if (plain := placement.as_it_is) is not None:
+            self._ordinary = WAYS[plain.path](means, info, plain, place)
+            if not self._ordinary.shared:
+                self._ordinary.value = self.value
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
 
     def begin(self, *, plain: bool) -> None:
-        """A plain round goes by the owners: it is long."""
+        """A plain round goes the ordinary way; where there is none, by the owners: it is long."""
         choice = None if plain else self.choice
         self._measured = choice is not None
         self._plain = plain or (choice is not None and choice.plain)
         if choice is not None:
-            self._begun_s = self._clock.now_s()
+            choice.begin(self._clock.now_s())
+        if self._plain and self._ordinary is not None:
+            self._ordinary.begin(plain=True)
+
+    def _new_choice(self) -> Choice | None:
+        return None if self._choices is None else self._choices.of(self._codec)
 
     @property
     def _gathers(self) -> bool:
@@ -103,7 +117,8 @@ class Encoded(Alone):
     def held_bytes(self) -> int:
         """The value, what the codecs remember, and exact values."""
         exact = 0 if self._exact is None else self._exact.nbytes
-        return super().held_bytes + self.pushed.held_bytes + self.returned.held_bytes + exact
+        ordinary = self._ordinary.held_bytes if self._ordinary is not None and self._ordinary.shared else 0
+        return super().held_bytes + self.pushed.held_bytes + self.returned.held_bytes + exact + ordinary
 
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts, or there are owners at last."""
@@ -111,8 +126,9 @@ class Encoded(Alone):
             self._exact = None
             self.returned.states = {}  # of parts that are others' now
         super().cut(placement)
-        if self.choice is not None:
-            self.choice = Choice()  # other messages take another time
+        if self._ordinary is not None and placement.as_it_is is not None:
+            self._ordinary.cut(placement.as_it_is)
+        self.choice = self._new_choice()  # other messages take another time
         self.remember(self.pushed.states)
 
     def remember(self, states: Mapping[Span, State]) -> None:
@@ -142,10 +158,32 @@ class Encoded(Alone):
         self, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray | None]:
         """In new memory; for values that come from a GPU, in `values`, which it copies from."""
+        if self._plain and self._ordinary is not None:
+            return self._add_as_they_are(self._ordinary, values, combine, comparison)
         if self._parts.landed is None:
             return self._add(values, combine, comparison)
         steps = self._add_in_place(values, combine, comparison)
         return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.updates])
+
+    def _add_as_they_are(
+        self, ordinary: Way, values: HostArray, combine: np.ufunc, comparison: Comparison | None
+    ) -> Steps[HostArray]:
+        """The ordinary way, with what the codec owes; `values` are the caller's, and stay as they are."""
+        given = self.pushed.with_owed(values) if self._measured else values
+        if given is values and ordinary.changes:
+            given = values.copy()
+        if self._exact is not None:
+            self.value[slice(*self.updates)] = self._exact
+        mine = given is not values
+        totals = yield from ordinary.reduce_scatter(given, combine, comparison, changeable=mine)
+        return given if totals is None else totals
+
+    def _complete_as_it_is(self, ordinary: Way, comparison: Comparison | None) -> Steps[None]:
+        """The value is this worker's own; through the memory of its host it is completed there, and copied."""
+        if ordinary.shared:
+            ordinary.value[slice(*self.updates)] = self.value[slice(*self.updates)]
+        yield from ordinary.allgather([self.value] if ordinary.shared else [], comparison)
+        self._exact = None  # it is in the value
 
     def _add_in_place(self, values: HostArray, combine: np.ufunc, comparison: Comparison | None) -> Steps[None]:
         totals = yield from self._add(values, combine, comparison)
@@ -193,10 +231,12 @@ class Encoded(Alone):
         )
 
     def _complete(self, comparison: Comparison | None) -> Steps[None]:
-        if not self._gathers:
+        if self._plain and self._ordinary is not None:
+            yield from self._complete_as_it_is(self._ordinary, comparison)
+        elif not self._gathers:
             yield from self._send_back(comparison)
         if self._measured and self.choice is not None:
-            self.choice.add(self._clock.now_s() - self._begun_s)
+            self.choice.end(self._clock.now_s())
             if self.choice.asks:
                 yield from self._agree(self.choice)
 

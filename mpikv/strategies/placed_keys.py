@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from mpikv.codecs import compression
+from mpikv.codecs.choice import Choices
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.nccl import NcclComm
@@ -27,7 +28,7 @@ from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.named import DEVICE
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
@@ -94,6 +95,7 @@ class PlacedKeys:
             self.communicators,
             nccl=self.nccl,
             plain_group=session.group,
+            choices=Choices(),
         )
         self._rounds = RoundSteps(
             session.num_workers,
@@ -164,8 +166,10 @@ class PlacedKeys:
         on_device = info.space == DEVICE
         path = self._session.members.device_path_of(info) if on_device else "host"
         may_be_encoded = info.codec != IDENTITY.name or info.dtype.itemsize == 2  # half precision
-        if may_be_encoded and _is_encoded(self._placement(info, keys or (info,), room=True)):
-            return None
+        if may_be_encoded:
+            placement = self._placement(info, keys or (info,), room=True)
+            if _is_encoded(placement) and not _goes_hosted(placement):
+                return None
         if on_device and path not in {"ipc", "staged"}:
             return None
         return self.hosts.reserve_key(0 if on_device and path == "ipc" else info.n_bytes, pages=on_device)
@@ -285,6 +289,11 @@ class PlacedKeys:
         if refused is not None:
             raise refused
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of values in host memory that the ranks of this host share."""
+        return sum(queue.info.n_bytes for queue in self.all() if queue.info.space == HOST and _is_in_memory(queue.way))
+
     # --- codecs
 
     def _encoders(self) -> list[tuple[RoundQueue, Encoded]]:
@@ -300,7 +309,9 @@ class PlacedKeys:
         return {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
 
     def compressed_keys(self) -> dict[str, Any]:
-        """Of each key that may travel encoded or as it is, how it does now, and what each took."""
+        """Of each key that may travel encoded or as it is, how it does now, and how long a round of all keys took that
+        are timed with it.
+        """
         return {
             str(info.key): {
                 "codec": info.codec,
@@ -341,7 +352,8 @@ class PlacedKeys:
                 self.direct.reset()
             for queue in self.all():
                 encoded = _is_encoded(queue.way.placement)
-                queue.way.cut(self._placement(queue.info, queue.keys, room=queue.way.shared, encoded=encoded))
+                room = _is_in_memory(queue.way)
+                queue.way.cut(self._placement(queue.info, queue.keys, room=room, encoded=encoded))
                 queue.comparison = None
 
     def join(self, buckets: Sequence[Bucket]) -> None:
@@ -388,3 +400,13 @@ def _encoder(way: Way) -> Encoded | None:
 
 def _is_encoded(placement: Placement) -> bool:
     return "encoded" in (placement.path, placement.host)
+
+
+def _goes_hosted(placement: Placement) -> bool:
+    """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
+    return placement.plain is not None and placement.plain[0] == "hosted"
+
+
+def _is_in_memory(way: Way) -> bool:
+    """Whether a value, or the one of rounds as they are, is in memory that the ranks of a host share."""
+    return way.shared or _goes_hosted(way.placement)

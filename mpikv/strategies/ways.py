@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.codecs.choice import Choices
 from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import TOTALS, HostKey
@@ -43,7 +44,8 @@ class Means(NamedTuple):
     plain_group: the same ranks for messages of device memory; None: `group` is.
     communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
     the keys that go by NCCL have in common. parts: how what is pushed comes to where a way in host memory reads it, and
-    what becomes of the parts of the result.
+    what becomes of the parts of the result. choices: for keys that travel encoded or as they are, whichever is faster;
+    None: they always travel encoded.
     """
 
     group: Group
@@ -54,6 +56,7 @@ class Means(NamedTuple):
     nccl: NcclWorkers | None = None
     parts: Parts = HERE
     plain_group: Group | None = None
+    choices: Choices | None = None
 
 
 class Way(Protocol):

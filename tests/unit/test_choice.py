@@ -16,19 +16,22 @@ from mpikv import optimizers
 from mpikv.codecs.choice import (
     CHECK_ROUNDS,
     FIRST_STRETCH_ROUNDS,
+    KEPT_ROUNDS,
     LONGEST_STRETCH_ROUNDS,
     MARGIN,
-    SAMPLES,
-    SETTLING_ROUNDS,
+    PERIOD_ROUNDS,
     Choice,
+    Choices,
+    Together,
 )
 from mpikv.codecs.compression import make
 from mpikv.config import Config
 from mpikv.keys import KeyInfo
+from mpikv.placement import Members, Wire, most_owners, place
 from mpikv.strategies.pieces import Pieces
 from mpikv.testing.stores import spawn_stores
 
-EACH = SETTLING_ROUNDS + SAMPLES
+EACH = PERIOD_ROUNDS
 FIRST = 2 * EACH  # rounds before the first decision
 Times = Callable[[int, bool], float]
 
@@ -41,7 +44,9 @@ def go_on(choices: list[Choice], rounds: int, seconds: Callable[[int, int, bool]
         assert all(choice.plain == plain for choice in choices)
         found.append(plain)
         for worker, choice in enumerate(choices):
-            choice.add(seconds(worker, round_, plain))
+            begun_s = 1e3 * round_ + worker
+            choice.begin(begun_s)
+            choice.end(begun_s + seconds(worker, round_, plain))
         assert len({choice.asks for choice in choices}) == 1
         if choices[0].asks:
             times = [choice.times for choice in choices]
@@ -59,21 +64,21 @@ def constant(encoded_s: float, plain_s: float) -> Callable[[int, int, bool], flo
     [(1.0, 2.0, False), (2.0, 1.0, True), (1.0, 1.0, True), (0.98, 1.0, True), (0.96, 1.0, False)],
 )
 def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: bool) -> None:
-    choice = Choice()
+    choice = Choice(Together())
     travelled = go_on([choice], FIRST + 1, constant(encoded_s, plain_s))
     assert travelled == [False] * EACH + [True] * EACH + [ends_plain]
-    assert choice.seconds == [encoded_s, plain_s]
+    assert choice.seconds == pytest.approx([encoded_s, plain_s])
     assert choice.looks == 1
 
 
 def test_what_is_no_faster_is_tried_ever_more_seldom() -> None:
-    travelled = np.array(go_on([Choice()], 40 * FIRST_STRETCH_ROUNDS, constant(1.0, 10.0)))
+    travelled = np.array(go_on([Choice(Together())], 40 * FIRST_STRETCH_ROUNDS, constant(1.0, 10.0)))
     begins = np.flatnonzero(travelled[1:] & ~travelled[:-1]) + 1
     stretches = [FIRST_STRETCH_ROUNDS * 2**i for i in range(len(begins) - 1)]
     assert (np.diff(begins) - EACH).tolist() == stretches
     assert len(begins) == 6
     assert travelled.sum() == 6 * EACH
-    choice = Choice()
+    choice = Choice(Together())
     for _ in range(40):
         choice.plain = True  # it is what is tried
         choice._decide([1.0, 10.0])
@@ -84,7 +89,7 @@ def test_what_is_no_faster_is_tried_ever_more_seldom() -> None:
 def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
     """Long before the stretch is over: at the next comparison of times."""
     slow, fast = constant(2.0, 8.0), constant(1.5, 0.5)
-    choice = Choice()
+    choice = Choice(Together())
     before, after = (slow, fast) if slow_first else (fast, slow)
     go_on([choice], FIRST + 2 * CHECK_ROUNDS, before)
     assert (choice.plain, choice.looks) == (not slow_first, 1)
@@ -96,11 +101,11 @@ def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
 
 def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
     """Each round another worker begins last; it alone sees how long the round itself takes."""
-    choices = [Choice() for _ in range(3)]
+    choices = [Choice(Together()) for _ in range(3)]
     seconds = constant(1.0, 0.5)
     waits = lambda worker, round_, plain: seconds(worker, round_, plain) + 7.0 * ((worker + round_) % 3)  # noqa: E731
     go_on(choices, FIRST, waits)
-    assert [choice.seconds for choice in choices] == [[1.0, 0.5]] * 3
+    assert all(choice.seconds == pytest.approx([1.0, 0.5]) for choice in choices)
     assert all(choice.plain for choice in choices)
 
 
@@ -115,12 +120,125 @@ def test_a_worker_that_waits_for_others_says_nothing_of_the_link() -> None:
 def test_all_workers_decide_alike(workers: int, seed: int, encoded_s: float, plain_s: float, noise: float) -> None:
     """Whatever times they see (`go_on` asserts it); without noise they end with the faster one."""
     rng = np.random.default_rng(seed)
-    choices = [Choice() for _ in range(workers)]
+    choices = [Choice(Together()) for _ in range(workers)]
     rounds = FIRST + FIRST_STRETCH_ROUNDS + 3 * EACH
     go_on(choices, rounds, lambda worker, round_, plain: (plain_s if plain else encoded_s) * (1 + noise * rng.random()))
-    choices = [Choice() for _ in range(workers)]
+    choices = [Choice(Together()) for _ in range(workers)]
     go_on(choices, FIRST, constant(encoded_s, plain_s))
     assert choices[0].plain == (plain_s < encoded_s * MARGIN)
+
+
+# --- keys that are pushed together
+
+
+def calls(choices: list[Choice], n_calls: int, ends_s: Callable[[bool], list[float]]) -> list[list[bool]]:
+    """One worker's calls of all keys; how each key travelled in each. ends_s: of the keys, once they go encoded or not.
+
+    Keys that end later see times of those that have ended: each decides when it ends, before the next call begins.
+    """
+    found = []
+    for call in range(n_calls):
+        found.append([choice.plain for choice in choices])
+        begun_s, ends = 1e3 * call, ends_s(choices[0].plain)
+        for choice in choices:
+            choice.begin(begun_s)
+        for i in np.argsort(ends):
+            choices[i].end(begun_s + ends[i])
+            if choices[i].asks:
+                choices[i].agree([choices[i].times])
+    return found
+
+
+@pytest.mark.parametrize("ends_plain", [False, True])
+def test_keys_decide_by_what_all_of_them_took(ends_plain: bool) -> None:
+    """Each key but the last ends sooner in the one form, the whole call in the other: the call counts, for all."""
+    few, whole = [0.1, 0.2, 0.3, 5.0], [1.0, 1.1, 1.2, 2.0]
+    choices = Choices()
+    keys = [choices.of("fp16") for _ in few]
+    travelled = calls(keys, FIRST + 1, lambda plain: whole if plain == ends_plain else few)
+    assert travelled == [[False] * 4] * EACH + [[True] * 4] * EACH + [[ends_plain] * 4]
+    seconds = [2.0, 5.0] if not ends_plain else [5.0, 2.0]
+    assert all(choice.seconds == pytest.approx(seconds) for choice in keys)
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 1.0]))
+def test_keys_of_a_call_always_decide_alike(n_keys: int, seed: int, noise: float) -> None:
+    """Whatever the times, in whichever order they end; the last round, which is not over for all, counts for none."""
+    rng, choices = np.random.default_rng(seed), Choices()
+    keys = [choices.of("fp16") for _ in range(n_keys)]
+    base = rng.random((2, n_keys)) + 0.1
+    rounds = FIRST + FIRST_STRETCH_ROUNDS + 3 * EACH
+    travelled = calls(keys, rounds, lambda plain: (base[int(plain)] * (1 + noise * rng.random(n_keys))).tolist())
+    assert all(len(set(call)) == 1 for call in travelled)
+    assert len({tuple(map(str, choice.seconds)) for choice in keys}) == 1
+
+
+def test_time_in_which_nothing_is_under_way_belongs_to_no_round() -> None:
+    together = Together()
+    first, second = Choice(together), Choice(together)
+    first.begin(0.0)
+    second.begin(1.0)
+    first.end(3.0)
+    second.end(4.0)
+    second.begin(100.0)
+    second.end(102.0)
+    assert together.seconds == {0: 4.0, 1: 2.0}
+
+
+def test_which_keys_are_timed_together() -> None:
+    """Those of one codec that begin with the same round; of their rounds few are kept."""
+    choices = Choices()
+    first, second, other = choices.of("fp16"), choices.of("fp16"), choices.of("2bit")
+    assert first._together is second._together is not other._together
+    for round_ in range(2 * KEPT_ROUNDS):
+        first.begin(round_)
+        first.end(round_ + 0.5)
+    late = choices.of("fp16")
+    assert late._together is not first._together
+    assert choices.of("2bit")._together is other._together
+    assert list(first._together.seconds) == list(range(KEPT_ROUNDS, 2 * KEPT_ROUNDS))
+
+
+def test_keys_of_a_store_decide_together() -> None:
+    """Three keys of a call on two workers: small ones end sooner encoded, and the large one later."""
+
+    def body(store: Any) -> Any:
+        keys = ["a", "b", "c"]
+        store.init(keys, [np.zeros(67, np.float32)] * 3)
+        ways = [store.strategy.keys.queues[store.session.infos[key].id].way for key in keys]
+        begun, now, travelled = [0], [0.0], []
+        for i, way in enumerate(ways):
+            way._clock = OfACall(way, begun, now, encoded_s=(0.1, 0.1, 9.0)[i], plain_s=1.0)
+        for round_ in range(FIRST + 1):
+            begun[0] = round_
+            values = [pushed(store.rank, round_) for _ in keys]
+            store.pushpull(keys, values)
+            travelled.append([way._plain for way in ways])
+        return travelled, store.stats()["compressed_keys"]
+
+    config = Config(timeout_s=20.0)
+    found = spawn_stores("dist_sync", 2, body, hosts="ab", config=config, compression=make(TWO_BITS))
+    for travelled, rows in found:
+        assert travelled == [[False] * 3] * EACH + [[True] * 3] * (EACH + 1)
+        assert [rows[key]["encoded_s"] for key in "abc"] == pytest.approx([9.0] * 3)
+        assert [rows[key]["plain_s"] for key in "abc"] == pytest.approx([1.0] * 3)
+
+
+class OfACall:
+    """The clock of a worker as one key sees it, whose round begins with the call and ends so much later.
+
+    begun: how many calls there were; now: the time, which never goes back, whichever key ends first.
+    """
+
+    def __init__(self, way: Any, begun: list[int], now: list[float], **seconds: float) -> None:
+        self._way, self._begun, self._now, self._seconds, self._under_way = way, begun, now, seconds, False
+
+    def now_s(self) -> float:
+        self._under_way = not self._under_way
+        passed_s = 0.0 if self._under_way else self._seconds["plain_s" if self._way._plain else "encoded_s"]
+        self._now[0] = max(self._now[0], 100.0 * self._begun[0] + passed_s)
+        return self._now[0]
 
 
 # --- what is owed
@@ -173,7 +291,7 @@ class GivenTimes:
         raise AssertionError("nobody sleeps by it")
 
 
-def train(compression: Any, seconds: Times, rounds: int, *, workers: int = 3, optimizer: bool = False) -> list[Any]:
+def train(compression: Any, seconds: Times, rounds: int, *, hosts: str = "abc", optimizer: bool = False) -> list[Any]:
     """Rounds of whole numbers on workers of several hosts: what a worker had of each, what it owes at last, stats."""
 
     def body(store: Any) -> Any:
@@ -194,9 +312,7 @@ def train(compression: Any, seconds: Times, rounds: int, *, workers: int = 3, op
         return np.array(found, np.float64), plain, owed, store.stats()
 
     config = Config(timeout_s=20.0)
-    return spawn_stores(
-        "dist_sync", workers, body, hosts="abcde"[:workers], config=config, compression=make(compression)
-    )
+    return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, compression=make(compression))
 
 
 def pushed(worker: int, round_: int) -> np.ndarray:
@@ -208,19 +324,23 @@ LOOKS = FIRST + CHECK_ROUNDS + EACH
 
 
 @pytest.mark.parametrize("optimizer", [False, True], ids=["gather", "owners"])
-@pytest.mark.parametrize("link", ["slow", "fast", "faster at last"])
-def test_all_that_is_pushed_arrives(link: str, optimizer: bool) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "link"), [("abc", "slow"), ("abc", "fast"), ("abc", "faster at last"), ("aabb", "faster at last")]
+)
+def test_all_that_is_pushed_arrives(hosts: str, link: str, optimizer: bool) -> None:
     """What all rounds added, and what is owed, is the sum of all pushes, exactly; all workers go the same ways."""
 
     def seconds(round_: int, plain: bool) -> float:
         fast = link == "fast" or (link == "faster at last" and round_ >= FIRST)
         return (1.0 if plain else 1.5) if fast else (8.0 if plain else 4.0)
 
-    found = train(TWO_BITS, seconds, LOOKS + 1, optimizer=optimizer)
+    found = train(TWO_BITS, seconds, LOOKS + 1, hosts=hosts, optimizer=optimizer)
     values, travelled, _, stats = found[0]
     assert all(np.array_equal(one[0], values) and one[1] == travelled for one in found)
     arrived = -values[-1] if optimizer else values.sum(axis=0)
-    total = sum(pushed(worker, round_).astype(np.float64) for worker in range(3) for round_ in range(LOOKS + 1))
+    total = sum(
+        pushed(worker, round_).astype(np.float64) for worker in range(len(hosts)) for round_ in range(LOOKS + 1)
+    )
     assert np.array_equal(arrived + sum(owed for _, _, owed, _ in found), total)
     assert travelled[:FIRST] == [False] * EACH + [True] * EACH
     assert travelled[FIRST : FIRST + CHECK_ROUNDS] == [link == "fast"] * CHECK_ROUNDS
@@ -260,3 +380,93 @@ def test_values_that_come_back_encoded() -> None:
         expected = total if travelled[round_] else total.astype(np.float16)
         assert np.array_equal(values[round_], expected)
     assert travelled[-1]
+
+
+# --- the way of rounds as they are
+
+
+@pytest.mark.parametrize(
+    ("hosts", "n", "compression", "algorithm", "expected"),
+    [
+        ("abc", 1000, "2bit", "auto", ("messages", "naive")),
+        ("abc", 20000, "2bit", "auto", ("messages", "ring")),
+        ("abc", 1000, {"type": "2bit", "force": True}, "auto", None),
+        ("abc", 1000, "2bit", "native", None),
+        ("aabb", 1000, "2bit", "auto", ("hosted", "hierarchical")),
+        ("abcde", 1000, "2bit", "auto", ("messages", "ring")),  # one of five would own nothing
+        ("abcdefgh", 1000, "2bit", "auto", ("messages", "halving_doubling")),
+    ],
+)
+def test_which_way_rounds_go_as_they_are(hosts: str, n: int, compression: Any, algorithm: str, expected: Any) -> None:
+    """That of a key without compression, with the bounds that the key has: owners keep their states."""
+    travels = make(compression)
+    members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
+    wire = Wire(n // 4, 4 * n, codec=True, force=travels.force)
+    info = KeyInfo("w", 0, (n,), np.dtype(np.float32), travels.text)
+    placement = place(members, info, wire=wire)
+    assert placement.path == "encoded"
+    assert placement.plain == expected
+    half = place(members, info._replace(dtype=np.dtype(np.float16)), wire=wire, encoded=True)
+    assert half.plain is None  # it travels as it is on the encoded path anyway
+    for whole in (False, True):
+        updated = place(members, info, wire=wire, whole=whole, updated=True, encoded=True)
+        plain = updated.as_it_is
+        assert (plain is None) == (expected is None)
+        if plain is not None:
+            assert (plain.path, plain.bounds, plain.owners) == (expected[0], updated.bounds, updated.owners)
+            assert plain.bounds[most_owners(plain.algorithm, len(hosts))] == n
+
+
+def whole_numbers(
+    hosts: str, n: int, compression: Any, *, optimizer_at: int | None, factor_at: int | None = None
+) -> list[Any]:
+    """Rounds of values that 2bit sends exactly, with plain ones faster: a worker's values after each, and what it sent.
+
+    optimizer_at: the round before which an optimizer is set; factor_at: from which on workers' factors differ.
+    """
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(n, np.float32))
+        way = store.strategy.keys.queues[store.session.infos["w"].id].way
+        if compression != "none":
+            way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 2.0)
+        optimizer = optimizers.create("sgd", learning_rate=0.5, momentum=0.5, wd=0.0)
+        values, sent = [], []
+        for round_ in range(2 * FIRST + 4):
+            if round_ == optimizer_at:
+                store.set_optimizer(optimizer)
+            factor = 1.0
+            if factor_at is not None and round_ >= factor_at:
+                factor = 2.0 ** (store.rank - 1)
+                optimizer.rescale_grad = 1 / factor
+            value = (np.random.default_rng([store.rank, round_]).integers(-1, 2, n) * factor).astype(np.float32)
+            before = store.stats()
+            store.pushpull("w", value)
+            after = store.stats()
+            values.append(value.tobytes())
+            sent.append([after[name] - before[name] for name in ("messages_sent", "bytes_sent")])
+        assert store.stats().get("shared_bytes", 0) == (4 * n if len(set(hosts)) < len(hosts) else 0)
+        return values, sent, getattr(way, "_plain", None)
+
+    config = Config(timeout_s=20.0, bucket_bytes=0)
+    return spawn_stores("dist_sync", len(hosts), body, hosts=hosts, config=config, compression=make(compression))
+
+
+@pytest.mark.parametrize(("hosts", "n"), [("abc", 66), ("abc", 9001), ("aabb", 9000), ("aab", 67)])
+@pytest.mark.parametrize("optimizer_at", [None, FIRST + 2])
+def test_rounds_as_they_are_go_the_way_without_compression(hosts: str, n: int, optimizer_at: int | None) -> None:
+    """The same values after every round, whichever way it went, with an optimizer; at last as many messages."""
+    found = whole_numbers(hosts, n, TWO_BITS, optimizer_at=optimizer_at)
+    plain = whole_numbers(hosts, n, "none", optimizer_at=optimizer_at)
+    assert [values for values, _, _ in found] == [values for values, _, _ in plain]
+    assert all(travels_plain for _, _, travels_plain in found)
+    if hosts != "aab":  # there the owners have other parts: a worker has as much as any other, not a host
+        assert [sent[-2:] for _, sent, _ in found] == [sent[-2:] for _, sent, _ in plain]
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+def test_workers_with_different_factors_in_rounds_as_they_are(hosts: str) -> None:
+    """Labels are compared on this way, too: powers of two change no bit."""
+    found = whole_numbers(hosts, 64, TWO_BITS, optimizer_at=0, factor_at=FIRST + 1)
+    alike = whole_numbers(hosts, 64, "none", optimizer_at=0)
+    assert [values for values, _, _ in found] == [values for values, _, _ in alike]
