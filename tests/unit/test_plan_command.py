@@ -346,7 +346,11 @@ def test_a_compressed_plan_says_what_was_assumed(
     assert "ns for an element by TwoBit(threshold=0.5): encode 1, decode 2, add 3" in out
     assert plan(*words, "--json", str(tmp_path / "plan.json")) == 0
     settings = json.loads((tmp_path / "plan.json").read_text())["settings"]
-    assert (settings["compression"], settings["buckets"], settings["optimizer"]) == ("2bit", True, True)
+    assert (settings["compression"], settings["buckets"], settings["optimizer"]) == (
+        compression.make("2bit").text,
+        True,
+        True,
+    )
     assert settings["codec_costs"]["TwoBit(threshold=0.5)"] == FAST._asdict()
 
 
