@@ -7,7 +7,8 @@ Short messages to one rank travel together, in *bundles*. Every rank takes in al
 that nobody has begun to receive waits here. Long messages leave at once, until this rank has something of a priority to
 send. From then on there is one rule: *nothing is sent that is not taken at the other end, whatever the other end waits
 for.* A long message then leaves when its receiver has asked for it, which it does when it begins to receive it. Bundles
-carry what receivers ask for, and how much they have taken.
+carry what receivers ask for, how much they have taken, and whether who sends them has priorities: while the other rank
+has none, nobody waits for what it would be told, and it is told with what is sent anyway.
 
 So what is under way gets through, and the sender can afford to have only so many bytes under way to each rank,
 `WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
@@ -22,7 +23,8 @@ Whether a message is short follows from the length of its values, which both end
 stay in order among the short ones and among the long ones, and each receive knows which of the two it waits for.
 
 Cost: a short message is copied into its bundle and out of it; 8 bytes of a bundle for each message and for each run of
-long messages that are asked for. An `MPI_Improbe` in each step of the engine. Restrictions: arrays in host memory.
+long messages that are asked for. With priorities one bundle more for each few long messages, without them one for each
+16 MiB that are received where nothing else is sent. An `MPI_Improbe` in each step of the engine. Restrictions: arrays in host memory.
 Messages between ranks of one host go straight to the transport below.
 """
 
@@ -43,9 +45,12 @@ from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
 TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
+LATE_BYTES = (
+    16 * WINDOW_BYTES
+)  # the same while the other rank waits for nothing; far from what a count of 32 bits holds
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
-_FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, nothing
+_FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, whether the sender has priorities
 
 
 class _Sending(Completion):
@@ -127,6 +132,8 @@ class _Peer:
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
         self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
         self.coming: deque[tuple[HostArray, Request]] = deque()  # bundles
+        self.has_priorities = False  # it waits to be asked, and for room
+        self.knows_priorities = False  # it was told that this rank does
         self.error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -220,10 +227,16 @@ class OrderedTransport:
                     self._sent(peer, request, sending.n_bytes, sending)
                 else:
                     break
-            if peer.asking or peer.taken_bytes >= TOLD_BYTES:
+            if self._must_tell(peer):
                 self._bundle(dest, peer, only_asking=True)
             if not (peer.short or peer.long or peer.under_way):
                 del self._active[dest]
+
+    def _must_tell(self, peer: _Peer) -> bool:
+        """Whether it waits for what this rank has to tell, or does not know that this rank waits."""
+        if peer.has_priorities and (peer.asking or peer.taken_bytes >= TOLD_BYTES):
+            return True
+        return peer.taken_bytes >= LATE_BYTES or self._by_priority and not peer.knows_priorities
 
     @staticmethod
     def _has_left(peer: _Peer) -> bool:
@@ -258,8 +271,8 @@ class OrderedTransport:
             sendings.append(heappop(peer.short)[3])
             n_bytes += size
         peer.short_bytes -= n_bytes
-        head = [len(asking), len(sendings), peer.taken_bytes, 0]
-        peer.taken_bytes = 0
+        head = [len(asking), len(sendings), peer.taken_bytes, int(self._by_priority)]
+        peer.taken_bytes, peer.knows_priorities = 0, self._by_priority
         for pair in asking.items():
             head += pair
         for sending in sendings:
@@ -315,14 +328,15 @@ class OrderedTransport:
             looked_at, peer.looked_at = peer.looked_at, []
             for asked in looked_at:
                 asked.wake()
-            if peer.taken_bytes >= TOLD_BYTES:
+            if self._must_tell(peer):
                 self._active[source] = peer
         if self._active:
             self.flush()
 
     def _open(self, source: int, peer: _Peer, bundle: HostArray) -> None:
         peer.taken_bytes += bundle.size
-        n_asked, n_messages, read_bytes, _ = bundle[: 4 * _FIRST].view(np.uint32).tolist()
+        n_asked, n_messages, read_bytes, has_priorities = bundle[: 4 * _FIRST].view(np.uint32).tolist()
+        peer.has_priorities = bool(has_priorities)
         peer.unread_bytes -= read_bytes
         peer.unasked_bytes = min(peer.unasked_bytes, peer.unread_bytes)
         if peer.short or peer.long:
