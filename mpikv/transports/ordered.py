@@ -24,8 +24,8 @@ stay in order among the short ones and among the long ones, and each receive kno
 
 Cost: a short message is copied into its bundle and out of it; 8 bytes of a bundle for each message and for each run of
 long messages that are asked for. With priorities one bundle more for each few long messages, without them one for each
-16 MiB that are received where nothing else is sent. An `MPI_Improbe` in each step of the engine. Restrictions: arrays in host memory.
-Messages between ranks of one host go straight to the transport below.
+16 MiB that are received where nothing else is sent. An `MPI_Improbe` in each step of the engine. Restrictions: arrays
+in host memory. Messages between ranks of one host go straight to the transport below.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class _Receiving(Completion):
 class _Asked(Completion):
     """A long message that was asked for. It is taken as soon as it has come, whoever waits for it."""
 
-    __slots__ = ("_n_bytes", "_peer", "_request")
+    __slots__ = ("_n_bytes", "_peer", "_request", "_tag")
 
-    def __init__(self, request: Request, n_bytes: int, peer: _Peer) -> None:
+    def __init__(self, request: Request, n_bytes: int, peer: _Peer, tag: int) -> None:
         super().__init__()
-        self._request, self._n_bytes, self._peer = request, n_bytes, peer
+        self._request, self._n_bytes, self._peer, self._tag = request, n_bytes, peer, tag
         self.wake()
 
     def wake(self) -> None:
@@ -101,14 +101,18 @@ class _Asked(Completion):
             try:
                 if self._request.test():
                     self._peer.taken_bytes += self._n_bytes
-                    self.finish()
+                    self._has_come(None)
                 elif wakes(self._request, self):
                     return
                 else:
                     self._peer.looked_at.append(self)
                     return
             except Exception as error:  # noqa: BLE001 - raised to whoever waits for it
-                self.finish(error)
+                self._has_come(error)
+
+    def _has_come(self, error: Exception | None) -> None:
+        _count(self._peer.expected, self._tag, -1)
+        self.finish(error)
 
 
 Waiting = tuple[int, bool, int, _Sending]  # what is to leave first is smallest: -priority, is long, number
@@ -124,6 +128,8 @@ class _Peer:
         self.held: dict[int, deque[Waiting]] = {}  # long messages that nobody has asked for, by tag
         self.asked: dict[int, int] = {}  # how many more the other one has asked for than have left, by tag
         self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
+        self.asking_bytes = 0
+        self.expected: dict[int, int] = {}  # how many more it has been told than have come, by tag
         self.under_way: deque[tuple[Request, _Sending | None]] = deque()  # None: a bundle
         self.unread_bytes = 0  # sent, and not known to be taken
         self.unasked_bytes = 0  # of these at most so many left without being asked for
@@ -233,10 +239,17 @@ class OrderedTransport:
                 del self._active[dest]
 
     def _must_tell(self, peer: _Peer) -> bool:
-        """Whether it waits for what this rank has to tell, or does not know that this rank waits."""
-        if peer.has_priorities and (peer.asking or peer.taken_bytes >= TOLD_BYTES):
+        """Whether it waits for what this rank has to tell, or does not know that this rank waits.
+
+        While messages of a tag have yet to come that it was asked for, it has something to send, and more of them are
+        asked for several at a time.
+        """
+        if peer.has_priorities and (
+            max(peer.asking_bytes, peer.taken_bytes) >= TOLD_BYTES
+            or any(peer.expected.get(tag, 0) <= 0 for tag in peer.asking)
+        ):
             return True
-        return peer.taken_bytes >= LATE_BYTES or self._by_priority and not peer.knows_priorities
+        return peer.taken_bytes >= LATE_BYTES or (self._by_priority and not peer.knows_priorities)
 
     @staticmethod
     def _has_left(peer: _Peer) -> bool:
@@ -261,7 +274,9 @@ class OrderedTransport:
 
     def _bundle(self, dest: int, peer: _Peer, *, only_asking: bool = False) -> None:
         """Send a bundle: what this rank asks for, and the short messages that fit and have no long one before them."""
-        asking, peer.asking = peer.asking, {}
+        asking, peer.asking, peer.asking_bytes = peer.asking, {}, 0
+        for tag, count in asking.items():
+            _count(peer.expected, tag, count)
         sendings: list[_Sending] = []
         n_bytes = 0
         while peer.short and not only_asking and not (peer.long and peer.long[0] < peer.short[0]):
@@ -296,8 +311,9 @@ class OrderedTransport:
         n_bytes = buf.nbytes - room_bytes
         if n_bytes > self._short_bytes:
             _count(peer.asking, tag, 1)
+            peer.asking_bytes += n_bytes
             self._active[source] = peer
-            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer)
+            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer, tag)
         receiving = _Receiving(buf.reshape(-1).view(np.uint8), room_bytes)
         if tag in peer.arrived:
             receiving.take(_first(peer.arrived, tag), source, tag)
