@@ -30,7 +30,8 @@ def main() -> int:
         return mpikv(["bench", "wire", *options.words])
     statuses = []
     for n_hosts in map(int, options.hosts.split(",")):
-        for options.rate in map(float, options.rates.split(",")):
+        for rate in map(float, options.rates.split(",")):
+            options.rate = rate
             print(f"\n{n_hosts} hosts, {options.rate:g} Mbit/s each way, MTU {options.mtu}, {options.mpi}", flush=True)
             statuses.append(_hosts.run(options, n_hosts, 1))
     return max(statuses)

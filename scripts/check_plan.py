@@ -110,6 +110,7 @@ def measure(
     servers: int,
     turns: int,
     params_of_codec: dict[str, Any] | None,
+    *,
     bucket_bytes: int | None = None,
 ) -> dict[str, Any] | None:
     """Steps of one kind, on every worker; None on servers. bucket_bytes: of the bundles; None: the store's default."""
