@@ -7,8 +7,13 @@ hosts one job runs. In it each workload is trained with all ranks as workers (`d
 there are workers left, with 1 and 2 of them as servers (`dist_sync` and `dist_async`): one step to make connections,
 then `--turns` steps or, of short ones, more, of which the median counts, each begun by all workers together. What is
 predicted comes from what `mpikv plan` runs, told nothing but the links' rate, packets and latency.
-Messages and bytes are counted by the store and must be those of the plan. The status is 1 where a prediction is off by
-more than `--limit` percent, or a count by one.
+Messages and bytes are counted by the store and must be those of the plan. Which short messages share a bundle depends
+on time, so that those of an allreduce are counted in steps of their own, with MPIKV_BUCKET_BYTES=0; times are those of
+the store as it is, `sent` is what it sent with bundles. The status is 1 where a prediction is off by more than
+`--limit` percent, or a count by one.
+
+`--compression` trains with gradients compressed so, each time with `force`: what is compared is what travels encoded,
+not which form the store has found to be faster. How fast the codec is, worker 0 measures before.
 
 The pretended network works on the same cores as the ranks. With few of them use `--mtu 9000`: packets of 1500 bytes
 keep 2 cores so busy that from 3 hosts on they, and not the links, are what is measured.
@@ -37,14 +42,16 @@ def main() -> int:
     _hosts.add_options(parser)
     parser.add_argument("--hosts", default="2,3,4", help="numbers of hosts (default 2,3,4)")
     parser.add_argument("--workloads", default="lenet,16M,resnet18", help="networks or bytes (default %(default)s)")
+    text = "names of codecs, or JSON (default none)"
+    parser.add_argument("--compression", nargs="+", default=["none"], help=text)
     parser.add_argument("--turns", type=int, default=TURNS, help=f"measured steps of each (default {TURNS})")
     parser.add_argument("--limit", type=float, default=15.0, help="allowed difference in percent (default 15)")
     parser.add_argument("--json", type=Path, help="add what was measured to this file, one line each")
     options = parser.parse_args()
     if options.rank:
         return run_rank(options)
-    print(f"{'hosts':>5} {'workload':>9} {'mode':>26} {'W+S':>4} {'measured ms':>12} {'plan ms':>9} {'off %':>6}"
-          f" {'messages':>9} {'MB':>8}", flush=True)  # fmt: skip
+    print(f"{'compression':>34} {'hosts':>5} {'workload':>9} {'mode':>26} {'W+S':>4} {'measured ms':>12} {'plan ms':>9}"
+          f" {'off %':>6} {'messages':>9} {'MB':>8} {'sent':>6}", flush=True)  # fmt: skip
     statuses = [_hosts.run(options, int(n_hosts), 1) for n_hosts in options.hosts.split(",")]
     return int(any(statuses))
 
@@ -59,11 +66,20 @@ def run_rank(options: argparse.Namespace) -> int:
     modes += [
         (name, servers) for servers in (1, 2) if size - servers > servers - 1 for name in ("dist_sync", "dist_async")
     ]
-    for workload in options.workloads.split(","):
-        for name, servers in modes:
-            found = measure(workload, name, servers, options.turns)
-            if found is not None and comm.Get_rank() == 0:
-                bad += compare(options, (workload, name, servers), size, found)
+    for text in options.compression:
+        params, speeds = params_of(text), {}
+        if comm.Get_rank() == 0:
+            speeds = speeds_of(params)
+        quiet_barrier(comm)
+        for workload in options.workloads.split(","):
+            for name, servers in modes:
+                found = measure(workload, name, servers, options.turns, params)
+                if found is not None and not servers:
+                    one_by_one = measure(workload, name, servers, 1, params, bucket_bytes=0)
+                    found |= {"sent_messages": found["messages"]}
+                    found |= {what: one_by_one[what] for what in ("messages", "sent_bytes")}
+                if found is not None and comm.Get_rank() == 0:
+                    bad += compare(options, (workload, name, servers, text, speeds), size, found)
     return bad_status(comm, bad)
 
 
@@ -72,8 +88,32 @@ def bad_status(comm: Any, bad: int) -> int:
     return int(comm.bcast(bad) > 0)
 
 
-def measure(workload: str, name: str, servers: int, turns: int) -> dict[str, Any] | None:
-    """Steps of one kind, on every worker; None on servers."""
+def params_of(text: str) -> dict[str, Any] | None:
+    """What a Trainer takes."""
+    if text == "none":
+        return None
+    return {**(json.loads(text) if text.startswith("{") else {"type": text}), "force": True}
+
+
+def speeds_of(params: dict[str, Any] | None) -> dict[Any, Any]:
+    """Of the codecs, on this machine."""
+    from mpikv.codecs import compression  # noqa: PLC0415
+    from mpikv.plan.calibrate import speed_of  # noqa: PLC0415
+
+    travels = compression.make(params)
+    return {} if travels.plain else {codec: speed_of(codec) for codec in (travels.push, travels.pull)}
+
+
+def measure(
+    workload: str,
+    name: str,
+    servers: int,
+    turns: int,
+    params_of_codec: dict[str, Any] | None,
+    *,
+    bucket_bytes: int | None = None,
+) -> dict[str, Any] | None:
+    """Steps of one kind, on every worker; None on servers. bucket_bytes: of the bundles; None: the store's default."""
     import numpy as np  # noqa: PLC0415
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -81,6 +121,8 @@ def measure(workload: str, name: str, servers: int, turns: int) -> dict[str, Any
     from mpikv import kv  # noqa: PLC0415
 
     config = mpikv.Config.from_environ().with_(server_placement="last", num_servers=servers)
+    if bucket_bytes is not None:
+        config = config.with_(bucket_bytes=bucket_bytes)
     comm = MPI.COMM_WORLD
     workers = comm.Split(int(comm.Get_rank() >= comm.Get_size() - servers), comm.Get_rank())
     try:
@@ -90,7 +132,7 @@ def measure(workload: str, name: str, servers: int, turns: int) -> dict[str, Any
     sizes = plan_of(workload).sizes
     # Names in the order of the layers, as a trainer sorts them.
     params = {f"{i:04}": mpikv.Parameter(np.zeros(n, np.float32)) for i, n in enumerate(sizes)}
-    trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store)
+    trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=params_of_codec)
     for parameter in params.values():
         parameter.grad[...] = 1.0
     seconds: list[float] = []
@@ -104,7 +146,7 @@ def measure(workload: str, name: str, servers: int, turns: int) -> dict[str, Any
         seconds.append(workers.allreduce(time.perf_counter() - start_s, MPI.MAX))
     after = store.stats()
     counts = [int(workers.allreduce(after[what] - before[what], MPI.MAX)) for what in ("messages_sent", "bytes_sent")]
-    if name == "dist_sync":
+    if name == "dist_sync" and params_of_codec is None:
         expected = -0.5 * workers.Get_size() * len(seconds)
         assert all((parameter.data == expected).all() for parameter in params.values()), "wrong weights"
     store.close()
@@ -126,33 +168,53 @@ def plan_of(workload: str) -> Any:
     return of_model(workload) if workload in models.NAMES else of_bytes(int(float(workload[:-1]) * (1 << 20)))
 
 
-def compare(options: argparse.Namespace, case: tuple[str, str, int], size: int, found: dict[str, Any]) -> bool:
+def compare(
+    options: argparse.Namespace, case: tuple[str, str, int, str, dict[Any, Any]], size: int, found: dict[str, Any]
+) -> bool:
     """Print one line; whether the prediction is off by more than the limit, or a count by one.
 
-    case: workload, type of the store, servers.
+    case: workload, type of the store, servers, compression, and how fast its codecs are.
     """
+    from mpikv.codecs import compression  # noqa: PLC0415
     from mpikv.plan import allreduce  # noqa: PLC0415
     from mpikv.plan import servers as with_servers  # noqa: PLC0415
     from mpikv.plan.costs import Costs, Link  # noqa: PLC0415
 
-    workload, name, servers = case
+    workload, name, servers, text, speeds = case
+    travels = compression.make(params_of(text))
     link = Link(options.rate * 1e6 / 8, LATENCY_S, options.mtu)
     workers = size - servers
     if servers:
         plan = with_servers.simulate(
-            plan_of(workload), workers, servers, link, Costs(), synchronous=name == "dist_sync"
+            plan_of(workload),
+            workers,
+            servers,
+            link,
+            Costs(),
+            synchronous=name == "dist_sync",
+            compression=travels,
+            speeds=speeds,
         )
     else:
-        plan = allreduce.predict(plan_of(workload), workers, link, Costs())
+        step = allreduce.Step(travels, speeds=speeds)
+        plan = allreduce.predict(plan_of(workload), workers, link, Costs(), step=step)
     measured_s = statistics.median(found["seconds"])
     off = plan.exchange_s / measured_s - 1
     same = (plan.messages, plan.sent_bytes) == (found["messages"], found["sent_bytes"])
-    line = f"{size:>5} {workload:>9} {plan.mode:>26} {f'{workers}+{servers}':>4} {1e3 * measured_s:12.1f}"
+    line = f"{text:>34} {size:>5} {workload:>9} {plan.mode:>26} {f'{workers}+{servers}':>4} {1e3 * measured_s:12.1f}"
     line += f" {1e3 * plan.exchange_s:9.1f} {100 * off:6.1f} {found['messages']:9} {found['sent_bytes'] / 1e6:8.2f}"
+    line += f" {found.get('sent_messages', found['messages']):6}"
     print(line if same else f"{line}  plan: {plan.messages} messages, {plan.sent_bytes} bytes", flush=True)
     if options.json:
         with options.json.open("a") as file:
-            entry = {"hosts": size, "workload": workload, "mode": plan.mode, "workers": workers, "servers": servers}
+            entry = {
+                "hosts": size,
+                "workload": workload,
+                "mode": plan.mode,
+                "workers": workers,
+                "servers": servers,
+                "compression": text,
+            }
             entry |= {**found, "plan_s": plan.exchange_s, "mtu": options.mtu, "rate_mbit": options.rate}
             file.write(json.dumps(entry) + "\n")
     return bool(abs(off) > options.limit / 100 or not same)

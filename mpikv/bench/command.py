@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mpikv import optimizers
-from mpikv.bench import allreduce, codec, gloo, link, lists, output, plot, ps, pushpull, updates
+from mpikv.bench import allreduce, codec, gloo, link, lists, output, plot, ps, pushpull, updates, wire
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -42,8 +42,9 @@ BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "optimizers": updates.run,
     "codec": codec.run,
     "link": link.run,
+    "wire": wire.run,
 }
-OWN_ROWS = ("train", "optimizers", "codec")  # kinds whose rows know of no memory held
+OWN_ROWS = ("train", "optimizers", "codec", "wire")  # kinds whose rows know of no memory held
 WRONG = 1  # the status where a result was not exact
 
 
@@ -90,8 +91,10 @@ def _check(options: argparse.Namespace) -> None:
         _check_training(options)
     if options.kind == "optimizers":
         _check_optimizers(options)
-    if options.kind == "codec":
+    if options.kind in ("codec", "wire"):
         _check_codecs(options)
+    if options.kind == "wire" and options.dtype != "float32":
+        raise ConfigError(f"--dtype {options.dtype}: wire compares float32 with what takes less")
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
         gloo.check_torch("--vs gloo" if options.kind != "train" else "train")
 

@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   mpikv bench optimizers                             updates on the GPU
   mpikv bench codec --codecs 2bit,int8               compression on one core
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
+  mpirun --hostfile hosts -n 4 mpikv bench wire --model resnet18 --codecs 2bit,topk
 
 Without mpirun, -n starts one. Times are of the slowest rank; every result is checked."""
 
@@ -55,6 +56,7 @@ def add_parser(commands: Any) -> None:
     _optimizers(kinds)
     _codec(kinds)
     _link(kinds)
+    _wire(kinds)
     bench.set_defaults(run=_run)
 
 
@@ -259,3 +261,35 @@ def _link(kinds: Any) -> None:
     parser.add_argument(
         "--interface-counters", action="store_true", help="say how many bytes crossed each host's interfaces"
     )
+
+
+def _wire(kinds: Any) -> None:
+    parser = _kind(
+        kinds,
+        "wire",
+        "bytes and time of one step: uncompressed, in 16 bits, each codec, sparse, raw MPI, Gloo",
+        "Exchange the gradients of a network, float32, in one pushpull: uncompressed, without bundles of short "
+        "messages, as float16 and bfloat16 keys, with each codec (always encoded, as with force), as some rows of a "
+        "sparse table of the same size; and by raw MPI and, where PyTorch is installed, Gloo. Prints bytes and "
+        "messages that the rank with most of them sends in a step, bytes in percent of those of the uncompressed "
+        "store, the median and 95th percentile of the slowest rank's time in milliseconds, and the median divided by "
+        "the uncompressed store's. Between hosts only is anything sent: MPIKV_FAKE_HOSTS=2 lets ranks of one host "
+        "count as two.",
+    )
+    parser.set_defaults(seconds=20.0)
+    parser.add_argument("--model", choices=MODELS, default="resnet18", help="default resnet18")
+    parser.add_argument(
+        "--codecs", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
+    )
+    parser.add_argument(
+        "--density", type=_share, default=0.01, metavar="SHARE", help="of the table's rows in a step (default 0.01)"
+    )
+    parser.add_argument("--rows", type=at_least(1), metavar="N", help="of the table (default: of 64 values each)")
+
+
+def _share(text: str) -> float:
+    """Read a number above 0 and up to 1."""
+    found = float(text)
+    if not 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: a share is above 0 and at most 1")
+    return found

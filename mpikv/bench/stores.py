@@ -8,7 +8,7 @@ sum or zero again: exact in every dtype, however many rounds there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class Way:
     type_: str = "dist_sync"
     device: bool = False  # arrays on a GPU
     single: bool = False  # one key and one array, not lists of one
+    compression: Mapping[str, Any] | None = None  # of `set_gradient_compression`
 
 
 class _Use:
@@ -48,6 +49,8 @@ class _Use:
         self._pattern = pattern
         self._way = way
         self.store = kv.create(way.type_, comm=comm, config=way.config)
+        if way.compression:
+            self.store.set_gradient_compression(way.compression)
         if way.optimizer:
             self.store.set_optimizer(optimizers.create(way.optimizer, learning_rate=1.0))
         if way.shared:

@@ -7,7 +7,7 @@ A value, the same on every rank, which has a text (`text`, `of_text`); all ranks
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +19,8 @@ from mpikv.checks import shown
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
 from mpikv.codecs.identity import IDENTITY
-from mpikv.keys import Key
+from mpikv.keys import Key, KeyInfo
+from mpikv.placement import Wire
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,21 @@ def make(params: Mapping[str, Any] | str | None) -> Compression:
     return NONE if found.plain else found
 
 
+Codecs = Callable[[str], Compression]
+"""Makes the codecs of a key of the text that all ranks agreed on: `of_text`, or one whose codecs only cost time."""
+
+
 @lru_cache(maxsize=256)
 def of_text(text: str) -> Compression:
     """The one of a text that `Compression.text` made. Raises what `make` raises."""
     return make(json.loads(text) if text.startswith("{") else text)
+
+
+def wire_of(info: KeyInfo) -> Wire:
+    """How the values of a key travel between workers where they travel encoded: what its placement follows from."""
+    travels = of_text(info.codec)
+    push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
+    return Wire(push_bytes, pull_bytes, travels.push != IDENTITY, travels.pull != IDENTITY, travels.force)
 
 
 @dataclass

@@ -12,6 +12,8 @@ hosts, n bytes:
     halving_doubling    2 floor(log2 p), 2 more with      a + m b + m/2 c      m: n/2, n/4, ... n/p; n with folded ranks
                         folded ranks
     hierarchical        2 (h-1), and 2 within the host    as ring
+    owners, gather      2, or 1                           a + (p-1) w b, or a core's work where that is longer; and one
+                                                          piece encoded and decoded; w: of n/p, or n, encoded
 
 Here a is the latency (three times that of a message which is announced first) and the work of two cores for a message,
 b the link's and two cores' time for a byte. To that comes what cannot go on beside anything: copying into the first
@@ -29,11 +31,14 @@ arithmetic beyond one addition for each owned byte.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from mpikv import buckets
+from mpikv.codecs import compression as compressions
+from mpikv.codecs.compression import Compression, wire_of
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES
 from mpikv.config import Config
@@ -43,23 +48,39 @@ from mpikv.placement import Members, Placement, place
 from mpikv.plan.costs import EAGER_BYTES, Costs, Link
 from mpikv.plan.counting import Counting
 from mpikv.plan.outcome import Outcome
+from mpikv.plan.priced import Priced, Speeds
 from mpikv.plan.workload import DTYPE, ITEM_BYTES, Workload
+from mpikv.spaces.named import Spaces
+from mpikv.strategies.encoded import Encoded
+from mpikv.strategies.pieces import Pieces, piece_elems
+from mpikv.strategies.ways import Means
 from mpikv.transports.base import Group
 
 EVERY_RANK = 16  # up to so many are all counted; of more, those of the first host
 
 
 class Bucket(NamedTuple):
-    """Keys that travel together: which, their elements, and where these live."""
+    """Keys that travel together: which, what they are together, where that lives. updated: an optimizer serves them."""
 
     keys: tuple[int, ...]
-    n_elems: int
+    info: KeyInfo
     placement: Placement
+    updated: bool = True
+
+    @property
+    def n_elems(self) -> int:
+        """How many values they have."""
+        return self.info.n_elems
 
     @property
     def n_bytes(self) -> int:
         """How many bytes the bucket's values have."""
         return ITEM_BYTES * self.n_elems
+
+    @property
+    def encoded(self) -> bool:
+        """Whether they travel encoded."""
+        return self.placement.path == "encoded"
 
 
 class Busy(NamedTuple):
@@ -79,16 +100,36 @@ def hosts_of(workers: int, per_host: int) -> tuple[str, ...]:
     return tuple(f"h{rank // per_host}" for rank in range(workers))
 
 
-def buckets_of(workload: Workload, hosts: Sequence[str], algorithm: str = "auto") -> list[Bucket]:
+class Step(NamedTuple):
+    """How keys travel in a step. bucketed: several together, as a `Trainer` lets them. updated: by an optimizer.
+
+    speeds: of the codecs.
+    """
+
+    compression: Compression = compressions.NONE
+    bucketed: bool = True
+    updated: bool = True
+    speeds: Speeds = MappingProxyType({})
+
+
+AS_IT_IS = Step()
+
+
+def buckets_of(
+    workload: Workload, hosts: Sequence[str], algorithm: str = "auto", step: Step = AS_IT_IS
+) -> list[Bucket]:
     """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
     sizes = [workload.sizes[key] for key in order]
     members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
     found = []
-    for group in buckets.plan([ITEM_BYTES * n for n in sizes], [DTYPE] * len(sizes)):
+    together = buckets.plan([ITEM_BYTES * n for n in sizes], [DTYPE] * len(sizes))
+    for group in together if step.bucketed else [[i] for i in range(len(sizes))]:
         keys, n_elems = tuple(order[i] for i in group), sum(sizes[i] for i in group)
-        info = KeyInfo(keys[0], keys[0], (n_elems,), np.dtype(DTYPE))
-        found.append(Bucket(keys, n_elems, place(members, info)))
+        info = KeyInfo(keys[0], keys[0], (n_elems,), np.dtype(DTYPE), step.compression.text)
+        wire = None if step.compression.plain else wire_of(info)
+        placement = place(members, info, wire=wire, updated=step.updated)
+        found.append(Bucket(keys, info, placement, step.updated))
     return found
 
 
@@ -101,19 +142,23 @@ def predict(
     per_host: int = 1,
     algorithm: str = "auto",
     compute_s: float = 0.0,
+    step: Step = AS_IT_IS,
 ) -> Outcome:
     """Predict one step. Raises ConfigError where it crosses no link."""
     hosts = hosts_of(workers, per_host)
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
-    found = buckets_of(workload, hosts, algorithm)
+    found = buckets_of(workload, hosts, algorithm, step)
     ranks = range(workers if workers <= EVERY_RANK else per_host)
-    counts = [[counted(bucket, rank, hosts) for rank in ranks] for bucket in found]
+    counts = [[counted(bucket, rank, hosts, step.speeds) for rank in ranks] for bucket in found]
     busy = [_busy(bucket, one, link, costs) for bucket, one in zip(found, counts, strict=True)]
     total = Busy()
     for one in busy:
         total = total.with_more(one)
-    alone_s = [alone(bucket, hosts, link, costs) for bucket in found]
+    alone_s = [
+        alone_encoded(bucket, one, link, costs, step.speeds) if bucket.encoded else alone(bucket, hosts, link, costs)
+        for bucket, one in zip(found, counts, strict=True)
+    ]
     # In one call the buckets are filled in the order of the forward pass: the last one of the backward pass first.
     ends_s = costs.copy_byte_s * (found[-1].n_bytes + found[0].n_bytes) if found else 0.0
     exchange_s = max(max(total[:2]) + ends_s, total.core_s, *(time_s + ends_s for time_s in alone_s), 0.0)
@@ -121,34 +166,55 @@ def predict(
         _mode(found),
         exchange_s,
         _overlapped_s(workload.ready_s(compute_s), found, busy, alone_s, costs) if compute_s else None,
-        max((sum(one[i].sent_messages for one in counts) for i in ranks), default=0),
-        max((sum(one[i].sent_bytes for one in counts) for i in ranks), default=0),
+        max((sum(half.sent_messages for one in counts for half in one[i]) for i in ranks), default=0),
+        max((sum(half.sent_bytes for one in counts for half in one[i]) for i in ranks), default=0),
         {"link out": total.out_s, "link in": total.in_s, "core": total.core_s},
     )
 
 
-def counted(bucket: Bucket, rank: int, hosts: Sequence[str]) -> Counting:
-    """Count what one rank sends, receives and adds of a bucket in one step."""
-    transport = Counting(rank, hosts)
-    group, module = Group(transport, range(len(hosts))), ALGORITHMS[bucket.placement.algorithm]
+Halves = tuple[Counting, Counting]
+"""What one rank does until its part of the sum is there, and what it does to bring the result to all."""
+
+
+def counted(bucket: Bucket, rank: int, hosts: Sequence[str], speeds: Speeds) -> Halves:
+    """Count what one rank sends, receives, encodes, decodes and adds of a bucket in one step."""
+    adding, sharing = Counting(rank, hosts), Counting(rank, hosts)
     bounds, buf = bucket.placement.bounds, np.empty(bucket.n_elems, DTYPE)
-    transport.run(module.reduce_scatter(group, buf, bounds, 1, transport.combine))
-    transport.added_bytes += ITEM_BYTES * (bounds[rank + 1] - bounds[rank])  # the optimizer's
-    transport.run(module.allgather(group, buf, bounds, 2))
-    return transport
+    if bucket.encoded:
+        adds, shares = (_encoded(bucket, one, speeds) for one in (adding, sharing))
+        adding.run(adds.reduce_scatter(buf, np.add, None, changeable=False))
+        sharing.run(shares.allgather((), None))
+    else:
+        module, everybody = ALGORITHMS[bucket.placement.algorithm], range(len(hosts))
+        adding.run(module.reduce_scatter(Group(adding, everybody), buf, bounds, 1, adding.combine))
+        sharing.run(module.allgather(Group(sharing, everybody), buf, bounds, 2))
+    if bucket.updated:
+        adding.added_bytes += ITEM_BYTES * (bounds[rank + 1] - bounds[rank])  # the optimizer's
+    return adding, sharing
 
 
-def _busy(bucket: Bucket, counts: Sequence[Counting], link: Link, costs: Costs) -> Busy:
+def _encoded(bucket: Bucket, transport: Counting, speeds: Speeds) -> Encoded:
+    """Make the way of a bucket whose values travel encoded, with codecs that encode nothing."""
+    means = Means(Group(transport, range(transport.size)), Spaces())
+    way = Encoded(means, bucket.info, bucket.placement, None)
+    travels = compressions.of_text(bucket.info.codec)
+    way.pushed, way.returned = (
+        Pieces(bucket.info, Priced(codec, speeds[codec], transport.spend)) for codec in (travels.push, travels.pull)
+    )
+    return way
+
+
+def _busy(bucket: Bucket, counts: Sequence[Halves], link: Link, costs: Costs) -> Busy:
     """Return the work that one bucket makes.
 
     All ranks of a host use one link; values are copied into a bucket and out of it.
     """
     out_s: dict[str, float] = {}
     in_s: dict[str, float] = {}
-    for one in counts:
-        host, (out, into) = one.hosts[one.rank], one.link_s(link)
+    for half in (half for one in counts for half in one):
+        host, (out, into) = half.hosts[half.rank], half.link_s(link)
         out_s[host], in_s[host] = out_s.get(host, 0.0) + out, in_s.get(host, 0.0) + into
-    core_s = max(one.core_s(costs) for one in counts) + 2 * bucket.n_bytes * costs.copy_byte_s
+    core_s = max(sum(half.core_s(costs) for half in one) for one in counts) + 2 * bucket.n_bytes * costs.copy_byte_s
     return Busy(max(out_s.values()), max(in_s.values()), core_s)
 
 
@@ -175,6 +241,19 @@ def alone(bucket: Bucket, hosts: Sequence[str], link: Link, costs: Costs) -> flo
     return 2 * sum(step_s(n_bytes / 2**i) for i in range(1, halvings + 1)) + folds_s
 
 
+def alone_encoded(bucket: Bucket, counts: Sequence[Halves], link: Link, costs: Costs, speeds: Speeds) -> float:
+    """Return the same where values travel encoded: a half takes as long as the link or the core of the busiest rank."""
+    travels, total_s = compressions.of_text(bucket.info.codec), 0.0
+    for i, codec in enumerate((travels.push, travels.pull)):
+        halves = [one[i] for one in counts]
+        if not any(half.out or half.out_here for half in halves):
+            continue  # all have added all
+        elems, speed = min(piece_elems(codec, bucket.info.dtype), bucket.n_elems), speeds[codec]
+        busiest_s = max(max(*half.link_s(link), half.core_s(costs)) for half in halves)
+        total_s += link.latency_s + busiest_s + elems * (speed.encode_s + speed.add_s)
+    return total_s
+
+
 def _overlapped_s(
     ready_s: Sequence[float],
     found: Sequence[Bucket],
@@ -192,9 +271,11 @@ def _overlapped_s(
     return end_s
 
 
-def mode_of(workload: Workload, workers: int, *, per_host: int = 1, algorithm: str = "auto") -> str:
+def mode_of(
+    workload: Workload, workers: int, *, per_host: int = 1, algorithm: str = "auto", step: Step = AS_IT_IS
+) -> str:
     """Return what `predict` will call it: `allreduce` and its algorithms."""
-    return _mode(buckets_of(workload, hosts_of(workers, per_host), algorithm))
+    return _mode(buckets_of(workload, hosts_of(workers, per_host), algorithm, step))
 
 
 def _mode(found: Sequence[Bucket]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpikv.codecs.base import Codec
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, LINK_WINDOW, Receiver, Sender, drive
 from mpikv.config import Config
 from mpikv.engine.backoff import FIRST_NAP_S
@@ -26,7 +27,9 @@ from mpikv.engine.request import Steps
 from mpikv.engine.running import run
 from mpikv.errors import ConfigError, StallError
 from mpikv.plan.costs import Costs
+from mpikv.plan.priced import Speed
 from mpikv.runtime import library
+from mpikv.strategies.pieces import piece_elems
 from mpikv.transports.base import Arrival, Group, Transport
 
 SHORT_BYTES = 1 << 10
@@ -34,6 +37,7 @@ MESSAGES = 1000
 NAPS = 300
 MEMORY_BYTES = MESSAGES * LINK_SEGMENT_BYTES  # 60 MB
 TURNS = 7
+CODED, CODED_ELEMS = np.dtype(np.float32), 1 << 21  # 8 MiB of values
 TIMEOUT_S = 60.0
 TAG = 9
 
@@ -74,6 +78,29 @@ def measured() -> Costs:
         poll_s=poll_s,
         nap_s=max(0.0, _each(_nap, NAPS, time.perf_counter) - FIRST_NAP_S),
     )
+
+
+def speed_of(codec: Codec) -> Speed:
+    """Measure what a codec costs this machine's cores, piece by piece, with what it remembers. Needs no MPI."""
+    n_elems = piece_elems(codec, CODED)
+    pieces = max(1, -(-CODED_ELEMS // n_elems))
+    values = np.random.default_rng(0).standard_normal((pieces, n_elems), np.float32)
+    states, sums = [codec.init(n_elems) for _ in range(pieces)], np.zeros_like(values)
+    data = [codec.encode(value, state) for value, state in zip(values, states, strict=True)]
+
+    def encode() -> None:
+        for value, state in zip(values, states, strict=True):
+            codec.encode(value, state)
+
+    def decode() -> None:
+        for one, total in zip(data, sums, strict=True):
+            codec.decode(one, total)
+
+    def add() -> None:
+        for one, total in zip(data, sums, strict=True):
+            codec.add(one, total)
+
+    return Speed(*(_each(what, 1) / values.size for what in (encode, decode, add)))
 
 
 def _nap() -> None:

@@ -11,9 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpikv.codecs import compression
+from mpikv.codecs.compression import Compression
 from mpikv.config import Config
 from mpikv.errors import MpikvError
 from mpikv.plan import allreduce, servers
+from mpikv.plan.allreduce import Step
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.outcome import Outcome
 from mpikv.plan.report import Row, Table, document, marked, settings_of
@@ -37,6 +40,7 @@ class Machine(NamedTuple):
     workload: Workload
     link: Link
     costs: Costs
+    step: Step
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,10 +48,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.json and options.json != "-" and not Path(options.json).absolute().parent.is_dir():
             raise ValueError(f"--json {options.json}: there is no such folder")
+        step = step_of(options, compression_of(options))
         costs = _costs(options)
-        settings = settings_of(options, costs)
-        rows = _predicted(options, costs, None if options.json == "-" else _table(options, settings))
-    except (MpikvError, ValueError) as error:
+        settings = settings_of(options, costs, step)
+        rows = _predicted(options, costs, step, None if options.json == "-" else _table(options, settings, step))
+    except (MpikvError, TypeError, ValueError) as error:
         print(f"mpikv plan: error: {error}", file=sys.stderr)
         return BAD_INPUT
     if options.json:
@@ -59,10 +64,37 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(options: argparse.Namespace, settings: Mapping[str, Any]) -> Table:
+def compression_of(options: argparse.Namespace) -> Compression:
+    """Return how values travel. Raises ValueError or TypeError for what no store would take."""
+    params = {"type": "none"} if options.compression is None else _params("--compression", options.compression)
+    return compression.make(params if options.pull is None else params | {"pull": _params("--pull", options.pull)})
+
+
+def _params(option: str, text: str) -> dict[str, Any]:
+    """Read a codec: its name, or JSON."""
+    if not text.startswith("{"):
+        return {"type": text}
+    try:
+        params: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{option} {text}: {error}") from None
+    return params
+
+
+def step_of(options: argparse.Namespace, travels: Compression) -> Step:
+    """Return how keys travel, with codecs as fast as they are on this machine."""
+    speeds = {}
+    if not travels.plain:
+        from mpikv.plan.calibrate import speed_of  # noqa: PLC0415 - a second for each
+
+        speeds = {codec: speed_of(codec) for codec in dict.fromkeys((travels.push, travels.pull))}
+    return Step(travels, options.buckets, options.optimizer, speeds)
+
+
+def _table(options: argparse.Namespace, settings: Mapping[str, Any], step: Step) -> Table:
     """Return the table of these cases. Raises ConfigError where they cannot be predicted."""
     workload = workload_of(options)
-    width = max(len(mode_of(options, case, workload)) for case in cases(options))
+    width = max(len(mode_of(options, case, workload, step)) for case in cases(options))
     return Table(settings, width, steps=bool(options.compute_ms))
 
 
@@ -88,7 +120,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return of_model(options.model) if options.bytes is None else of_bytes(options.bytes)
 
 
-def _predicted(options: argparse.Namespace, costs: Costs, table: Table | None) -> list[Row]:
+def _predicted(options: argparse.Namespace, costs: Costs, step: Step, table: Table | None) -> list[Row]:
     """Predict all rows, and print the table as far as it is known.
 
     It is known for one number of workers at a time, since the marks compare the rows of one number.
@@ -102,7 +134,7 @@ def _predicted(options: argparse.Namespace, costs: Costs, table: Table | None) -
             some: list[Row] = []
             for case in group:
                 progress.update(what=f"{case.workers} workers, {case.servers} servers, {case.mode}")
-                outcome = predict(options, case, Machine(workload, link, costs), progress.update)
+                outcome = predict(options, case, Machine(workload, link, costs, step), progress.update)
                 some.append(Row(case.workers, case.servers, outcome))
                 progress.update(1)
             marked(some)
@@ -114,10 +146,12 @@ def _predicted(options: argparse.Namespace, costs: Costs, table: Table | None) -
     return rows
 
 
-def mode_of(options: argparse.Namespace, case: Case, workload: Workload) -> str:
+def mode_of(options: argparse.Namespace, case: Case, workload: Workload, step: Step) -> str:
     """Return the mode of its row, before it is predicted."""
     if case.mode == "sync" and not case.servers:
-        return allreduce.mode_of(workload, case.workers, per_host=options.per_host, algorithm=options.algorithm)
+        return allreduce.mode_of(
+            workload, case.workers, per_host=options.per_host, algorithm=options.algorithm, step=step
+        )
     return servers.mode_of(case.servers, synchronous=case.mode == "sync")
 
 
@@ -135,6 +169,7 @@ def predict(
             per_host=options.per_host,
             algorithm=options.algorithm,
             compute_s=compute_s,
+            step=machine.step,
         )
     return servers.simulate(
         machine.workload,
@@ -147,5 +182,7 @@ def predict(
         shared=options.server_hosts == "workers",
         config=Config(),
         compute_s=compute_s,
+        compression=machine.step.compression,
+        speeds=machine.step.speeds,
         alive=alive,
     )

@@ -21,7 +21,7 @@ class Counting:
     """A transport that counts and moves nothing.
 
     out, into: the bytes of each message to and from other hosts; out_here, into_here: within the host. added_bytes:
-    what `combine` was given.
+    what `combine` was given. coding_s: how long codecs would have worked (plan/priced.py).
     """
 
     def __init__(self, rank: int = 0, hosts: Sequence[str] = ("",)) -> None:
@@ -33,6 +33,7 @@ class Counting:
         self.out_here: list[int] = []
         self.into_here: list[int] = []
         self.sent_messages = self.sent_bytes = self.added_bytes = 0
+        self.coding_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """Count a message that is sent."""
@@ -62,6 +63,10 @@ class Counting:
         """Count what `np.add` would add."""
         self.added_bytes += out.nbytes
 
+    def spend(self, seconds: float) -> None:
+        """Count the work of a codec."""
+        self.coding_s += seconds
+
     def run(self, steps: Steps[Any]) -> None:
         """Run a generator to its end."""
         for request in steps:
@@ -72,7 +77,8 @@ class Counting:
         return sum(map(link.time_s, self.out)), sum(map(link.time_s, self.into))
 
     def core_s(self, costs: Costs) -> float:
-        """Return how long its core works to send, to receive and to add."""
+        """Return how long its core works to send, to receive, to encode, to decode and to add."""
         across, here = self.out + self.into, self.out_here + self.into_here
         bytes_s = sum(across) * costs.byte_s + sum(here) * costs.copy_byte_s
-        return (len(across) + len(here)) * costs.message_s + bytes_s + self.added_bytes * costs.add_byte_s
+        adding_s = self.added_bytes * costs.add_byte_s
+        return (len(across) + len(here)) * costs.message_s + bytes_s + adding_s + self.coding_s

@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   mpikv plan --model resnet50 --workers 8..1024 --servers 0,W/2,W --link 10gbit --latency 20us
   mpikv plan --model resnet50 --workers 16 --servers 0,4,8 --link 25gbit --compute-ms 120
   mpikv plan --bytes 16M --workers 2,3,4 --link 200mbit --latency 100us --mtu 9000
+  mpikv plan --model resnet18 --workers 4..32 --link 1gbit --compression 2bit --pull fp16
   mpikv plan --model resnet18 --workers 64 --per-host 8 --link 10gbit --json plan.json
 
 W is the number of workers; 8..1024 doubles from 8 to 1024. * marks the fastest synchronous mode of a number of workers,
@@ -67,6 +68,25 @@ def add_parser(commands: Any) -> None:
         help="servers on hosts of their own (default), or on the workers' hosts in turn, whose links they share",
     )
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help="of the allreduce (default auto)")
+    parser.add_argument(
+        "--compression",
+        metavar="TYPE",
+        help='of what is pushed: fp16, 2bit, int8, topk, ..., or JSON, \'{"type": "topk", "ratio": 0.05}\'; how '
+        "fast it is is measured here (default: nothing is compressed)",
+    )
+    parser.add_argument("--pull", metavar="TYPE", help="of what comes back, such as fp16 (default: as it is)")
+    parser.add_argument(
+        "--buckets",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keys of an allreduce travel several together, as a Trainer lets them (default), or each by itself",
+    )
+    parser.add_argument(
+        "--optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="owners update what they have added, as with a Trainer (default), or workers get the sum",
+    )
     parser.add_argument(
         "--compute-ms",
         type=_milliseconds,

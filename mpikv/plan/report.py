@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mpikv import tables
+from mpikv.plan.allreduce import Step
 from mpikv.plan.costs import Costs
 from mpikv.plan.outcome import Outcome
 from mpikv.tables import Column
@@ -58,7 +59,7 @@ def marked(rows: Sequence[Row]) -> None:
             min(faster, key=lambda row: row.best_s).mark = ASYNC_MARK
 
 
-def settings_of(options: argparse.Namespace, costs: Costs) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, costs: Costs, step: Step) -> dict[str, Any]:
     """Return what is assumed, as plain values; times in seconds."""
     return {
         "workload": options.model if options.bytes is None else f"{options.bytes} bytes",
@@ -68,6 +69,10 @@ def settings_of(options: argparse.Namespace, costs: Costs) -> dict[str, Any]:
         "per_host": options.per_host,
         "server_hosts": options.server_hosts,
         "algorithm": options.algorithm,
+        "compression": step.compression.text,
+        "buckets": step.bucketed,
+        "optimizer": step.updated,
+        "codec_costs": {repr(codec): speed._asdict() for codec, speed in step.speeds.items()},
         "compute_s": options.compute_ms / 1e3,
         "costs": asdict(costs),
     }
@@ -131,6 +136,11 @@ class Table:
             f"ns a byte; {costs['add_byte_s'] * 1e9:.2g} ns to add one, {costs['copy_byte_s'] * 1e9:.2g} ns to copy "
             "one",
         ]
+        if settings["codec_costs"]:
+            found.append(f"# compression: {settings['compression']}")
+        for codec, one in settings["codec_costs"].items():
+            speeds = (f"{what} {1e9 * one[f'{what}_s']:.2g}" for what in ("encode", "decode", "add"))
+            found.append(f"#   a core, ns for an element by {codec}: {', '.join(speeds)}")
         if self._steps:
             found.append(f"# a step computes for {1e3 * settings['compute_s']:g} ms")
         return [*found, self._table.head()]

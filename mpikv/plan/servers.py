@@ -21,6 +21,8 @@ import numpy as np
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.codecs import compression as compressions
+from mpikv.codecs.compression import Codecs, Compression
 from mpikv.config import Config
 from mpikv.engine.request import Predicate, Steps
 from mpikv.keys import KeyInfo
@@ -28,6 +30,7 @@ from mpikv.placement import Members, add_load, place
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.counting import Counting
 from mpikv.plan.outcome import Outcome
+from mpikv.plan.priced import Speeds, priced
 from mpikv.plan.ranks import Rank
 from mpikv.plan.simulation import Simulation
 from mpikv.plan.workload import DTYPE, ITEM_BYTES, Workload
@@ -72,7 +75,7 @@ class _Memory(Pool):
         self._array = array
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        return self._array[:n_elems]
+        return self._array[:n_elems] if dtype == self._array.dtype else np.empty(n_elems, dtype)
 
     def give(self, array: HostArray) -> None:
         """Do nothing: there is nothing to give back."""
@@ -102,6 +105,7 @@ class _Arrays:
                 _IgnoringSink(key.info, self._values[: key.info.n_elems]) if pull else None,
                 key.routes,
                 key.pushed,
+                plain=wire.PLAIN_ANSWER if key.plain else 0,
             )
             for key in keys
         ]
@@ -118,21 +122,25 @@ class _IgnoringSink(Sink):
         return self._value
 
 
-def keys_of(workload: Workload, servers: int, config: Config) -> list[ClientKey]:
-    """Return where the keys live and how they travel."""
+def keys_of(
+    workload: Workload, servers: int, config: Config, text: str = "none", codecs: Codecs = compressions.of_text
+) -> list[ClientKey]:
+    """Return where the keys live and how they travel. text: of their codecs."""
     members = Members(("",) * servers, (), tuple(range(servers)), config=config)
     loads, keys = [0] * servers, []
     for number, n_elems in enumerate(workload.sizes):
-        info = KeyInfo(number, number, (n_elems,), np.dtype(DTYPE))
+        info = KeyInfo(number, number, (n_elems,), np.dtype(DTYPE), text)
         placement = place(members, info, load_bytes=loads)
         add_load(loads, placement, ITEM_BYTES)
-        keys.append(ClientKey(info, placement))
+        keys.append(ClientKey(info, placement, codecs))
     return keys
 
 
 def counted(keys: Sequence[ClientKey], servers: int) -> tuple[int, int]:
     """Count the messages and bytes that one worker sends in one step."""
     transport = Counting()
+    for key in keys:
+        key.pushed = 1
     items = _Arrays(keys).items(keys, push=True, pull=True)
     transport.run(Client(transport, range(servers)).exchange(wire.PUSHPULL, items, 0))
     return transport.sent_messages, transport.sent_bytes
@@ -155,20 +163,27 @@ def simulate(
     shared: bool = False,
     config: Config | None = None,
     compute_s: float = 0.0,
+    compression: Compression = compressions.NONE,
+    speeds: Speeds | None = None,
     standing: int | None = None,
     alive: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Simulate one step.
 
-    servers: 0: one inside every worker. shared: servers are on the workers' hosts. standing: so many workers stand for
-    all of them; by default their number decides.
+    servers: 0: one inside every worker. shared: servers are on the workers' hosts. compression: of all keys, by codecs
+    of these speeds. standing: so many workers stand for all of them; by default their number decides.
     """
     config = Config() if config is None else config
     if standing is None:
         # Whole hosts, so that a host's link has as many workers as in truth.
         standing = workers if workers <= max(EVERY_WORKER, per_host) else -(-STANDING // per_host) * per_host
     weight = workers / standing
-    messages, sent_bytes = counted(keys_of(workload, servers or workers, config), servers or workers)
+    text, speeds = compression.text, {} if speeds is None else speeds
+
+    def keys(spend: Callable[[float], None]) -> list[ClientKey]:
+        return keys_of(workload, servers or workers, config, text, lambda _: priced(compression, speeds, spend))
+
+    messages, sent_bytes = counted(keys(lambda _: None), servers or workers)
     members = members_of(workers, servers, per_host, shared=shared, simulated=standing)
 
     def run(ready_s: Sequence[float] | None) -> Simulation:
@@ -180,15 +195,16 @@ def simulate(
             weight=weight,
             alive=alive,
         )
-        keys = keys_of(workload, servers or workers, config)
-        _serve(simulation, members, keys, synchronous=synchronous)
+        of_workers = keys(simulation.worked)
+        of_servers = priced(compression, speeds, simulation.worked)
+        _serve(simulation, members, of_workers, lambda _: of_servers, synchronous=synchronous)
         for worker in members.workers:
             rank = simulation.ranks[worker]
             _start(
                 simulation,
                 rank,
                 Client(rank, members.servers),
-                keys,
+                of_workers,
                 None if ready_s is None else (ready_s, compute_s),
             )
         simulation.run()
@@ -212,12 +228,15 @@ def simulate(
     return Outcome(mode, end_s(simulation), overlapped_s, messages, sent_bytes, busy_s, how)
 
 
-def _serve(simulation: Simulation, members: Members, keys: Sequence[ClientKey], *, synchronous: bool) -> None:
+def _serve(
+    simulation: Simulation, members: Members, keys: Sequence[ClientKey], codecs: Codecs, *, synchronous: bool
+) -> None:
     """Start all servers, with their keys."""
     labels = [f"worker {i}" for i in range(len(members.workers))]
     longest = max((key.info.n_elems for key in keys), default=0)
     values: HostArray = np.zeros(longest, DTYPE)
-    cores = [ServerCore(labels, Synchronous if synchronous else Asynchronous) for _ in members.servers]
+    policy = Synchronous if synchronous else Asynchronous
+    cores = [ServerCore(labels, policy, codecs=codecs) for _ in members.servers]
     for core in cores:
         core.pool = _Memory(simulation, values)
     for key in keys:

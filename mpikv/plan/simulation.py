@@ -192,6 +192,11 @@ class Simulation:
         if self.current is not None:
             self.current.pay_work(n_bytes * self.costs.add_byte_s)
 
+    def worked(self, seconds: float) -> None:
+        """Count the work of a codec on the current rank's core."""
+        if self.current is not None:
+            self.current.pay_work(seconds)
+
     # --- events
 
     def at(self, time_s: float, event: Callable[[float], None]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from mpikv import wire
 from mpikv.arrays import HostArray, dtype_of
 from mpikv.codecs import compression
+from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.errors import MpikvError
 from mpikv.keys import KeyInfo
@@ -45,7 +46,7 @@ class ServerCore:
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
     to be, default memory of this process. space: how all that is worked on. device: of the worker that an asynchronous
-    server is in: keys of this space are held and updated there.
+    server is in: keys of this space are held and updated there. codecs: makes those of a key of their text.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class ServerCore:
         memory: Source | None = None,
         space: Space | None = None,
         device: DeviceSpace | None = None,
+        *,
+        codecs: Codecs = compression.of_text,
     ) -> None:
         self.space = HostSpace() if space is None else space
         self.owner = Owner(Spaces(self.space, device))
@@ -62,6 +65,7 @@ class ServerCore:
         self.pool = Pool(memory, self.space)
         self._labels = labels
         self._policy = policy
+        self._codecs = codecs
         self.rows = RowCore(labels, policy, self.owner)
         self._shards: dict[int, Shard] = {}
         self._early: dict[int, list[_Data]] = {}
@@ -185,7 +189,7 @@ class ServerCore:
     def _init(self, header: wire.Header, payload: HostArray) -> list[Event]:
         text, data = wire.split_text(payload)
         info = KeyInfo(text["key"], header.key_id, tuple(text["shape"]), dtype_of(text["dtype"]), text["codec"])
-        codecs = compression.of_text(info.codec)
+        codecs = self._codecs(info.codec)
         on_device = self._lifts is not None and text["space"] == DEVICE and codecs.pull == IDENTITY
         info = info._replace(space=DEVICE if on_device else HOST)
         values = np.frombuffer(data.tobytes(), info.dtype)

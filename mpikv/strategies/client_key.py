@@ -15,6 +15,7 @@ from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs import compression
 from mpikv.codecs.base import Codec, State
+from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span, cut_anew
 from mpikv.keys import KeyInfo, partitions
@@ -74,10 +75,10 @@ def decode(codec: Codec, data: HostArray, out: HostArray) -> None:
 
 
 class ClientKey:
-    """One key as its client sees it. states: of its codec, by pieces."""
+    """One key as its client sees it. states: of its codec, by pieces. codecs: makes its codecs of their text."""
 
-    def __init__(self, info: KeyInfo, placement: Placement) -> None:
-        self.info, self.compression = info, compression.of_text(info.codec)
+    def __init__(self, info: KeyInfo, placement: Placement, codecs: Codecs = compression.of_text) -> None:
+        self.info, self.compression = info, codecs(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
         self.states: dict[Span, State] = {}
         self.encoded_bytes = [0, 0]  # of pushes, before and after

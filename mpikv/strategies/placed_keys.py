@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from mpikv.codecs import compression
 from mpikv.codecs.choice import Choices
+from mpikv.codecs.compression import wire_of
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.nccl import NcclComm
@@ -23,7 +23,7 @@ from mpikv.observe.stall import Waiting
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import Part, part_of
-from mpikv.placement import Members, Path, Placement, Wire, place
+from mpikv.placement import Members, Path, Placement, place
 from mpikv.session.base import Pending
 from mpikv.session.workers import KeyEvents, Workers
 from mpikv.spaces.base import SpaceArray
@@ -225,7 +225,7 @@ class PlacedKeys:
                 info,
                 whole=whole,
                 room=room,
-                wire=_wire(info),
+                wire=wire_of(info),
                 updated=bool(optimizers),
                 encoded=encoded,
             )
@@ -383,13 +383,6 @@ class PlacedKeys:
                 end = max(begin, min(queue.bounds[rank + 1], span.stop))
                 owned.append((info, begin - span.start, end - span.start))
         return owned
-
-
-def _wire(info: KeyInfo) -> Wire:
-    """How a key's values travel where they travel encoded."""
-    travels = compression.of_text(info.codec)
-    push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
-    return Wire(push_bytes, pull_bytes, travels.push != IDENTITY, travels.pull != IDENTITY, travels.force)
 
 
 def _encoder(way: Way) -> Encoded | None:

@@ -7,7 +7,8 @@ Short messages to one rank travel together, in *bundles*. Every rank takes in al
 that nobody has begun to receive waits here. Long messages leave at once, until this rank has something of a priority to
 send. From then on there is one rule: *nothing is sent that is not taken at the other end, whatever the other end waits
 for.* A long message then leaves when its receiver has asked for it, which it does when it begins to receive it. Bundles
-carry what receivers ask for, and how much they have taken.
+carry what receivers ask for, how much they have taken, and whether who sends them has priorities: while the other rank
+has none, nobody waits for what it would be told, and it is told with what is sent anyway.
 
 So what is under way gets through, and the sender can afford to have only so many bytes under way to each rank,
 `WINDOW_BYTES`, until that rank says that it has taken them, and to choose what is next: of all that may leave, what has
@@ -22,8 +23,9 @@ Whether a message is short follows from the length of its values, which both end
 stay in order among the short ones and among the long ones, and each receive knows which of the two it waits for.
 
 Cost: a short message is copied into its bundle and out of it; 8 bytes of a bundle for each message and for each run of
-long messages that are asked for. An `MPI_Improbe` in each step of the engine. Restrictions: arrays in host memory.
-Messages between ranks of one host go straight to the transport below.
+long messages that are asked for. With priorities one bundle more for each few long messages, without them one for each
+16 MiB that are received where nothing else is sent. An `MPI_Improbe` in each step of the engine. Restrictions: arrays
+in host memory. Messages between ranks of one host go straight to the transport below.
 """
 
 from __future__ import annotations
@@ -43,9 +45,12 @@ from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
 TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
+LATE_BYTES = (
+    16 * WINDOW_BYTES
+)  # the same while the other rank waits for nothing; far from what a count of 32 bits holds
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
-_FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, nothing
+_FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, whether the sender has priorities
 
 
 class _Sending(Completion):
@@ -83,11 +88,11 @@ class _Receiving(Completion):
 class _Asked(Completion):
     """A long message that was asked for. It is taken as soon as it has come, whoever waits for it."""
 
-    __slots__ = ("_n_bytes", "_peer", "_request")
+    __slots__ = ("_n_bytes", "_peer", "_request", "_tag")
 
-    def __init__(self, request: Request, n_bytes: int, peer: _Peer) -> None:
+    def __init__(self, request: Request, n_bytes: int, peer: _Peer, tag: int) -> None:
         super().__init__()
-        self._request, self._n_bytes, self._peer = request, n_bytes, peer
+        self._request, self._n_bytes, self._peer, self._tag = request, n_bytes, peer, tag
         self.wake()
 
     def wake(self) -> None:
@@ -96,14 +101,18 @@ class _Asked(Completion):
             try:
                 if self._request.test():
                     self._peer.taken_bytes += self._n_bytes
-                    self.finish()
+                    self._has_come(None)
                 elif wakes(self._request, self):
                     return
                 else:
                     self._peer.looked_at.append(self)
                     return
             except Exception as error:  # noqa: BLE001 - raised to whoever waits for it
-                self.finish(error)
+                self._has_come(error)
+
+    def _has_come(self, error: Exception | None) -> None:
+        _count(self._peer.expected, self._tag, -1)
+        self.finish(error)
 
 
 Waiting = tuple[int, bool, int, _Sending]  # what is to leave first is smallest: -priority, is long, number
@@ -119,6 +128,8 @@ class _Peer:
         self.held: dict[int, deque[Waiting]] = {}  # long messages that nobody has asked for, by tag
         self.asked: dict[int, int] = {}  # how many more the other one has asked for than have left, by tag
         self.asking: dict[int, int] = {}  # how many this rank asks for, by tag; not told yet
+        self.asking_bytes = 0
+        self.expected: dict[int, int] = {}  # how many more it has been told than have come, by tag
         self.under_way: deque[tuple[Request, _Sending | None]] = deque()  # None: a bundle
         self.unread_bytes = 0  # sent, and not known to be taken
         self.unasked_bytes = 0  # of these at most so many left without being asked for
@@ -127,6 +138,8 @@ class _Peer:
         self.arrived: dict[int, deque[HostArray]] = {}  # short messages that nobody receives yet, by tag
         self.receiving: dict[int, deque[_Receiving]] = {}  # by tag
         self.coming: deque[tuple[HostArray, Request]] = deque()  # bundles
+        self.has_priorities = False  # it waits to be asked, and for room
+        self.knows_priorities = False  # it was told that this rank does
         self.error: Exception | None = None
 
     def fail(self, error: Exception) -> None:
@@ -220,10 +233,23 @@ class OrderedTransport:
                     self._sent(peer, request, sending.n_bytes, sending)
                 else:
                     break
-            if peer.asking or peer.taken_bytes >= TOLD_BYTES:
+            if self._must_tell(peer):
                 self._bundle(dest, peer, only_asking=True)
             if not (peer.short or peer.long or peer.under_way):
                 del self._active[dest]
+
+    def _must_tell(self, peer: _Peer) -> bool:
+        """Whether it waits for what this rank has to tell, or does not know that this rank waits.
+
+        While messages of a tag have yet to come that it was asked for, it has something to send, and more of them are
+        asked for several at a time.
+        """
+        if peer.has_priorities and (
+            max(peer.asking_bytes, peer.taken_bytes) >= TOLD_BYTES
+            or any(peer.expected.get(tag, 0) <= 0 for tag in peer.asking)
+        ):
+            return True
+        return peer.taken_bytes >= LATE_BYTES or (self._by_priority and not peer.knows_priorities)
 
     @staticmethod
     def _has_left(peer: _Peer) -> bool:
@@ -248,7 +274,9 @@ class OrderedTransport:
 
     def _bundle(self, dest: int, peer: _Peer, *, only_asking: bool = False) -> None:
         """Send a bundle: what this rank asks for, and the short messages that fit and have no long one before them."""
-        asking, peer.asking = peer.asking, {}
+        asking, peer.asking, peer.asking_bytes = peer.asking, {}, 0
+        for tag, count in asking.items():
+            _count(peer.expected, tag, count)
         sendings: list[_Sending] = []
         n_bytes = 0
         while peer.short and not only_asking and not (peer.long and peer.long[0] < peer.short[0]):
@@ -258,8 +286,8 @@ class OrderedTransport:
             sendings.append(heappop(peer.short)[3])
             n_bytes += size
         peer.short_bytes -= n_bytes
-        head = [len(asking), len(sendings), peer.taken_bytes, 0]
-        peer.taken_bytes = 0
+        head = [len(asking), len(sendings), peer.taken_bytes, int(self._by_priority)]
+        peer.taken_bytes, peer.knows_priorities = 0, self._by_priority
         for pair in asking.items():
             head += pair
         for sending in sendings:
@@ -283,8 +311,9 @@ class OrderedTransport:
         n_bytes = buf.nbytes - room_bytes
         if n_bytes > self._short_bytes:
             _count(peer.asking, tag, 1)
+            peer.asking_bytes += n_bytes
             self._active[source] = peer
-            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer)
+            return _Asked(self._inner.irecv(buf, source, tag, room_bytes), n_bytes, peer, tag)
         receiving = _Receiving(buf.reshape(-1).view(np.uint8), room_bytes)
         if tag in peer.arrived:
             receiving.take(_first(peer.arrived, tag), source, tag)
@@ -315,14 +344,15 @@ class OrderedTransport:
             looked_at, peer.looked_at = peer.looked_at, []
             for asked in looked_at:
                 asked.wake()
-            if peer.taken_bytes >= TOLD_BYTES:
+            if self._must_tell(peer):
                 self._active[source] = peer
         if self._active:
             self.flush()
 
     def _open(self, source: int, peer: _Peer, bundle: HostArray) -> None:
         peer.taken_bytes += bundle.size
-        n_asked, n_messages, read_bytes, _ = bundle[: 4 * _FIRST].view(np.uint32).tolist()
+        n_asked, n_messages, read_bytes, has_priorities = bundle[: 4 * _FIRST].view(np.uint32).tolist()
+        peer.has_priorities = bool(has_priorities)
         peer.unread_bytes -= read_bytes
         peer.unasked_bytes = min(peer.unasked_bytes, peer.unread_bytes)
         if peer.short or peer.long:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -268,3 +269,23 @@ def test_work_without_waiting(mpi) -> None:
     alone = mpirun(1, words, mpi=mpi)
     assert alone.status != 0
     assert "bench_waits: needs two ranks or more" in alone.output
+
+
+def test_wire(mpi: Any, tmp_path: Path) -> None:
+    """Two ranks that count as two hosts: a ring sends each value once, in 4 bytes, in 2, or encoded."""
+    path = tmp_path / "wire.json"
+    words = ("wire", "--model", "lenet", "--codecs", "fp16,2bit", "--iterations", "1", "--warmup", "1")
+    job = bench(2, *words, "--json", str(path), mpi=mpi, env={"MPIKV_FAKE_HOSTS": "2"})
+    rows = {row["what"]: row for row in found_in(job, path)["rows"]}
+    n_bytes = 4 * sum(math.prod(shape) for shape in shapes("lenet"))
+    assert {row["n_bytes"] for row in rows.values()} == {n_bytes}
+    assert sum(row["wrong"] for row in rows.values()) == 0
+    assert rows["no bundles"]["bytes_sent"] == n_bytes
+    assert n_bytes < rows["uncompressed"]["bytes_sent"] < 1.001 * n_bytes
+    assert rows["uncompressed"]["messages"] < rows["no bundles"]["messages"]
+    assert rows["float16 keys"]["bytes_sent"] == pytest.approx(n_bytes / 2, rel=1e-3)
+    assert rows["codec fp16"]["bytes_sent"] == pytest.approx(n_bytes / 2, rel=1e-3)
+    assert rows["codec 2bit"]["bytes_sent"] == pytest.approx(n_bytes / 16, rel=0.01)
+    assert rows["rows, 1 %"]["bytes_sent"] < 0.05 * n_bytes
+    assert rows[PACKED]["bytes_sent"] is None
+    assert rows["uncompressed"]["ratio"] == 1

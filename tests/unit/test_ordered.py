@@ -15,7 +15,7 @@ from mpikv.arrays import HostArray
 from mpikv.collectives.labelled import NOTE_BYTES
 from mpikv.engine.request import Completion, Request
 from mpikv.errors import MpikvError
-from mpikv.transports.ordered import WINDOW_BYTES, OrderedTransport
+from mpikv.transports.ordered import LATE_BYTES, TOLD_BYTES, WINDOW_BYTES, OrderedTransport
 from mpikv.transports.threads import EAGER_BYTES, Fabric, ThreadTransport
 
 BUCKET_BYTES = 1000
@@ -153,7 +153,8 @@ def test_a_long_message_leaves_when_it_has_been_asked_for() -> None:
     pair = Pair()
     request = pair.send(0, some(LONG), priority=1)
     pair.poll()
-    assert not pair.left
+    assert pair.left == [(1, wire.TAG_BUNDLES)]  # which says that there are priorities
+    pair.left.clear()
     buf, received = pair.receive(0, LONG)
     pair.poll()
     assert pair.left == [(0, wire.TAG_BUNDLES), (1, tag(0))]
@@ -169,8 +170,69 @@ def test_one_message_asks_for_all_that_a_rank_begins_to_receive() -> None:
         pair.receive(key, LONG)
         pair.receive(key, LONG)
     pair.poll()
-    assert pair.left == [(0, wire.TAG_BUNDLES)]
-    assert pair.fabric.sent_bytes == 16 + 20 * 8
+    assert pair.fabric.sent_messages == 0  # nobody waits to be asked
+    pair.send(99, some(LONG), priority=1)
+    pair.poll()
+    assert pair.left == [(1, wire.TAG_BUNDLES), (0, wire.TAG_BUNDLES)]
+    assert pair.fabric.sent_bytes == 16 + 16 + 20 * 8
+
+
+def test_of_one_key_several_messages_are_asked_for_at_a_time() -> None:
+    """16 receives of a key are ahead of its messages, which come one by one, as over a slow link."""
+    pair = Pair()
+    n, n_bytes = 100, TOLD_BYTES // 4
+    pair.send(1, some(4), priority=1)
+    pair.poll()
+    waiting = [pair.receive(0, n_bytes) for _ in range(16)]
+    for number in range(n):
+        pair.send(0, some(n_bytes, number))
+        pair.poll()
+        buf, request = waiting.pop(0)
+        assert request.test()
+        np.testing.assert_array_equal(buf, some(n_bytes, number))
+        if number + 16 < n:
+            waiting.append(pair.receive(0, n_bytes))
+            pair.ranks[1].flush()
+    assert not waiting
+    assert n // 4 - 5 <= pair.left.count((0, wire.TAG_BUNDLES)) <= n // 3  # it asks, and tells what it has taken
+    (peer,) = pair.ranks[1]._peers.values()
+    assert (peer.asking, peer.expected) == ({}, {})
+
+
+def test_without_priorities_what_was_taken_is_told_rarely() -> None:
+    pair = Pair()
+    n = 3 * LATE_BYTES // LONG
+    for _ in range(n):
+        pair.receive(0, LONG)
+        pair.send(0, some(LONG))
+        pair.poll()
+    bundles = [one for one in pair.left if one[1] == wire.TAG_BUNDLES]
+    assert bundles == [(0, wire.TAG_BUNDLES)] * (n // -(-LATE_BYTES // LONG))
+    pair.send(0, some(4), priority=1)
+    for _ in range(3):
+        pair.poll()
+    (peer,) = pair.ranks[0]._peers.values()
+    assert (peer.asked, peer.unread_bytes) == ({}, 0)
+
+
+def test_a_window_that_filled_without_priorities_opens_when_there_are_some() -> None:
+    pair = Pair()
+    for key in range(2 * WINDOWFUL):
+        pair.receive(key, LONG)
+    pair.receive(99, 4)
+    for _ in range(3):
+        pair.ranks[1].isend(some(4), 0, tag(7))  # with which rank 1 asks
+        pair.poll()
+    for key in range(2 * WINDOWFUL):
+        pair.send(key, some(LONG))
+        pair.poll()
+    (peer,) = pair.ranks[0]._peers.values()
+    assert peer.unread_bytes - peer.unasked_bytes > WINDOW_BYTES
+    received = pair.receive(98, LONG)[1]
+    pair.send(98, some(LONG), priority=1)
+    for _ in range(3):
+        pair.poll()
+    assert received.test()
 
 
 def test_short_and_long_messages_of_one_tag_find_their_receives() -> None:
@@ -206,6 +268,7 @@ def test_of_what_waits_for_the_link_the_highest_priority_leaves_first() -> None:
     """The link is full of a long key when a key of higher priority comes; what is under way cannot be called back."""
     pair = Pair()
     pair.send(9, some(LONG), priority=1)  # nobody asks for it; it tells that there are priorities
+    pair.poll()
     n = 2 * WINDOWFUL
     for _ in range(n):
         pair.send(0, some(LONG))
@@ -226,6 +289,9 @@ def test_of_what_waits_for_the_link_the_highest_priority_leaves_first() -> None:
 
 def test_equal_priorities_leave_in_the_order_of_their_calls_and_short_ones_before_long_ones() -> None:
     pair = Pair()
+    pair.send(9, some(4), priority=1)
+    pair.poll()
+    pair.left.clear()
     for key in (3, 1, 2):
         pair.send(key, some(LONG))
         pair.receive(key, LONG)

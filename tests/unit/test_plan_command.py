@@ -12,10 +12,14 @@ import pytest
 import mpikv
 from mpikv import progress
 from mpikv.__main__ import main
+from mpikv.codecs import Codec, compression
+from mpikv.codecs.compression import Compression
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.plan import allreduce, calibrate, command, servers, units
+from mpikv.plan.allreduce import Step
 from mpikv.plan.costs import Costs, Link
+from mpikv.plan.priced import Speed
 from mpikv.plan.workload import Workload, of_bytes, of_model
 from mpikv.testing.stores import spawn_stores
 
@@ -188,12 +192,16 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 # --- the same counts as real stores
 
 
-def counted(name: str, workers: int, n_servers: int, sizes: Sequence[int]) -> tuple[int, int]:
+def counted(
+    name: str, workers: int, n_servers: int, sizes: Sequence[int], params_of_codec: dict[str, object] | None = None
+) -> tuple[int, int]:
     """Messages and bytes of the worker that sends most, in one step of a Trainer on thread ranks."""
 
     def body(store: KVStore) -> tuple[int, int]:
         params = {f"{i:03}": mpikv.Parameter(np.zeros(n, np.float32)) for i, n in enumerate(sizes)}
-        trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store)
+        trainer = mpikv.Trainer(
+            params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=params_of_codec
+        )
         for parameter in params.values():
             parameter.grad[...] = 1
         trainer.step(1)
@@ -223,6 +231,127 @@ def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
     found = servers.simulate(Workload("mixed", SIZES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
     assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SIZES)
+
+
+KINDS: list[dict[str, object]] = [
+    {"type": "fp16"},
+    {"type": "none", "pull": "bf16"},
+    {"type": "2bit", "pull": "fp16"},
+    {"type": "int8", "block": 64, "force": True},
+    {"type": "topk", "ratio": 0.02},
+]
+FEW = (300, 270_001, 7, 0, 40_000)  # several pieces, parts of a bucket, nothing
+FAST = Speed(1e-9, 2e-9, 3e-9)
+
+
+def speeds_of(travels: Compression) -> dict[Codec, Speed]:
+    return dict.fromkeys((travels.push, travels.pull), FAST)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object], workers: int) -> None:
+    travels = compression.make(kind)
+    step = Step(travels, speeds=speeds_of(travels))
+    found = allreduce.predict(Workload("few", FEW), workers, LINK, Costs(), step=step)
+    assert found.mode == "allreduce owners"
+    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:3], ids=str)
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
+    travels = compression.make(kind)
+    found = servers.simulate(
+        Workload("few", FEW),
+        2,
+        2,
+        LINK,
+        Costs(),
+        synchronous=name == "dist_sync",
+        compression=travels,
+        speeds=speeds_of(travels),
+    )
+    assert (found.messages, found.sent_bytes) == counted(name, 2, 2, FEW, kind)
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=str)
+def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, object] | None) -> None:
+    """Each key by itself, and no optimizer, as in one `pushpull` of a list."""
+
+    def body(store: KVStore) -> tuple[int, int]:
+        store.set_gradient_compression(kind)
+        keys, grads = list(range(len(FEW))), [np.ones(n, np.float32) for n in FEW]
+        store.init(keys, grads)
+        store.pushpull(keys, grads)
+        steps = []
+        for _ in range(3):
+            before = store.stats()
+            store.pushpull(keys, grads)
+            after = store.stats()
+            steps.append((after["messages_sent"] - before["messages_sent"], after["bytes_sent"] - before["bytes_sent"]))
+        return min(steps)
+
+    travels = compression.make(kind)
+    step = Step(travels, bucketed=False, updated=False, speeds=speeds_of(travels))
+    found = allreduce.predict(Workload("few", FEW), 3, LINK, Costs(), step=step)
+    config = Config(timeout_s=60, progress="calls", bucket_bytes=0)
+    stored = spawn_stores("dist_sync", 3, body, config=config, hosts=["h0", "h1", "h2"])
+    assert (found.messages, found.sent_bytes) == max(stored)
+
+
+def test_a_codec_that_takes_longer_than_the_link_binds() -> None:
+    travels = compression.make({"type": "2bit", "pull": "fp16"})
+    speeds = {travels.push: Speed(1e-6, 0.0, 0.0), travels.pull: Speed(0.0, 0.0, 0.0)}
+    step = Step(travels, bucketed=False, speeds=speeds)
+    found = allreduce.predict(of_bytes(1 << 22), 2, LINK, Costs(0, 0, 0, 0), step=step)
+    assert found.binds[0] == "core"
+    assert found.busy_s["core"] == pytest.approx((1 << 20) * 1e-6)  # each element once
+
+
+def test_servers_decode_what_workers_encode() -> None:
+    """One worker and one server, which has nothing else to do."""
+    travels = compression.make("2bit")
+    speeds = {travels.push: Speed(2e-6, 3e-6, 0.0), travels.pull: FAST}
+    n_elems = 1 << 16
+    found = servers.simulate(of_bytes(4 * n_elems), 1, 1, LINK, Costs(0, 0, 0, 0), compression=travels, speeds=speeds)
+    assert found.busy_s["worker core"] == pytest.approx(n_elems * 2e-6)
+    assert found.busy_s["server core"] == pytest.approx(n_elems * 3e-6)
+
+
+def test_what_a_codec_costs_is_measured() -> None:
+    assert all(0 < one < 1e-6 for one in calibrate.speed_of(compression.make("fp16").push))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--compression", "nix"], "unknown compression type 'nix'; known: 1bit"),
+        (["--compression", "{nix"], "--compression {nix: Expecting property name"),
+        (["--pull", '{"type": "topk", "share": 1}'], "compression type 'topk' takes ratio"),
+    ],
+)
+def test_codecs_that_no_store_would_take(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--workers", "2", "--servers", "0", "--modes", "sync", *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_compressed_plan_says_what_was_assumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "speed_of", lambda codec: FAST)
+    words = ["--bytes", "4M", "--workers", "2", "--servers", "0", "--modes", "sync", "--compression", "2bit"]
+    assert plan(*words, "--pull", "fp16", "--no-buckets", "--no-optimizer") == 0
+    out = capsys.readouterr().out
+    assert "ns for an element by TwoBit(threshold=0.5): encode 1, decode 2, add 3" in out
+    assert plan(*words, "--json", str(tmp_path / "plan.json")) == 0
+    settings = json.loads((tmp_path / "plan.json").read_text())["settings"]
+    assert (settings["compression"], settings["buckets"], settings["optimizer"]) == (
+        compression.make("2bit").text,
+        True,
+        True,
+    )
+    assert settings["codec_costs"]["TwoBit(threshold=0.5)"] == FAST._asdict()
 
 
 def test_workloads() -> None:
