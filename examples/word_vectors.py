@@ -4,10 +4,10 @@
     mpikv launch -n 4 -s 0 python examples/word_vectors.py --text FILE
     mpikv launch -n 4 -s 1 python examples/word_vectors.py --text FILE --dense
 
-A word has two vectors, rows of two tables: one for the middle of a window, one for its surroundings. In a step each worker
-takes one piece of the text, pulls the rows of its words, and pushes the gradients of these rows; all pieces come once in an
-epoch but for a remainder smaller than the number of workers. With `--dense` the tables are dense keys, of which whole values
-are pulled and pushed: the same arithmetic with many more bytes.
+A word has two vectors, rows of two tables: one for the middle of a window, one for its surroundings. In a step each
+worker takes one piece of the text, pulls the rows of its words, and pushes the gradients of these rows. Pieces that
+do not divide among the workers are left out of an epoch. With `--dense` the tables are dense keys, of which whole
+values are pulled and pushed: the same arithmetic with many more bytes.
 
 Frequent words are left out at random, and each piece has its own negatives, which all its words share: as few rows as
 a piece has words. Sources: T. Mikolov et al., "Distributed representations of words and phrases", NIPS 2013; S. Ji et
@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="plain text in UTF-8 (data/bible.txt of the clone)")
     add("--dense", action="store_true", help="dense keys in the place of row-sparse ones")
+    add("--num-servers", type=int, help="how many of the ranks are servers (MPIKV_NUM_SERVERS)")
     add("--optimizer", choices=("sgd", "adagrad"), default="adagrad", help="(adagrad)")
     add("--lr", type=float, help="learning rate (adagrad 0.1, sgd 0.025)")
     add("--num-epochs", type=int, default=3, help="(3)")
@@ -189,7 +190,7 @@ class Training:
 
 def main() -> None:
     options = arguments()
-    with kv.create("dist_sync") as store:  # a server rank stays in here
+    with kv.create("dist_sync", num_servers=options.num_servers) as store:  # a server rank stays in here
         text = read(options.text, options.min_count)
         if store.rank == 0:
             print(f"text: {text.numbers.size} words, {len(text.words)} different ones", flush=True)
