@@ -4,16 +4,17 @@ The norm is that of the gradient which the update applies, the mean over all exa
 each parameter's. It is worked out from the sums, which have the same bits on all workers, and in an order of additions
 that depends on no processor: so all workers find the same norm, and their weights stay the same.
 
-Gradients on a GPU are squared and added there, with the same bits as on the host (spaces/squares.py).
+Gradients on a GPU are squared and added there, with the same bits as on the host (spaces/folded.py).
 
-Cost: a pass over all gradients; nothing is sent. From a GPU 512 bytes for each 65536 elements come to the host, and
-what an array has beyond a multiple of these.
+Cost: a pass over all gradients; nothing is sent. From a GPU one number for each array comes to the host.
 Source of the formula: torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,10 +29,7 @@ def norm_of(optimizer: Optimizer, grads: Mapping[str, Sequence[Any]], spaces: Sp
     """
     whats = [f"the gradient of {name!r}" for name in grads]
     sums = spaces.sums_of_squares([replicas[0] for replicas in grads.values()], whats)
-    total = 0.0
-    for one in (part for parts in sums for part in parts):
-        total += one
-    norm = abs(optimizer.rescale_grad) * math.sqrt(total)
+    norm = abs(optimizer.rescale_grad) * math.sqrt(functools.reduce(operator.add, sums, 0.0))
     if not math.isfinite(norm):
         raise FloatingPointError(f"clip_global_norm: the norm of the gradients is {norm}; no weight was changed")
     return norm

@@ -25,7 +25,8 @@ from mpikv.keys import KeyInfo
 from mpikv.optimizers.owner import Owner
 from mpikv.optimizers.states import parts_from_bytes, parts_to_bytes
 from mpikv.server.events import Answer, Batch, Event, Fetch, Reply
-from mpikv.server.memory import Lifts, Pool, Source
+from mpikv.server.lifts import Lifts
+from mpikv.server.memory import Pool, Source
 from mpikv.server.policy import Policy
 from mpikv.server.rows import RowCore
 from mpikv.server.shard import Shard
@@ -43,8 +44,8 @@ class ServerCore:
     """All that one server owns.
 
     labels: the workers' names in errors. policy(workers): makes the policy of a new unit. memory: where its values are
-    to be, default memory of this process. space: how all that is worked
-    on. device: of the worker that an asynchronous server is in: keys of this space are held and updated there.
+    to be, default memory of this process. space: how all that is worked on. device: of the worker that an asynchronous
+    server is in: keys of this space are held and updated there.
     """
 
     def __init__(

@@ -76,7 +76,8 @@ class _Traffic:
         found = self._complete
         for peer in self._peers:
             found |= bool(peer.receiving) and peer.receiving[0][0].test()
-            found |= bool(peer.coming) and self._is_there(peer.coming[0])
+            if self._coming:
+                found |= bool(peer.coming) and self._is_there(peer.coming[0])
         if self._sending:
             found |= self._reap()
         return found

@@ -9,23 +9,18 @@ readers, and an update that comes too early goes into a copy.
 On a host whose workers share memory with the server all of it lies there, so that they read values where they are. What
 they push is taken by reference: it stays in their memory until it has been added; nothing is ever written into it.
 
-A server inside a worker that uses a GPU holds keys there. What comes and goes is page-locked memory (`Lifts`).
-
 Cost: what is free stays held, `Pool.held_bytes` in all; it never grows beyond what was in use at one time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.engine.request import Request
 from mpikv.spaces.base import Space
-from mpikv.spaces.device import DeviceSpace
 
 
 class Source(Protocol):
@@ -106,13 +101,12 @@ class Pool:
         return out
 
     def join(self, arrays: Sequence[Any]) -> Any:
-        """One array of all of them, one after another, which are given up."""
+        """One array of all of them, one after another, in new memory."""
         joined = self.take(sum(array.size for array in arrays), arrays[0].dtype)
         at = 0
         for array in arrays:
             self._space.copy(joined[at : at + array.size], array)
             at += array.size
-            self.give(array)
         return joined
 
     def trim(self) -> None:
@@ -126,80 +120,24 @@ class Pool:
 
 
 class Block:
-    """Values in memory that messages may read."""
+    """Values in memory that messages may read. give: takes the memory back."""
 
-    __slots__ = ("_left", "_pool", "array", "readers")
+    __slots__ = ("_give", "_left", "array", "readers")
 
-    def __init__(self, array: HostArray, pool: Pool | Lifts) -> None:
+    def __init__(self, array: HostArray, give: Callable[[HostArray], None]) -> None:
         self.array = array
         self.readers = 0
-        self._pool = pool
+        self._give = give
         self._left = False
 
     def leave(self) -> None:
         """The value lives elsewhere from now on; the memory is free once the last reader is done."""
         self._left = True
         if not self.readers:
-            self._pool.give(self.array)
+            self._give(self.array)
 
     def release(self) -> None:
         """One reader is done."""
         self.readers -= 1
         if self._left and not self.readers:
-            self._pool.give(self.array)
-
-
-class DevicePool(Pool):
-    """Arrays on a GPU, whose space has its own pool: an array that nobody refers to any more is free."""
-
-    def __init__(self, space: DeviceSpace) -> None:
-        super().__init__(None, space)
-
-    def take(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
-        """See `Pool`."""
-        return self._space.empty(n_elems, dtype)
-
-    def give(self, array: Any) -> None:
-        """See `Pool`."""
-
-
-class Lifts:
-    """Page-locked memory between messages and the GPU of the worker that a server is in, and the copies there.
-
-    values: arrays on the GPU. Copies up and down are begun in the store's stream, and nobody waits for them here.
-    """
-
-    def __init__(self, space: DeviceSpace) -> None:
-        self.space = space
-        self.values = DevicePool(space)
-        self._memory: dict[int, HostArray] = {}  # all that is taken, by its address
-        self._leaving: deque[tuple[Request, HostArray]] = deque()
-
-    def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
-        """(n_elems,) of page-locked memory, in which no copy is under way."""
-        while self._leaving and self._leaving[0][0].test():
-            self.give(self._leaving.popleft()[1])
-        n_bytes = n_elems * dtype.itemsize
-        memory = self.space.pinned.take(n_bytes)
-        self._memory[memory.ctypes.data] = memory
-        return memory[:n_bytes].view(dtype)
-
-    def give(self, array: HostArray) -> None:
-        """Take back what `take` returned."""
-        self.space.pinned.give(self._memory.pop(array.ctypes.data))
-
-    def up(self, array: HostArray) -> Any:
-        """The values on the GPU; the memory, of `take`, is given back when they are there."""
-        values = self.values.take(array.size, array.dtype)
-        self.space.bring(values, array)
-        self._leaving.append((self.space.begun(), array))
-        return values
-
-    def down(self, values: Any) -> tuple[Block, Request]:
-        """Page-locked memory with one reader, and when the values are in it."""
-        array = self.take(values.size, values.dtype)
-        self.space.fetch(array, values)
-        block = Block(array, self)
-        block.readers = 1
-        block.leave()
-        return block, self.space.begun()
+            self._give(self.array)

@@ -28,8 +28,8 @@ from mpikv.optimizers.row_table import RowTable
 from mpikv.optimizers.states import Part
 from mpikv.row_ids import Ids
 from mpikv.server.events import Event, Refusal, Reply
-from mpikv.server.policy import Contribution, Policy, Update
-from mpikv.session.contests import disagreement, factors_text, refusal
+from mpikv.server.policy import Contribution, Policy
+from mpikv.session.contests import refusal, refused
 from mpikv.wire import Header
 
 
@@ -119,7 +119,9 @@ class RowShard:
         update = self._policy.push(worker, Contribution(pushed, attributes, label), _ADDING)
         if update is None:
             return []
-        if update.labels and (why := self._refused(update)):
+        if update.labels and (
+            why := refused(update.labels, self._labels, scales=sum_dtype(self.info.dtype).kind == "f")
+        ):
             # The version stays, so that no pull is answered and nothing more is taken.
             return [Refusal(self.info.id, refusal(f"key {self.info.key!r}", self._version + 1, why))]
         terms: Any = update.terms
@@ -132,14 +134,6 @@ class RowShard:
                 if other != worker:  # whose own turn comes in `_advance`
                     events += self._advance(other)
         return events
-
-    def _refused(self, update: Update) -> str:
-        """Why an update under different labels must not be made; '' where only the factors differ."""
-        if different := disagreement(update.labels, self._labels):
-            return f": {different}"
-        if update.labels[0].factor == 0.0 or sum_dtype(self.info.dtype).kind != "f":
-            return f", which integers cannot be scaled by: {factors_text(update.labels, self._labels)}"
-        return ""
 
     def relabel(self) -> None:
         """Another optimizer serves the key now."""

@@ -33,9 +33,10 @@ from mpikv.optimizers.states import Part, in_space, join_states, on_host, part_o
 from mpikv.optimizers.step import State
 from mpikv.reductions import BY_CODE, SUM
 from mpikv.server.events import Answer, Event, Fetch, Refusal, Reply
-from mpikv.server.memory import Block, Lifts, Pool
+from mpikv.server.lifts import Lifts
+from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
-from mpikv.session.contests import disagreement, factors_text, refusal
+from mpikv.session.contests import refusal, refused
 from mpikv.wire import PLAIN_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
@@ -148,7 +149,9 @@ class Shard:
         self._pulls: list[Answer] = []
         bounds = self._bounds()
         self.units = [
-            Unit(b, Block(self._values.copy(values[b:e]), self._values), policy(), version, [version] * len(labels))
+            Unit(
+                b, Block(self._values.copy(values[b:e]), self._values.give), policy(), version, [version] * len(labels)
+            )
             for b, e in bounds
         ]
         self._counts = self.units[0].policy.counts
@@ -173,18 +176,19 @@ class Shard:
         def cut(arrays: Sequence[HostArray]) -> list[HostArray]:
             joined = self._values.join(arrays)
             parts = [self._values.copy(joined[begin:end]) for begin, end in bounds]
-            self._values.give(joined)
+            for array in (*arrays, joined):
+                self._values.give(array)
             return parts
 
         policies = old[0].policy.regrouped([unit.policy for unit in old[1:]], cut, len(bounds))
-        values = self._values.join([self._values.copy(unit.block.array) for unit in old])
+        values = self._values.join([unit.block.array for unit in old])
         states = [(unit.begin, unit.end, on_host(unit.state)) for unit in old if unit.state is not None]
         for unit in old:
             unit.block.leave()
         self.units = [
             Unit(
                 begin,
-                Block(self._values.copy(values[begin:end]), self._values),
+                Block(self._values.copy(values[begin:end]), self._values.give),
                 policy,
                 old[0].version,
                 list(old[0].seen),
@@ -334,7 +338,7 @@ class Shard:
         update = unit.policy.push(push.worker, part, self._values)
         if update is None:
             return []
-        if update.labels and (why := self._refused(update)):
+        if update.labels and (why := refused(update.labels, self._labels, scales=self._sum_dtype.kind == "f")):
             # The version stays, so that no pull is answered and nothing more is taken.
             for term in update.terms:
                 self._values.give(term)
@@ -349,15 +353,6 @@ class Shard:
                     events += self._advance(worker)
         return events
 
-    def _refused(self, update: Update) -> str:
-        """Why an update under different labels must not be made; '' where only the factors differ."""
-        labels = update.labels
-        if different := disagreement(labels, self._labels):
-            return f": {different}"
-        if labels[0].factor == 0.0 or self._sum_dtype.kind != "f":
-            return f", which integers cannot be scaled by: {factors_text(labels, self._labels)}"
-        return ""
-
     def _apply(self, unit: Unit, update: Update) -> None:
         optimizer, terms = self._owner.optimizer_of(self.info.id), update.terms
         if optimizer is None or not optimizer.sums:
@@ -365,10 +360,10 @@ class Shard:
             update.op.finish(terms[0], len(self._labels))
         if optimizer is None and terms[0].dtype == unit.block.array.dtype:
             unit.block.leave()
-            unit.block = Block(self._values.own(terms[0]), self._values)
+            unit.block = Block(self._values.own(terms[0]), self._values.give)
             return
         if unit.block.readers:
-            block = Block(self._values.copy(unit.block.array), self._values)
+            block = Block(self._values.copy(unit.block.array), self._values.give)
             unit.block.leave()
             unit.block = block
         given = terms

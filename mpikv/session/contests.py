@@ -73,8 +73,20 @@ def factors_text(labels: Sequence[Label], names: Sequence[str]) -> str:
     return grouped([f"rescale_grad={label.factor!r}" for label in labels], names)
 
 
+def refused(labels: Sequence[Label], names: Sequence[str], *, scales: bool) -> str:
+    """Say why an update under different labels must not be made; '' where they differ only in a factor to scale by.
+
+    scales: whether the values can be scaled.
+    """
+    if different := disagreement(labels, names):
+        return f": {different}"
+    if labels[0].factor == 0.0 or not scales:
+        return f", which integers cannot be scaled by: {factors_text(labels, names)}"
+    return ""
+
+
 def refusal(what: str, round_: int, why: str, *, late: bool = False) -> str:
-    """Make the text of the error. why: of `disagreement` or `factors_text`. late: this worker has updated already."""
+    """Make the text of the error. why: of `refused`. late: this worker has updated already."""
     then = "those with the former ones have updated" if late else "nothing was updated"
     kind = "another op of pushpull" if ": op=" in why else "different attributes of the optimizer"
     return f"{what}, round {round_}: {kind} on different workers{why}; {then}"

@@ -17,7 +17,7 @@ from mpikv.arrays import host_view, sum_dtype
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
-from mpikv.spaces import squares
+from mpikv.spaces import folded
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.host import HostSpace
@@ -161,22 +161,27 @@ class Spaces:
         space.scale(wide, factor, wide)
         self.write(name, caller, wide, what)
 
-    def sums_of_squares(self, arrays: Sequence[Any], what: Sequence[str]) -> list[list[float]]:
-        """For each array of the caller's: what `squares.sums_of_squares` finds of it, wherever it is. Blocks."""
+    def sums_of_squares(self, arrays: Sequence[Any], what: Sequence[str]) -> list[float]:
+        """For each array of the caller's: the sum of its squares in float64 (spaces/folded), wherever it is. Blocks."""
         callers = self.callers(arrays)
         there = [i for i, caller in enumerate(callers) if self.where(caller) == DEVICE]
-        found: list[list[float]] = [[] for _ in arrays]
+        found = [0.0] * len(arrays)
         if there and isinstance(self.device, DeviceSpace):
-            flat = []
-            for i in there:
+            space = self.device
+            sums = space.empty(len(there), folded.FLOAT64)
+            for at, i in enumerate(there):
                 placed = self.in_place(DEVICE, callers[i], what[i])
-                flat.append(self.total(DEVICE, [callers[i]], what[i], on_device=True) if placed is None else placed)
-            for i, sums in zip(there, squares.sums_of_squares(self.device, flat), strict=True):
-                found[i] = sums
+                flat = self.total(DEVICE, [callers[i]], what[i], on_device=True) if placed is None else placed
+                if flat.size:
+                    space.copy(sums[at : at + 1], folded.on_device(space, space.launch, flat))
+                else:
+                    space.copy(sums[at : at + 1], np.zeros(1))
+            for i, one in zip(there, space.to_host(sums), strict=True):
+                found[i] = float(one)
             self.hand_back(callers)
         for i, caller in enumerate(callers):
             if self.where(caller) == HOST:
-                found[i] = squares.on_host(host_view(caller, what[i]))
+                found[i] = folded.on_host(host_view(caller, what[i]).reshape(-1))
         return found
 
 

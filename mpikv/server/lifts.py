@@ -1,0 +1,73 @@
+"""The memory of a server inside a worker that uses a GPU: keys are held there, what comes and goes is page-locked.
+
+Copies up and down are begun in the store's stream, in the order of the requests, and the server waits for none of them.
+Cost: one copy up of each push, one down of each reply; page-locked memory comes from the space's own pool.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.engine.request import Request
+from mpikv.server.memory import Block, Pool
+from mpikv.spaces.device import DeviceSpace
+
+
+class DevicePool(Pool):
+    """Arrays on a GPU, whose space has its own pool: an array that nobody refers to any more is free."""
+
+    def __init__(self, space: DeviceSpace) -> None:
+        super().__init__(None, space)
+
+    def take(self, n_elems: int, dtype: np.dtype[Any]) -> Any:
+        """See `Pool`."""
+        return self._space.empty(n_elems, dtype)
+
+    def give(self, array: Any) -> None:
+        """See `Pool`."""
+
+
+class Lifts:
+    """Page-locked memory between messages and the GPU of the worker that a server is in, and the copies there.
+
+    values: arrays on the GPU. Copies up and down are begun in the store's stream, and nobody waits for them here.
+    """
+
+    def __init__(self, space: DeviceSpace) -> None:
+        self.space = space
+        self.values = DevicePool(space)
+        self._memory: dict[int, HostArray] = {}  # all that is taken, by its address
+        self._leaving: deque[tuple[Request, HostArray]] = deque()
+
+    def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """(n_elems,) of page-locked memory, in which no copy is under way."""
+        while self._leaving and self._leaving[0][0].test():
+            self.give(self._leaving.popleft()[1])
+        n_bytes = n_elems * dtype.itemsize
+        memory = self.space.pinned.take(n_bytes)
+        self._memory[memory.ctypes.data] = memory
+        return memory[:n_bytes].view(dtype)
+
+    def give(self, array: HostArray) -> None:
+        """Take back what `take` returned."""
+        self.space.pinned.give(self._memory.pop(array.ctypes.data))
+
+    def up(self, array: HostArray) -> Any:
+        """The values on the GPU; the memory, of `take`, is given back when they are there."""
+        values = self.values.take(array.size, array.dtype)
+        self.space.bring(values, array)
+        self._leaving.append((self.space.begun(), array))
+        return values
+
+    def down(self, values: Any) -> tuple[Block, Request]:
+        """Page-locked memory with one reader, and when the values are in it."""
+        array = self.take(values.size, values.dtype)
+        self.space.fetch(array, values)
+        block = Block(array, self.give)
+        block.readers = 1
+        block.leave()
+        return block, self.space.begun()
