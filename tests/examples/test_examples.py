@@ -124,7 +124,41 @@ def test_jax(n: int | None, digits: Path) -> None:
     assert len((EXAMPLES / "jax_mnist.py").read_text().splitlines()) < 60
 
 
-PROGRAMS = ["tour", "linear_regression", "torch_mnist", "jax_mnist", "train_mnist", "image_classification"]
+@pytest.mark.parametrize(("n", "servers"), [(None, 0), job(3, 0), job(3, 1)])
+def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: int) -> None:
+    """The same losses, and at most a tenth of the bytes that the whole tables have, pushed and pulled, in each step."""
+    text = EXAMPLES.parent / "docs/semantics.md"
+    common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
+    found = {}
+    for way in ((), ("--dense",)):
+        output = run("word_vectors.py", *common, "--num-servers", servers, *way, n=n)
+        found[way] = [float(loss) for loss in re.findall(r"^epoch \d/2: loss (\d+\.\d{4})$", output, re.MULTILINE)]
+        if not way:
+            sent = re.search(r"^worker 0 has sent (\S+) MB; the whole tables in each step are (\S+) MB$", output, re.M)
+            assert sent, output
+            assert float(sent[1]) < 0.1 * float(sent[2])
+    rows, dense = found.values()
+    assert rows == pytest.approx(dense, rel=1e-3)
+    assert rows[1] < rows[0] * 0.95
+
+
+def test_word_vectors_say_how_to_get_a_text(tmp_path: Path) -> None:
+    line = [sys.executable, str(EXAMPLES / "word_vectors.py"), "--text", str(tmp_path / "none")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode != 0
+    assert f"{tmp_path / 'none'}: no text. Give one by --text FILE" in done.stderr
+    assert "apt-get install bible-kjv" in done.stderr
+
+
+PROGRAMS = [
+    "tour",
+    "linear_regression",
+    "torch_mnist",
+    "jax_mnist",
+    "train_mnist",
+    "image_classification",
+    "word_vectors",
+]
 
 
 def test_every_program_is_known() -> None:
