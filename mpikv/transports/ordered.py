@@ -45,9 +45,7 @@ from mpikv.transports.base import Incoming, Transport
 
 WINDOW_BYTES = 1 << 20  # 40 ms at 200 Mbit/s, more than a nap or a switch of threads
 TOLD_BYTES = WINDOW_BYTES // 4  # what has been taken is told when it is so much, or with what is sent anyway
-LATE_BYTES = (
-    16 * WINDOW_BYTES
-)  # the same while the other rank waits for nothing; far from what a count of 32 bits holds
+LATE_BYTES = 16 * WINDOW_BYTES  # the same while the other rank waits for nothing; far below a count of 32 bits
 _T = TypeVar("_T")
 _LINE = 2  # uint32 of a line of a bundle's head
 _FIRST = 2 * _LINE  # numbers of lines of both kinds, bytes taken, whether the sender has priorities
