@@ -103,19 +103,9 @@ class Int8(InBlocks):
                 np.copyto(codes, scaled, casting="unsafe")
         return data
 
-    def add(self, data: HostArray, out: HostArray) -> None:
-        """Add code times scale."""
-        if not self._added(data, 1.0, out):
-            super().add(data, out)
-
-    def subtract(self, data: HostArray, out: HostArray) -> None:
-        """Subtract code times scale."""
-        if not self._added(data, -1.0, out):
-            super().subtract(data, out)
-
-    def _added(self, data: HostArray, factor: float, out: HostArray) -> bool:
-        self.check_bytes(data, out.size)
-        return compiled.run("int8 add", data, self.block, np.float32(factor), out)
+    def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
+        """Code times scale."""
+        return compiled.run("int8 add", data, self.block, np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Code times scale."""
