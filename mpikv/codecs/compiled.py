@@ -2,6 +2,10 @@
 
 Each does in one pass over memory what NumPy does in several, with the same bits: no `fastmath`, and every sum is
 rounded to float32 by itself. Without Numba, or where it does not work, `run` does nothing, and NumPy does it.
+A signalling NaN, which no arithmetic makes, becomes quiet; NumPy does so on some machines.
+
+One loop of a codec adds what has come, subtracts it, or, added to -0.0, writes it. "finite" is the check of the
+residual, for error feedback.
 
 Those of a codec are compiled when one is first made of its name (`registry.create`). It takes seconds, which would
 stall a training step; and a thread in the background would take the core that training needs.

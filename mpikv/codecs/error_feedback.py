@@ -14,7 +14,8 @@ key is.
 What is not finite in a residual is set to 0: no later push could make up for it.
 
 Wire: that of the codec inside. State: 4 n bytes, and that of the codec inside. Cost: one pass over values and residual
-in memory where the codec has `separate_elems`, else three; and the codec's decoding.
+in memory where the codec has `separate_elems`, else three; in the cache one sum, the codec's encoding and decoding, and
+the check for what is not finite.
 Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
 """
 

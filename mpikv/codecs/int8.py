@@ -10,7 +10,7 @@ scale 0; error feedback keeps what is lost. A block that holds a NaN or an infin
 it decodes to NaN and whoever adds can see it, as loss scaling wants; error feedback owes nothing of it.
 
 Wire: n + 4 ceil(n / block) bytes. State: none. Cost: six passes over blocks in the cache, and one over memory; with
-`compiled` two passes over each block.
+`compiled` two passes over each block, and one to decode or add it.
 Source: block-wise quantization as in Dettmers et al., ICLR 2022, with a linear code.
 """
 

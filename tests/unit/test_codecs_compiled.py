@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Int8, OneBit, TwoBit, compiled
+from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Identity, Int8, OneBit, TwoBit, compiled
 
 CODECS: tuple[Codec, ...] = (
     *(TwoBit(), TwoBit(0.1), TwoBit(1e-45), TwoBit(3e38), OneBit(), OneBit(1e-3), OneBit(3e38)),
@@ -116,15 +116,16 @@ def test_same_bits(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == _pushes(codec, values), (values.size, values.dtype)
 
 
-@pytest.mark.parametrize("codec", [Float16(), BFloat16(), Int8(), Int8(5)], ids=repr)
-def test_all_that_may_come(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("codec", [Float16(), BFloat16(), Identity(), Int8(), Int8(5)], ids=repr)
+def test_all_that_may_come(codec: Codec, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every half, and any bytes of `int8`: scales, too, that no encoder makes."""
     pytest.importorskip("numba")
-    n = 1 << 16
-    if isinstance(codec, Int8):
-        data = np.random.default_rng(0).integers(0, 256, codec.wire_bytes(n, np.dtype(np.float32)), np.uint8)
+    n, wire_dtype = 1 << 16, codec.wire_dtype(np.dtype(dtype))
+    if wire_dtype is None:
+        data = np.random.default_rng(0).integers(0, 256, codec.wire_bytes(n, np.dtype(dtype)), np.uint8)
     else:
-        data = np.arange(n, dtype=np.uint16).view(codec.wire_dtype(np.dtype(np.float32)))
+        data = np.arange(n, dtype=np.uint16).view(wire_dtype)
     fast = _decoded(codec, data, n)
     monkeypatch.setattr(compiled, "run", lambda *_: False)
     for found, expected in zip(fast, _decoded(codec, data, n), strict=True):
