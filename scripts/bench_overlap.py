@@ -17,8 +17,9 @@ processes that do nothing else: what is lost to them is lost to the pretended ne
 With `--forward` the layers are those of `--model`: as many bytes as its arrays, and the same work for each convolution
 or dense layer, as residual networks have it. A forward pass follows, first layer first, each of which waits for its
 own weights and takes half as long as backward; computing both passes takes as long as communicating. Two ways take
-turns: all keys of one priority, first come, first served; and the first layer first (`priority=-layer`), whose weights
-are needed first and whose gradient is ready last. `speedup` is the median of the ratios of neighbouring turns.
+turns, each in a store of its own, since one that has been given a priority orders messages from then on: no priorities,
+first come, first served; and the first layer first (`priority=-layer`), whose weights are needed first and whose
+gradient is ready last. `speedup` is the median of the ratios of neighbouring turns.
 
 hidden: (computing alone + communicating alone - both together) / communicating alone.
 slowed: time spent computing while gradients are under way, against computing alone. sockets: the same beside the
@@ -192,6 +193,8 @@ def run_rank(options: argparse.Namespace) -> None:
         store.wait_all()
 
     if options.forward:
+        by_layer = kv.create("dist_sync")
+        by_layer.init(list(layers), grads)
         for name, work in works.items():
             fill()
             communication_s = min(most(timed(communicate)) for _ in range(3))
@@ -199,9 +202,10 @@ def run_rank(options: argparse.Namespace) -> None:
 
             def step(work: Callable[[int], None] = work, units: int = units, *, first: int = 0) -> None:
                 requests = {}
+                chosen = by_layer if first else store
                 for layer in reversed(layers):
                     work(2 * units * weight[layer])
-                    requests[layer] = store.pushpull_async(layer, grads[layer], priority=-layer * first)
+                    requests[layer] = chosen.pushpull_async(layer, grads[layer], priority=-layer * first)
                 for layer in layers:
                     requests[layer].wait()
                     work(units * weight[layer])
@@ -220,6 +224,7 @@ def run_rank(options: argparse.Namespace) -> None:
                       f"{options.model}, {name}, {options.turns} pairs: communicating "
                       f"{communication_s:.3f} s, first come, first served {served:.3f} s, by priority "
                       f"{by_priority:.3f} s, speedup {ratio:.3f}", flush=True)  # fmt: skip
+        by_layer.close()
         works = {}
     elif comm.Get_rank() == 0:
         size = f"{options.layers} layers of {options.kib} KiB"

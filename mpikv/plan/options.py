@@ -85,7 +85,7 @@ def add_parser(commands: Any) -> None:
         "--optimizer",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="owners update what they have added, as with a Trainer (default), or workers get the sum",
+        help="owners of an allreduce update what they have added, as with a Trainer (default), or workers get the sum",
     )
     parser.add_argument(
         "--compute-ms",
