@@ -44,9 +44,10 @@ class Codec(ABC):
 
     @property
     def separate_elems(self) -> int | None:
-        """If the bytes of so many values do not depend on others, how many to encode at a time. None: all at once.
+        """If the bytes of so many values do not depend on others: how many that are, a step. None: there are no steps.
 
-        Then the bytes of a piece are those of its steps, one after the other; the state has no part in them.
+        Then the bytes of a piece are those of its steps, one after the other, and error feedback encodes a few steps at
+        a time; the state has no part in them.
         """
         return None
 

@@ -2,6 +2,10 @@
 
 Each does in one pass over memory what NumPy does in several, with the same bits: no `fastmath`, and every sum is
 rounded to float32 by itself. Without Numba, or where it does not work, `run` does nothing, and NumPy does it.
+A signalling NaN, which no arithmetic makes, becomes quiet; NumPy does so on some machines.
+
+One loop of a codec adds what has come, subtracts it, or, added to -0.0, writes it. "finite" is the check of the
+residual, for error feedback.
 
 Those of a codec are compiled when one is first made of its name (`registry.create`). It takes seconds, which would
 stall a training step; and a thread in the background would take the core that training needs.
@@ -26,6 +30,7 @@ _LEAST = np.finfo(np.float32).tiny
 _LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # times 127 it is no infinity
 _ZERO, _ONE, _127 = np.float32(0), np.float32(1), np.float32(127)
 _ROUNDER = np.float32(3 << 22)  # what is added to this is rounded to a whole number, ties to even
+_NOTHING = np.float32(-0.0)  # a sum with it is the other number, 0.0 and -0.0, too
 _HALF = np.float32(0.5)
 _LEAST_HALF = np.float32(2.0**-24)  # the least number of float16 above 0
 
@@ -98,7 +103,7 @@ def _int8(values: HostArray, block: int, data: HostArray) -> None:
         to += 4 + of.size
 
 
-def _int8_add(data: HostArray, block: int, factor: Any, out: HostArray) -> None:
+def _int8_add(data: HostArray, block: int, factor: Any, fresh: bool, out: HostArray) -> None:
     scale_ = np.zeros(1, np.float32)
     scale_bytes = scale_.view(np.uint8)
     n = out.size
@@ -107,6 +112,8 @@ def _int8_add(data: HostArray, block: int, factor: Any, out: HostArray) -> None:
         of = out[begin : min(begin + block, n)]
         scale_bytes[:] = data[at : at + 4]
         scale = scale_[0] * factor
+        if fresh:
+            of[:] = _NOTHING
         codes = data[at + 4 : at + 4 + of.size].view(np.int8)
         for i in range(of.size):
             of[i] += np.float32(codes[i]) * scale
@@ -143,13 +150,15 @@ def _fp16(values: HostArray, data: HostArray) -> None:
             to[i] = np.uint16(sign | half)
 
 
-def _fp16_add(data: HostArray, factor: Any, out: HostArray) -> None:
+def _fp16_add(data: HostArray, factor: Any, fresh: bool, out: HostArray) -> None:
     normal = np.zeros(_CHUNK, np.float32)
     normal_bits = normal.view(np.int32)
     n = out.size
     for begin in range(0, n, _CHUNK):
         length = min(_CHUNK, n - begin)
         halves, of = data[begin : begin + length], out[begin : begin + length]
+        if fresh:
+            of[:] = _NOTHING
         for i in range(length):
             half = np.int32(halves[i])
             magnitude = np.int32(half & np.int32(0x7FFF))
@@ -164,27 +173,53 @@ def _fp16_add(data: HostArray, factor: Any, out: HostArray) -> None:
             of[i] += value * factor
 
 
-def _bf16_add(data: HostArray, factor: Any, out: HostArray) -> None:
+def _bf16(values: HostArray, data: HostArray) -> None:
+    """As in `_fp16`. A NaN becomes the one that ml_dtypes makes of it, of the same sign."""
+    bits = values.view(np.int32)
+    for i in range(bits.size):
+        magnitude = np.int32(bits[i] & np.int32(0x7FFFFFFF))
+        odd = np.int32(np.int32(magnitude >> np.int32(16)) & np.int32(1))
+        half = np.int32(np.int32(magnitude + np.int32(0x7FFF) + odd) >> np.int32(16))
+        half = np.int32(0x7FC0) if magnitude > np.int32(0x7F800000) else half
+        sign = np.int32(np.int32(bits[i] >> np.int32(16)) & np.int32(0x8000))
+        data[i] = np.uint16(sign | half)
+
+
+def _bf16_add(data: HostArray, factor: Any, fresh: bool, out: HostArray) -> None:
     wide = np.zeros(_CHUNK, np.float32)
     wide_bits = wide.view(np.int32)
     n = out.size
     for begin in range(0, n, _CHUNK):
         length = min(_CHUNK, n - begin)
         halves, of = data[begin : begin + length], out[begin : begin + length]
+        if fresh:
+            of[:] = _NOTHING
         for i in range(length):
             wide_bits[i] = np.int32(np.int32(halves[i]) << np.int32(16))
         for i in range(length):
             of[i] += wide[i] * factor
 
 
+def _finite(residual: HostArray) -> None:
+    for i in range(residual.size):
+        residual[i] = residual[i] if abs(residual[i]) < _INFINITY else _ZERO
+
+
 _LOOPS: dict[str, tuple[Callable[..., None], str]] = {
     "2bit": (_two_bit, "values, float32[::1], float32, uint8[::1]"),
     "1bit": (_one_bit, "values, float32[::1], float32, uint8[::1]"),
     "int8": (_int8, "values, int64, uint8[::1]"),
-    "int8 add": (_int8_add, "bytes, int64, float32, float32[::1]"),
+    "int8 add": (_int8_add, "bytes, int64, float32, bool, float32[::1]"),
     "fp16": (_fp16, "values, uint16[::1]"),
-    "fp16 add": (_fp16_add, "halves, float32, float32[::1]"),
-    "bf16 add": (_bf16_add, "halves, float32, float32[::1]"),
+    "fp16 add": (_fp16_add, "halves, float32, bool, float32[::1]"),
+    "bf16": (_bf16, "values, uint16[::1]"),
+    "bf16 add": (_bf16_add, "halves, float32, bool, float32[::1]"),
+    "finite": (_finite, "float32[::1]"),
+}
+_OF_CODEC = {
+    "2bit": ("2bit",),
+    "1bit": ("1bit",),
+    **{codec: (codec, f"{codec} add", "finite") for codec in ("int8", "fp16", "bf16")},
 }
 _DTYPES = frozenset(map(np.dtype, (np.float32, np.uint8, np.uint16)))  # in the order of this machine's bytes
 _compiled: dict[str, Callable[..., None] | None] = {}
@@ -194,9 +229,9 @@ _lock = threading.Lock()
 def prepare(codec: str) -> None:
     """Compile the loops of this codec, once in a process. Takes seconds, where Numba is there; else does nothing."""
     with _lock:
-        for name, (loop, arguments) in _LOOPS.items():
-            if name.split()[0] == codec and name not in _compiled:
-                _compiled[name] = _compile(loop, arguments)
+        for name in _OF_CODEC.get(codec, ()):
+            if name not in _compiled:
+                _compiled[name] = _compile(*_LOOPS[name])
 
 
 def run(name: str, *arguments: Any) -> bool:
@@ -242,6 +277,7 @@ def _compile(loop: Callable[..., None], arguments: str) -> Callable[..., None] |
         "uint16[::1]": numba.uint16[::1],
         "float32": numba.float32,
         "int64": numba.int64,
+        "bool": numba.boolean,
     }
     signature = numba.void(*(kinds[word] for word in words))
     try:

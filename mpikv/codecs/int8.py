@@ -10,7 +10,7 @@ scale 0; error feedback keeps what is lost. A block that holds a NaN or an infin
 it decodes to NaN and whoever adds can see it, as loss scaling wants; error feedback owes nothing of it.
 
 Wire: n + 4 ceil(n / block) bytes. State: none. Cost: six passes over blocks in the cache, and one over memory; with
-`compiled` two passes over each block.
+`compiled` two passes over each block, and one to decode or add it.
 Source: block-wise quantization as in Dettmers et al., ICLR 2022, with a linear code.
 """
 
@@ -103,19 +103,9 @@ class Int8(InBlocks):
                 np.copyto(codes, scaled, casting="unsafe")
         return data
 
-    def add(self, data: HostArray, out: HostArray) -> None:
-        """Add code times scale."""
-        if not self._added(data, 1.0, out):
-            super().add(data, out)
-
-    def subtract(self, data: HostArray, out: HostArray) -> None:
-        """Subtract code times scale."""
-        if not self._added(data, -1.0, out):
-            super().subtract(data, out)
-
-    def _added(self, data: HostArray, factor: float, out: HostArray) -> bool:
-        self.check_bytes(data, out.size)
-        return compiled.run("int8 add", data, self.block, np.float32(factor), out)
+    def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
+        """Code times scale."""
+        return compiled.run("int8 add", data, self.block, np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Code times scale."""
