@@ -260,7 +260,8 @@ def test_a_reader_that_stops(mpi: Mpi, tmp_path: Path) -> None:
     """`mpikv launch ... | less`: the time limit counts all the same."""
     ended = tmp_path / "status"
     reader = f"until [ -e {ended} ]; do sleep 0.1; done"
-    script = f"{{ {mpi.python} -m mpikv launch -n 2 -s 0 --timeout 2 --grace {GRACE_S} yes; echo $? >{ended}; }} | {{ {reader}; }}"
+    line = f"{mpi.python} -m mpikv launch -n 2 -s 0 --timeout 2 --grace {GRACE_S} yes"
+    script = f"{{ {line}; echo $? >{ended}; }} | {{ {reader}; }}"
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
     running = Running([shutil.which("sh") or "sh", "-c", script], environment(mpi, {}, folder), folder, LIMIT_S)
     job = running.finish()

@@ -48,7 +48,7 @@ def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
     ],
 )
 def test_a_rank_that_fails_ends_the_job_and_says_why(case: str, n: int, said: str) -> None:
-    """Each rank imports PyTorch, so no more of them than it takes: three, where one of those that wait could be named."""
+    """Each rank imports PyTorch, so there are two; three, where one of several that wait says who is missing."""
     job = run(n, PROGRAM, case)
     assert job.status != 0, job.output
     assert re.search(said, job.stderr), job.output
