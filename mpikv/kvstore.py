@@ -342,9 +342,9 @@ class KVStore:
         path: device_path_large, and device_path_large_bytes, from how many bytes on. Where sums have NCCL's own bits:
         device_path_bits, of which keys, and how to have the bits of the other paths.
 
-        Where workers without servers compress keys, and not by force: compressed_keys, a dict for each key by its name:
+        Where keys are compressed, and not by force: compressed_keys, a dict for each key by its name:
         codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round when both were compared
-        last (None: not yet); looks, how often that was. The same on every worker.
+        last (None: not yet); looks, how often that was. Without servers it is the same on every worker.
 
         >>> kv.create('local').stats()
         {'messages_sent': 0, 'bytes_sent': 0, 'control_messages_sent': 0}

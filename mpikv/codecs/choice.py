@@ -6,9 +6,10 @@ key decides by itself, after the same rounds by the same times, and so they deci
 
 The first rounds travel encoded, the next ones as they are, each for `PERIOD_ROUNDS`: some do not count, then come
 `SAMPLES` that do, and one in which others may still be under way. Then all workers tell each other their times (`asks`,
-`agree`), so that all decide alike. From then on they compare times every `CHECK_ROUNDS`. Where a round takes `MOVED`
-times as long as when they decided, or so much less, the link has changed, and the other form is tried again; else it
-is tried after `FIRST_STRETCH_ROUNDS`, and after twice as many each time that it was no faster.
+`agree`), so that all decide alike; with servers each decides by its own times alone. From then on they compare times
+every `CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much less, the link has
+changed, and the other form is tried again; else it is tried after `FIRST_STRETCH_ROUNDS`, and after twice as many each
+time that it was no faster.
 
 A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
 rounds it is the median. At first values stay encoded only where that is faster by more than `MARGIN`, which is more
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -117,6 +119,16 @@ class Choice:
     def _try_other(self) -> None:
         self.plain = not self.plain
         self._begin(trying=True)
+
+    def told(self, codec: str) -> dict[str, Any]:
+        """What `store.stats()` says of the key."""
+        return {
+            "codec": codec,
+            "travels": "as it is" if self.plain else "encoded",
+            "encoded_s": self.seconds[0],
+            "plain_s": self.seconds[1],
+            "looks": self.looks,
+        }
 
     @property
     def asks(self) -> bool:

@@ -16,9 +16,9 @@ may still be read of a rank after its last round is the result alone, which stay
 more (`Peers.close`). The names of arrays are said anew in a round that begins after all owners have read the last ones;
 for the flags host_key.py's argument holds as it is.
 
-Cost per rank, n elements, p ranks: one kernel, which reads n/p elements of each rank and writes n/p; p-1 copies of n/p
-elements, and one of n elements for each array in `outs`. Scratch: n/p elements. No message, no copy between device and
-host. Restrictions: one host, GPUs that can read each other's memory.
+Cost per rank, n elements, p ranks: one kernel, which reads n/p elements of each rank in the key's dtype and writes n/p
+in that of the sums; p-1 copies of n/p elements, and one of n elements for each array in `outs`. Scratch: n/p elements.
+No message, no copy between device and host. Restrictions: one host, GPUs that can read each other's memory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpikv.arrays import sum_dtype
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
@@ -45,9 +46,10 @@ def reduce_scatter(
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
 ) -> Steps[DeviceArray]:
-    """Add `values` over all ranks, or `combine` them. Returns an array of which this rank's own part alone is there.
+    """Add `values` over all ranks, or `combine` them. Returns an array of which this rank's own part alone is there, in
+    the dtype of the sums.
 
-    values: (n,), in the dtype of the sums; not to be changed until the `allgather` of the same round has ended. bounds:
+    values: (n,), in the dtype of the key; not to be changed until the `allgather` of the same round has ended. bounds:
     rank i owns `[bounds[i], bounds[i+1])`. The sum is in the space's stream when this ends, but may not be done.
     Collective. Yields each request it must wait for.
     """
@@ -64,11 +66,13 @@ def reduce_scatter(
     yield key.awaited([place for place in range(size) if place != rank], FILLED, 1)
     sources, ratios = [], {}
     for place in range(size):
-        sources.append((values if place == rank else key.array_of(place, VALUES))[begin:end])
+        sources.append((values if place == rank else key.array_of(place, VALUES, values.dtype))[begin:end])
         if place != rank and comparison is not None:
             ratios[place] = comparison.ratio(key.said_by(place))
-    own, scaled = space.empty(end - begin, values.dtype), [place for place in ratios if ratios[place] != 1.0]
-    program = sum_in_order(size, own.dtype, own.dtype, scaled=tuple(scaled), how=combine)
+    own, scaled = space.empty(end - begin, sum_dtype(values.dtype)), [place for place in ratios if ratios[place] != 1.0]
+    if scaled:
+        sources = [space.cast(source, own.dtype) for source in sources]
+    program = sum_in_order(size, sources[0].dtype, own.dtype, scaled=tuple(scaled), how=combine)
     space.launch(program, [*sources, own], [ratios[place] for place in scaled])
     # Elements are counted as in the whole value, of which the memory has this part alone.
     return DeviceArray(space, own.memory, own.offset_bytes - begin * own.itemsize, values.shape, own.dtype)

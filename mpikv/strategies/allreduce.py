@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from mpikv import wire
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives import blobs
 from mpikv.collectives.nccl import NcclComm
@@ -146,8 +146,7 @@ class AllreduceStrategy(Strategy):
         paths = {self._queues[info.id].way.placement.path for info in infos}
         if self.keys.direct is not None and paths == {"direct"}:
             return self.keys.direct.prepare(infos, values, outs, op)
-        on_device = any(info.space == DEVICE for info in infos)
-        if on_device and (paths != {"ipc"} or any(info.dtype != sum_dtype(info.dtype) for info in infos)):
+        if paths != {"ipc"} and any(info.space == DEVICE for info in infos):
             return None
         flat = flattened(infos, values, outs)
         return None if flat is None else Rounds(self._exchange_in_place, self._session, infos, flat, op)

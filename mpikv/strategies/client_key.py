@@ -1,6 +1,8 @@
 """A key as a worker sees it whose values live with servers: where its shards are, and how they travel there and back.
 
-Both sides know the lengths of what travels, from the placement and the codec that they agreed on.
+Both sides know the lengths of what travels, from the placement and the codec that they agreed on. Each message says
+whether its values travel encoded or as they are, so that each worker chooses by itself what is faster on its way to the
+servers: a round of a key is timed from its push until the answer to a pull that was made behind it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from mpikv import wire
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs import compression
 from mpikv.codecs.base import Codec, State
+from mpikv.codecs.choice import Choice
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
-from mpikv.codecs.residuals import Span, cut_anew
+from mpikv.codecs.residuals import Span
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
+from mpikv.strategies.pieces import Pieces
 
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
 
@@ -75,13 +79,23 @@ def decode(codec: Codec, data: HostArray, out: HostArray) -> None:
 
 
 class ClientKey:
-    """One key as its client sees it. states: of its codec, by pieces. codecs: makes its codecs of their text."""
+    """One key as its client sees it.
 
-    def __init__(self, info: KeyInfo, placement: Placement, codecs: Codecs = compression.of_text) -> None:
+    codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do.
+    encoded: its pushes, and what their codec remembers of them.
+    """
+
+    def __init__(
+        self,
+        info: KeyInfo,
+        placement: Placement,
+        codecs: Codecs = compression.of_text,
+        choice: Choice | None = None,
+    ) -> None:
         self.info, self.compression = info, codecs(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
-        self.states: dict[Span, State] = {}
-        self.encoded_bytes = [0, 0]  # of pushes, before and after
+        self.encoded = Pieces(info, self.compression.push)
+        self.choice, self._timed = choice, False
         self.pushed = 0
         self.move(placement)
 
@@ -93,9 +107,9 @@ class ClientKey:
             parts = partitions(shard.begin, shard.end, placement.part_elems)
             n_bytes = sum(self.compression.push.wire_bytes(end - begin, self.info.dtype) for begin, end in parts)
             self.routes.append(Route(*shard, parts, len(parts) == 1 and n_bytes <= INLINE_BYTES, n_bytes))
-        self.states = cut_anew(self.compression.push, self.states, self._pieces)
+        self.encoded.recut(self.encoded.states, self._pieces)
         one_small = len(self.routes) == 1 and self.routes[0].inline
-        self.smallest = one_small and self._comes_as_it_is
+        self.smallest = one_small and self._comes_as_it_is and self.choice is None
 
     @property
     def plain(self) -> bool:
@@ -106,21 +120,37 @@ class ClientKey:
         """What travels of elements [begin, end) of a push. plain: the values as they are."""
         if self.sends_as_it_is or plain:
             return total[begin:end]
-        codec, values = self.compression.push, total[begin:end]
-        if (state := self.states.get((begin, end))) is None:
-            state = self.states[begin, end] = codec.init(end - begin)
-        data = codec.encode(values, state)
-        self.encoded_bytes[0] += values.nbytes
-        self.encoded_bytes[1] += data.nbytes
-        return data
+        return self.encoded.encode(total, (begin, end))
+
+    # --- encoded or as it is
+
+    def begin(self, total: HostArray, now_s: float) -> HostArray:
+        """A push: what travels, with what earlier ones owe where it travels as it is."""
+        if self.choice is None:
+            return total
+        if not self._timed:
+            self.choice.begin(now_s)
+            self._timed = True
+        return self.encoded.with_owed(total) if self.choice.plain else total
+
+    def end(self, now_s: float) -> None:
+        """The answer to a pull has come."""
+        if self.choice is not None and self._timed:
+            self._timed = False
+            self.choice.end(now_s)
+            if self.choice.asks:
+                self.choice.agree([self.choice.times])
+
+    # --- states
 
     def codec_states(self) -> list[tuple[int, int, State]]:
         """What the codec of this worker's pushes remembers, by pieces."""
-        return [(*piece, self.states[piece]) for piece in self._pieces if self.states.get(piece)]
+        states = self.encoded.states
+        return [(*piece, states[piece]) for piece in self._pieces if states.get(piece)]
 
     def take_codec_states(self, pieces: Mapping[Span, State]) -> None:
         """Remember this instead: states of the pieces [begin, end)."""
-        self.states = cut_anew(self.compression.push, pieces, self._pieces)
+        self.encoded.recut(pieces, self._pieces)
 
     @property
     def _pieces(self) -> list[Span]:

@@ -313,13 +313,7 @@ class PlacedKeys:
         are timed with it.
         """
         return {
-            str(info.key): {
-                "codec": info.codec,
-                "travels": "as it is" if choice.plain else "encoded",
-                "encoded_s": choice.seconds[0],
-                "plain_s": choice.seconds[1],
-                "looks": choice.looks,
-            }
+            str(info.key): choice.told(info.codec)
             for queue, encoder in self._encoders()
             if (choice := encoder.choice) is not None
             for info in queue.keys

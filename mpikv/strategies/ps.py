@@ -19,6 +19,8 @@ import cloudpickle
 from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
+from mpikv.codecs import compression
+from mpikv.codecs.choice import Choice, Choices
 from mpikv.engine.request import Predicate, Request, Steps
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.keys import Key, KeyInfo
@@ -88,6 +90,7 @@ class PsStrategy(Strategy):
         self._servers = members.owners
         self._labels = [f"server {i} (rank {rank} on {members.hosts[rank]})" for i, rank in enumerate(self._servers)]
         self._keys: dict[int, ClientKey] = {}
+        self._choices = Choices()
         self._first_values: dict[Key, HostArray] = {}  # at worker 0, of keys that are being agreed on
         self._loads = [0] * len(self._servers)
         self._whole = False
@@ -126,9 +129,15 @@ class PsStrategy(Strategy):
             self._rows.begin(info)
             return
         placement = as_told(self._members, info, reserved)
-        key = self._keys[info.id] = ClientKey(info, placement)
+        key = self._keys[info.id] = ClientKey(info, placement, choice=self._choice(info))
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
+
+    def _choice(self, info: KeyInfo) -> Choice | None:
+        """Whether the values of a key travel encoded, where they can and need not. Those of a GPU always do."""
+        travels = compression.of_text(info.codec)
+        measures = not travels.plain and not travels.force and info.n_elems > 0 and info.space == HOST
+        return self._choices.of(info.codec) if measures else None
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""
@@ -239,7 +248,13 @@ class PsStrategy(Strategy):
         items = []
         for info, total, sink in entries:
             key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
-            items.append(Item(key, total, sink, key.routes, key.pushed, number, op, self._plain(key, op)))
+            plain = self._plain(key, op)
+            if total is not None and key.choice is not None and not plain & wire.PLAIN_PUSH:
+                with self._engine.lock:
+                    total = key.begin(total, self._engine.clock.now_s())  # noqa: PLW2901
+            if key.choice is not None and key.choice.plain:
+                plain = wire.PLAIN_PUSH | wire.PLAIN_ANSWER
+            items.append(Item(key, total, sink, key.routes, key.pushed, number, op, plain))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
 
@@ -262,9 +277,15 @@ class PsStrategy(Strategy):
 
     def _steps(self, kind: int, items: Sequence[Item], priority: int) -> Steps[None]:
         device = self._device
-        if device is not None and device.concerns(items):
-            return device.exchange(kind, items, wire.clamped(priority))
-        return self._client.exchange(kind, items, wire.clamped(priority))
+        calls = device if device is not None and device.concerns(items) else self._client
+        steps = calls.exchange(kind, items, wire.clamped(priority))
+        timed = [item.key for item in items if item.sink is not None and item.key.choice is not None]
+        return self._timed(steps, timed) if timed else steps
+
+    def _timed(self, steps: Steps[None], keys: Sequence[ClientKey]) -> Steps[None]:
+        yield from steps
+        for key in keys:
+            key.end(self._engine.clock.now_s())
 
     def prepare(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
@@ -463,16 +484,22 @@ class PsStrategy(Strategy):
         self._session.agree("empty", [text, -1], "empty")
         return None if self._local is None else self._local.segment.take(n_bytes)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """What was encoded, and what was sent through memory.
 
-        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed.
+        encoded_from_bytes, encoded_bytes: pushes before and after; missing where no key is compressed. compressed_keys:
+        as of a store without servers.
         memory_messages, memory_bytes: to servers of this host. bytes_copied: into and out of memory, by this worker.
         held_bytes: its scratch memory there. shared_bytes: its arrays of `store.empty`, the values that it serves, and
         what arrays on a GPU are copied through.
         """
-        before, after = (sum(key.encoded_bytes[i] for key in tuple(self._keys.values())) for i in (0, 1))
-        encoded = {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
+        keys = tuple(self._keys.values())
+        before = sum(key.encoded.encoded_from_bytes for key in keys)
+        encoded: dict[str, Any] = {}
+        if before:
+            encoded = {"encoded_from_bytes": before, "encoded_bytes": sum(key.encoded.encoded_bytes for key in keys)}
+        if chosen := {str(key.info.key): key.choice.told(key.info.codec) for key in keys if key.choice is not None}:
+            encoded["compressed_keys"] = chosen
         local = self._local
         if local is None:
             return encoded

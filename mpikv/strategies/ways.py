@@ -346,6 +346,7 @@ class Ipc(Alone):
         assert means.hosts is not None
         self._hosts, self._place = means.hosts, place
         self._device = cast(DeviceSpace, self._space)
+        self.dtype = info.dtype  # widened by whoever adds
         self._key = means.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=means.hosts.peers)
 
     def share(self) -> Steps[None]:

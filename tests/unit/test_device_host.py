@@ -109,7 +109,7 @@ class Case:
                 if comparison is not None:
                     comparison.begin([Label("{}", self.factors[rank])])
                 callers = space.callers([gpu.array(self.values(rank, round_, key))])
-                values = space.cast(space.total(callers, "value", on_device=True), sum_dtype(self.dtype))
+                values = space.total(callers, "value", on_device=True)
                 outs = [space.empty(self.n, self.dtype) for _ in range(self.outs)]
                 before = dict(gpu.counts)
                 totals = yield from way.reduce_scatter(values, self.op.combine, comparison, changeable=True)
@@ -191,8 +191,9 @@ def test_one_owner_of_everything(owner: int) -> None:
 
 
 @pytest.mark.parametrize("factors", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.25), (3.0, 3.0, 7.0)])
-def test_labels_with_different_factors(factors: tuple[float, ...]) -> None:
-    Case(3, 101, factors=factors, rounds=3).check()
+@pytest.mark.parametrize("dtype", [F32, np.dtype(np.float16)], ids=str)
+def test_labels_with_different_factors(factors: tuple[float, ...], dtype: np.dtype) -> None:
+    Case(3, 101, dtype=dtype, factors=factors, rounds=3).check()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -213,6 +214,17 @@ def test_counts(size: int, outs: int) -> None:
         assert counts["device_to_device"] == copies
         assert counts["device_to_device_bytes"] == part_bytes * (copies - outs + size * outs)
         assert counts["peer"] == counts["exports"] == counts["opens"] == counts["allocations"] == 0
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_counts_of_half_precision(size: int, dtype: np.dtype) -> None:
+    """The sum reads the halves of all ranks, and is rounded into the value; what is copied are halves."""
+    case = Case(size, 40 * size, dtype=dtype, outs=1).check()
+    for counts in map(Counter, case.counts):
+        assert counts["launches"] == 2
+        assert counts["device_to_device"] == (size - 1) + 1
+        assert counts["device_to_device_bytes"] == 2 * 40 * (size - 1 + size)
 
 
 def test_copies_between_gpus_bring_each_byte_once() -> None:

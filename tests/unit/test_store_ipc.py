@@ -128,34 +128,37 @@ def views(workers: int, seed: int = 0, gpus: int = 1) -> list[FakeGpu]:
     return [machine.view()[rank % gpus] for rank in range(workers)]
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_blocking_calls_add_in_the_stores_arrays(workers: int, gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "gpus", "dtype"),
+    [(workers, gpus, "float32") for workers in (1, 2, 3, 5) for gpus in (1, 2)]
+    + [(1, 1, "float16"), (3, 2, "float16"), (3, 1, "bfloat16")],
+)
+def test_blocking_calls_add_in_the_stores_arrays(workers: int, gpus: int, dtype: str) -> None:
     """In place, and into another array: no copy of what is pushed, none of a result but into other arrays."""
-    n = 60 * workers
+    n, kind = 60 * workers, np.dtype(dtype)
 
     def body(store: Any, gpu: FakeGpu) -> list[Any]:
-        first, second = store.zeros([(n,), (n,)], device="gpu")
+        first, second = store.zeros([(n,), (n,)], dtype=kind, device="gpu")
         store.init("k", first)
         found, counted = [], []
         for step in range(4):
             for value, out in ((first, None), (first, second)):
-                value.set(values(store.rank, n, step))
+                value.set(values(store.rank, n, step, kind))
                 before = dict(gpu.counts)
                 store.pushpull("k", value, out)
                 counted.append({name: count - before.get(name, 0) for name, count in gpu.counts.items()})
                 result = value if out is None else out
                 found.append(result.get().tobytes())
                 if out is not None:
-                    assert value.get().tobytes() == values(store.rank, n, step).tobytes()
+                    assert value.get().tobytes() == values(store.rank, n, step, kind).tobytes()
         return [found, counted[2:]]
 
     def on_host(store: Any) -> list[bytes]:
-        store.init("k", np.zeros(n, F32))
+        store.init("k", np.zeros(n, kind))
         found = []
         for step in range(4):
             for _ in range(2):
-                array = values(store.rank, n, step)
+                array = values(store.rank, n, step, kind)
                 store.pushpull("k", array)
                 found.append(array.tobytes())
         return found
@@ -167,10 +170,11 @@ def test_blocking_calls_add_in_the_stores_arrays(workers: int, gpus: int) -> Non
             assert not any(count for name, count in counts.items() if "host" in name), counts
         if workers > 1:
             elsewhere = sum(place % gpus != rank % gpus for place in range(workers))
+            rounded = int(kind != F32)  # the sum's part goes into the value by a kernel instead of a copy
             for counts in counted:  # the sum; its part into the value, those of the others, the value into the result
-                assert counts["launches"] == 1
+                assert counts["launches"] == 1 + rounded
                 assert counts.get("peer", 0) == elsewhere
-                assert counts["device_to_device"] == 1 + (workers - 1 - elsewhere) + 1
+                assert counts["device_to_device"] == 1 - rounded + (workers - 1 - elsewhere) + 1
 
 
 @pytest.mark.parametrize("seed", range(6))
