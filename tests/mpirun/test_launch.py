@@ -21,7 +21,7 @@ PROGRAM = str(Path(__file__).with_name("launched.py"))
 LIMIT_S = 60
 # Between the event and the last process's end: 10 s are promised, and the machine is busy; ranks would run for minutes.
 END_S = 40
-GRACE_S = 1  # from SIGTERM to SIGKILL, instead of 4: ranks that do not listen are waited for in many of these tests
+GRACE_S = 2  # from SIGTERM to SIGKILL, instead of 4: ranks that do not listen are waited for in many of these tests
 
 
 @contextlib.contextmanager
