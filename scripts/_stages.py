@@ -37,8 +37,11 @@ import report  # noqa: E402
 RUNNER = tuple(f"tests/unit/test_runner{name}.py" for name in ("", "_grids", "_jobs", "_scripts"))
 OPENMPI_SIZES, MPICH_SIZES, QUICK_SIZES = (2, 4), (3,), (3,)
 FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 cores spend their time spinning
-# Whole jobs are two stages, since they take longest. These are the jobs that fail, are killed or are stopped.
+# Whole jobs are three stages, since they take longest: the jobs that fail, are killed or are stopped; those of
+# `mpikv launch`, which wait much, with those whose ranks import PyTorch or JAX, which compute much; and the others.
 FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop_jobs", "unmet"))
+LAUNCHED = tuple(f"tests/mpirun/test_{name}.py" for name in ("launch", "jax_jobs", "torch_backend", "torch_ddp"))
+DOCUMENTS = "tests/examples/test_readme.py"
 GPU_JOBS = ("tests/gpu/test_gpu_jobs.py", "tests/gpu/test_gpu_bench.py")
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
@@ -114,29 +117,30 @@ def stages(
         for path in sorted((ROOT / "tests").iterdir())
         if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
     ]
-    without_faulty = [f"--ignore={path}" for path in FAULTY]
+    elsewhere = [f"--ignore={path}" for path in FAULTY + LAUNCHED]
 
     def under(mpi: jobs.Mpi, name: str, sizes: Sequence[int], group: str) -> list[Stage]:
         """The tests that all ranks run together, with each number of ranks."""
         return [Stage(group, f"{name}, {n} ranks", mpi, ["tests/mpi"], RANKS_LIMIT_S, ranks=n) for n in sizes]
 
-    unit = [Stage("unit", title, openmpi, paths, LIMIT_S) for title, paths in without_mpi().items()]
+    unit = without_mpi(openmpi)
     if quick:
         return [without_full(stage) for stage in unit + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
-    # The longest first. One of those under mpirun is always under way (`may_start`), so that they end with the others.
-    whole, faulty = (
-        Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=without_faulty),
-        Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
-    )
+    # The longest first, and short ones last, so that none runs alone at the end. One of those under mpirun is always
+    # under way (`may_start`), so that they end with the others.
     found = [
-        *(whole, unit.pop(0)),
+        Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=elsewhere),
+        unit.pop(0),
         *under(openmpi, "Open MPI", OPENMPI_SIZES, "mpi"),
         *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
-        *(faulty, *unit),
-        Stage("examples", "examples and documents", openmpi, ["tests/examples"], LIMIT_S),
+        Stage("jobs", "whole jobs, launched or with PyTorch or JAX", openmpi, list(LAUNCHED), LIMIT_S),
+        Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
+        *unit,
         Stage(
             "cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True
         ),
+        Stage("examples", "examples", openmpi, ["tests/examples"], LIMIT_S, options=[f"--ignore={DOCUMENTS}"]),
+        Stage("examples", "documents", openmpi, [DOCUMENTS], LIMIT_S),
         Stage("runner", "the test runner", mpich, list(RUNNER), 400),
     ]
     if full:
@@ -153,17 +157,23 @@ def stages(
     return found
 
 
-def without_mpi() -> dict[str, list[str]]:
-    """The files of three stages, which run beside each other: one process of Python uses one core, and waits, too."""
+def without_mpi(mpi: jobs.Mpi) -> list[Stage]:
+    """Three stages, which run beside each other: one process of Python uses one core, and waits, too.
+
+    Each names the folder and what it leaves out: for each file that is named pytest would look at all of the folder.
+    """
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests/unit").glob("test_*.py"))]
     stores = [file for file in files if file.startswith("tests/unit/test_store_")]
     first = [file for file in files if file < "tests/unit/test_s" and file not in RUNNER]
     last = [file for file in files if file > "tests/unit/test_s" and file not in stores]
-    return {
-        "without MPI, a to r": first,
-        "without MPI, stores": stores,
-        "without MPI, s to z and properties": [*last, "tests/property"],
-    }
+    return [
+        Stage("unit", title, mpi, paths, LIMIT_S, options=[f"--ignore={file}" for file in files if file not in own])
+        for title, paths, own in (
+            ("without MPI, a to r", ["tests/unit"], first),
+            ("without MPI, stores", ["tests/unit"], stores),
+            ("without MPI, s to z and properties", ["tests/unit", "tests/property"], last),
+        )
+    ]
 
 
 def without_full(stage: Stage) -> Stage:

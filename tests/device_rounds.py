@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -49,8 +50,12 @@ def contribution(rank: int, round_: int, case: Case) -> HostArray:
     n, dtype = case.n, case.dtype
     if case.whole:
         return ((np.arange(n) * 7 + 3 * rank + round_) % 5 + 1).astype(sum_dtype(np.dtype(dtype)))
-    values = np.random.default_rng([rank, round_ + 1, n]).standard_normal(n) * 10.0 ** (rank % 3)
-    return values.astype(sum_dtype(np.dtype(dtype)))
+    return numbers(rank, round_, n).astype(sum_dtype(np.dtype(dtype)))
+
+
+@functools.lru_cache(maxsize=512)  # the host's rounds and the GPU's, of each algorithm, begin with the same ones
+def numbers(rank: int, round_: int, n: int) -> HostArray:
+    return np.random.default_rng([rank, round_ + 1, n]).standard_normal(n) * 10.0 ** (rank % 3)
 
 
 class Side:

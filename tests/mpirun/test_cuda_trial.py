@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import grids
 import pytest
 from jobs import Mpi, mpirun
 
@@ -20,6 +22,8 @@ SOURCES = (
     "Segments=120",
     "Exits=120",
 )
+# In these the library has a part: every run makes them with both, the others with MPICH, which starts a job faster.
+OF_MPI = {"Works", "DevicePointer", "Crashes"}
 SEGFAULT = [False, "the trial was ended by SIGSEGV", True]
 EXPECTED = {
     "Works": [True, "tried with 8 MiB", True],
@@ -35,8 +39,10 @@ EXPECTED = {
 @pytest.mark.timeout(220)
 def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
     """Rank 0 of two makes the trials, and goes on whatever becomes of the children."""
+    every = mpi.kind == "mpich" or os.environ.get(grids.FULL_VARIABLE)
+    sources = [one for one in SOURCES if every or one.partition("=")[0] in OF_MPI]
     env = {"PYTHONPATH": f"{HERE.parents[1]}:{HERE}", "TMPDIR": str(tmp_path)}
-    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "trial", *SOURCES], env=env, mpi=mpi, timeout_s=200)
+    job = mpirun(2, ["python", str(HERE / "trial_program.py"), "trial", *sources], env=env, mpi=mpi, timeout_s=200)
     assert (job.status, job.ranks_left) == (0, []), job.output
     found = {said[0]: said[1:] for line in job.stdout.splitlines() if (said := json.loads(line))}
     pointer = found.pop("DevicePointer")
@@ -45,7 +51,8 @@ def test_what_becomes_of_a_child(mpi: Mpi, tmp_path: Path) -> None:
     else:  # MPICH itself ends a process that reads where no memory is
         assert pointer[0] is False
         assert "ended" in str(pointer[1])
-    assert found == EXPECTED
+    names = {one.partition("=")[0] for one in sources}
+    assert found == {name: said for name, said in EXPECTED.items() if name in names}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mpikv-trial")] == []
 
 

@@ -21,13 +21,16 @@ PROGRAM = str(Path(__file__).with_name("launched.py"))
 LIMIT_S = 60
 # Between the event and the last process's end: 10 s are promised, and the machine is busy; ranks would run for minutes.
 END_S = 40
+GRACE_S = 2  # from SIGTERM to SIGKILL, instead of 4: ranks that do not listen are waited for in many of these tests
 
 
 @contextlib.contextmanager
 def launched(mpi: Mpi, *words: str, env: dict[str, str] | None = None) -> Iterator[Running]:
     """`mpikv launch WORDS` under way; at the end of the block it is waited for."""
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
-    line = [mpi.python, "-m", "mpikv", "launch", *(mpi.python if word == "python" else word for word in words)]
+    grace = [] if "--grace" in words else ["--grace", str(GRACE_S)]
+    line = [mpi.python, "-m", "mpikv", "launch", *grace]
+    line += [mpi.python if word == "python" else word for word in words]
     seen = environment(mpi, {"MPIKV_TIMEOUT_S": "20", **(env or {})}, folder)
     running = Running(line, seen, folder, LIMIT_S)
     try:
@@ -222,10 +225,10 @@ def test_usr1_reaches_every_rank(mpi: Mpi) -> None:
 
 
 def test_timeout(mpi: Mpi) -> None:
-    job = launch(mpi, "-n", "2", "-s", "1", "--timeout", "3", "python", PROGRAM, "stubborn")
+    job = launch(mpi, "-n", "2", "-s", "1", "--timeout", "2", "python", PROGRAM, "stubborn")
     check_end(job)
     assert job.status == 124, job.output
-    assert "time limit of 3 s" in job.stderr
+    assert "time limit of 2 s" in job.stderr
 
 
 def test_what_a_rank_leaves_running(mpi: Mpi) -> None:
@@ -257,7 +260,8 @@ def test_a_reader_that_stops(mpi: Mpi, tmp_path: Path) -> None:
     """`mpikv launch ... | less`: the time limit counts all the same."""
     ended = tmp_path / "status"
     reader = f"until [ -e {ended} ]; do sleep 0.1; done"
-    script = f"{{ {mpi.python} -m mpikv launch -n 2 -s 0 --timeout 4 yes; echo $? >{ended}; }} | {{ {reader}; }}"
+    line = f"{mpi.python} -m mpikv launch -n 2 -s 0 --timeout 2 --grace {GRACE_S} yes"
+    script = f"{{ {line}; echo $? >{ended}; }} | {{ {reader}; }}"
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
     running = Running([shutil.which("sh") or "sh", "-c", script], environment(mpi, {}, folder), folder, LIMIT_S)
     job = running.finish()

@@ -11,11 +11,13 @@ from jobs import find_mpi, mpirun
 
 from mpikv import models
 
-WORKER = """
+PROGRAM = """
+import sys
+from mpikv.__main__ import main
+assert main(["info", "--model", "resnet18"]) == 0
 from mpi4py import MPI
 from mpikv import kv
 store = kv.create("dist_sync")
-import sys
 sys.stdout.write(f"rank {MPI.COMM_WORLD.rank} is worker {store.rank}\\n")
 sys.stdout.flush()
 store.close()
@@ -37,9 +39,11 @@ def test_the_map_is_what_a_store_does(tmp_path: Path, kind: str, n: int, env: di
     if mpi is None:
         pytest.skip(f"no {kind} wheel here: scripts/test installs both")
     servers = int(env.get("MPIKV_NUM_SERVERS", "0"))
-    info = mpirun(n, ["python", "-m", "mpikv", "info", "--model", "resnet18"], env=env, mpi=mpi)
-    assert (info.status, info.ranks_left) == (0, []), info.output
-    found = [match.groups() for match in map(LINE.fullmatch, info.stdout.splitlines()) if match]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    job = mpirun(n, ["python", str(program)], env=env, mpi=mpi)
+    assert (job.status, job.ranks_left) == (0, []), job.output
+    found = [match.groups() for match in map(LINE.fullmatch, job.stdout.splitlines()) if match]
     assert [int(rank) for rank, *_ in found] == list(range(n))
     assert {host.split("/")[0] for _, host, *_ in found} == {socket.gethostname()}
     assert sum(role == "server" for _, _, role, *_ in found) == servers
@@ -48,11 +52,6 @@ def test_the_map_is_what_a_store_does(tmp_path: Path, kind: str, n: int, env: di
     held = [int(match[1]) for *_, text in found if (match := re.search(r"(\d+) bytes", text))]
     assert len(held) == (servers or n)
     assert sum(held) == 4 * models.values("resnet18")
-
-    program = tmp_path / "worker.py"
-    program.write_text(WORKER)
-    job = mpirun(n, ["python", str(program)], env=env, mpi=mpi)
-    assert (job.status, job.ranks_left) == (0, []), job.output
     said = sorted(line for line in job.stdout.splitlines() if line.startswith("rank "))
     assert said == [f"rank {rank} is worker {number}" for rank, _, role, number, *_ in found if role == "worker"]
 

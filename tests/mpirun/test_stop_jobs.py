@@ -50,7 +50,7 @@ def check_stopped(job: Job, workers: Sequence[int], *, common: bool = True) -> N
 SIGNALLED = {"one": [1], "worker 0": [0], "all": [0, 1, 2]}
 
 
-@pytest.mark.grid
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("who", SIGNALLED)
 def test_synchronous(mpi, who: str, signum: signal.Signals) -> None:

@@ -80,6 +80,7 @@ def small_numbers(n: int, worker: int = 0, round_: int = 0, dtype: Any = FLOAT32
 # --- by itself
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("codec", [IDENTITY, *KNOWN], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 1000])
@@ -125,6 +126,7 @@ def run(mode: Mode, body: Any, codec: str | Compression, **changes: Any) -> list
         )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("codec", ["none", "half", "packed"])
 @pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)

@@ -50,6 +50,7 @@ def test_sum_of_all_sizes(algorithm: str, p: int, n: int) -> None:
     check(algorithm, p, n, "float32", bounds_of(algorithm, n, "a" * p))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("algorithm", select.ALGORITHMS)
 @pytest.mark.parametrize("p", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)

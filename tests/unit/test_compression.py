@@ -157,6 +157,7 @@ def run(mode: Mode, body: Any, found: Compression, **changes: Any) -> list[Any]:
         )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("inline", [False, True], ids=["fetched", "inline"])
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)
 def test_values_come_back_rounded_and_stay_whole_at_their_owner(

@@ -54,6 +54,7 @@ def on_gpus(
     return spawn(p, body, fabric=DeviceFabric(Fabric(p, hosts) if fabric is None else fabric, gpus), timeout_s=120)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("p", LAYOUTS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_bits_of_host_memory(algorithm: str, p: int) -> None:
@@ -75,6 +76,7 @@ def test_long_values(algorithm: str, p: int) -> None:
         assert on_gpus(hosts, cases) == on_host(hosts, cases)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("one_gpu", [False, True], ids=["each its own", "one for all"])
 def test_any_order_of_work_and_messages(seed: int, one_gpu: bool) -> None:

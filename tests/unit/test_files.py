@@ -73,6 +73,7 @@ def test_what_is_no_regular_file(make: Callable[[Path], None], link: bool, tmp_p
     unchanged()
 
 
+@pytest.mark.grid
 @SPECIAL
 @LINK
 @pytest.mark.parametrize("kind", ["local", "dist_sync", "dist_async"])

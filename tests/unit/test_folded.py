@@ -66,6 +66,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32"])
 @pytest.mark.parametrize("precise", [False, True])

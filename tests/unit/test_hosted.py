@@ -233,6 +233,7 @@ def test_who_waits_for_the_first_value_of_a_key_is_woken_when_it_is_there() -> N
     assert ranks[1].key(places[2], 10, F32).counted(0, 3) == 0  # no counter of a round
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("n", [0, 1, 7, 1001, 3 * HOST_SEGMENT_BYTES + 5])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])

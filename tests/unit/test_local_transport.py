@@ -59,6 +59,7 @@ def settle(transports, requests=()):
     assert all(request.test() for request in requests)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("n_bytes", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("first", ["send", "receive"])
 @pytest.mark.parametrize("shared", [False, True], ids=["ordinary", "shared"])

@@ -69,6 +69,7 @@ def test_with_servers_on_cyclic_ranks() -> None:
     assert [one.held for one in found] == ["none"] * 4 + ["1/2 of the values"] * 2
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("servers", [0, 1, 2, 3])
 @pytest.mark.parametrize("hosts", ["aaaaa", "aabbc", "abcab", "abcdefgh"])
 @pytest.mark.parametrize("algorithm", ["auto", "halving_doubling", "hierarchical"])

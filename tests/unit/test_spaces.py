@@ -133,6 +133,7 @@ def decay(w: np.ndarray, g: np.ndarray, arrays: Any, tmp: list[np.ndarray]) -> N
     w /= 4
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 100])
 @pytest.mark.parametrize(

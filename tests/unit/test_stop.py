@@ -53,6 +53,7 @@ def steps(store, asking: dict[int, int], limit: int = 20000) -> int:
     return -1
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("progress", ["thread", "calls"])
 @pytest.mark.parametrize(("kind", "workers", "servers"), MODES)
 @pytest.mark.parametrize("who", ["first", "last", "all"])

@@ -133,6 +133,7 @@ def test_a_worker_that_closes_early_is_told_at_once(mode):
             assert "worker 1 on localhost" in text
 
 
+@pytest.mark.grid
 @DIST
 @pytest.mark.parametrize("call", ["save_optimizer_states", "load_optimizer_states"])
 def test_saving_after_a_worker_has_closed(mode, call, tmp_path):

@@ -98,6 +98,7 @@ def test_wrong_shapes_and_dtypes(mode):
     assert mode.run(body) == [[0.0, 0.0, 0.0]] * mode.workers
 
 
+@pytest.mark.grid
 @DIST
 @pytest.mark.parametrize("what", ["shape", "dtype", "dimensions"])
 def test_init_with_different_values(mode, what):

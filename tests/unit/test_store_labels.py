@@ -152,6 +152,7 @@ def test_each_gradient_counts_with_its_own_factor(way: Way) -> None:
                 assert value.tolist() == expected(n, way.workers, step + 1).tolist(), (step, n, dtype)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("call", CALLS)
 @SOME_WAYS
 def test_each_call_in_each_step(way: Way, call: str) -> None:
@@ -348,6 +349,7 @@ def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: 
     refused_step(way, odd)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("attribute", DIFFERENT)
 @pytest.mark.parametrize("way", [FEW[0], FEW[1], FEW[-1]], ids=way_id)
 def test_every_attribute_counts(way: Way, attribute: str) -> None:

@@ -48,6 +48,7 @@ def test_after_a_barrier_every_push_before_it_counts(mode, unruly):
     assert mode.run(body) == [expected] * W
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.synchronous], ids=mode_id)
 def test_rounds_of_many_keys(mode, unruly):
     keys = list(range(6))

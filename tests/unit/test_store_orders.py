@@ -29,6 +29,7 @@ def own_order(rank):
     return [str(key) for key in np.random.default_rng(100 + rank).permutation(KEYS)]
 
 
+@pytest.mark.grid
 @ALL_KINDS
 @pytest.mark.parametrize("n", [4, LARGE])
 def test_keys_initialised_and_pushed_in_different_orders(mode, n):
@@ -75,6 +76,7 @@ def test_lists_against_single_keys(mode):
     assert mode.run(body) == [[float(ord(key)) for key in KEYS]] * mode.workers
 
 
+@pytest.mark.grid
 @ALL_KINDS
 @pytest.mark.parametrize("n", [2, LARGE])
 def test_shapes_that_differ_in_different_orders(mode, n):

@@ -61,6 +61,7 @@ def test_test_makes_progress_without_a_thread(mode):
     assert mode.run(body, late=True, progress="calls") == [[float(mode.workers)] * 4] * mode.workers
 
 
+@pytest.mark.grid
 @EVERY_KIND
 @pytest.mark.parametrize("n", [4, LARGE])
 def test_a_pushed_value_may_be_changed_at_once(mode, n):

@@ -72,6 +72,7 @@ def test_the_key_of_a_space_that_a_worker_does_not_have() -> None:
 # --- calls
 
 
+@pytest.mark.grid
 @NAMES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)

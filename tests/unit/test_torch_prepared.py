@@ -61,6 +61,7 @@ def half(tensor):
     tensor.data = tensor.data.half()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("change", [new_data, new_storage, grown, cut, reshaped, transposed, half])
 @pytest.mark.parametrize("place", ["value", "out"])
 @pytest.mark.parametrize("listed", [False, True])

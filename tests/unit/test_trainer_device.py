@@ -107,6 +107,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakeGpu]], None]:
     return use
 
 
+@pytest.mark.grid
 @DTYPES
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
@@ -173,6 +174,7 @@ def test_states_are_the_same_file(alone: Any, tmp_path: Path) -> None:
     assert again[0] == again[1]
 
 
+@pytest.mark.grid
 @DTYPES
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize(("kind", "n_devices"), [("local", 1), ("device", 1), ("local", 2), ("device", 3)])
@@ -227,6 +229,7 @@ def gpus_of(workers: int, seed: int) -> list[FakeGpu | None]:
     return [first.view() for _ in range(workers)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("path", ["ipc", "staged", "mpi"])

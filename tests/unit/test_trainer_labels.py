@@ -86,6 +86,7 @@ def test_each_gradient_is_divided_by_its_own_batch_size(way: Way, how: str, on_s
             assert values == [expected(name, way.workers, step + 1).tolist() for name in SHAPES], step
 
 
+@pytest.mark.grid
 @ON_STORE
 @EVERY_WAY
 def test_all_workers_hold_the_same_bits(way: Way, on_store: bool) -> None:
@@ -105,6 +106,7 @@ def test_all_workers_hold_the_same_bits(way: Way, on_store: bool) -> None:
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.grid
 @ON_STORE
 @EVERY_WAY
 def test_another_rate_stops_all_workers(way: Way, on_store: bool) -> None:
