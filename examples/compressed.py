@@ -14,7 +14,7 @@ from typing import Any
 
 from mpikv import KVStore
 
-LATE = frozenset({"2bit", "topk", "randomk"})  # codecs that send most of a gradient in later pushes
+LATE = frozenset({"2bit", "topk"})  # codecs that send most of a gradient in later pushes
 WHOLE_ELEMS = 1000  # pieces of topk up to which all is sent: biases, the last layer; 1 % of a bias is one value
 
 

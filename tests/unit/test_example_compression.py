@@ -60,7 +60,8 @@ def test_each_gradient_has_a_velocity_of_its_own() -> None:
     [
         (["--gc-type", "topk"], "sgd", True),
         (["--gc-type", "2bit"], "sgd", True),
-        (["--gc-type", '{"type": "randomk", "ratio": 0.1}'], "sgd", True),
+        (["--gc-type", '{"type": "randomk", "ratio": 0.1}'], "sgd", False),
+        (["--gc-type", '{"type": "topk", "ratio": 0.1}'], "sgd", True),
         (["--gc-type", "topk", "--gc-momentum", "store"], "sgd", False),
         (["--gc-type", "topk"], "adam", False),
         (["--gc-type", "int8"], "sgd", False),
