@@ -129,6 +129,7 @@ class Run:
     images: ImageSet
     nets: list[nn.Module]
     trainer: Trainer
+    momentum: compressed.WorkerMomentum | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -159,7 +160,10 @@ class Run:
             yield self.images.scaled(x if self.options.no_augment else image_sets.changed(x, draws[batch])), y
 
     def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses."""
+        """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses.
+
+        Where workers keep the momentum, the gradients become velocities (compressed.WorkerMomentum).
+        """
         self.trainer.zero_grad()
         losses = []
         for net, images, labels in zip(self.nets, self.split(x), self.split(y), strict=True):
@@ -171,6 +175,9 @@ class Run:
         for net in self.nets[1:]:
             for first, other in zip(self.nets[0].parameters(), net.parameters(), strict=True):
                 first.grad += other.grad.to(first.device)
+        if self.momentum is not None:
+            for name, parameter in self.nets[0].named_parameters():
+                self.momentum.apply(name, parameter.grad)
         return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
 
     @torch.no_grad()
@@ -294,7 +301,9 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     torch.manual_seed(options.seed)
     net = NETWORKS[options.model](images.channels, 10).to(options.devices[0])
     store.init("correct", np.zeros(1, dtype=np.int64))
-    trainer = Trainer(net, options.optimizer, optimizer_params(options), store, options.compression)
+    params = optimizer_params(options)
+    momentum = compressed.worker_momentum(options, params)
+    trainer = Trainer(net, options.optimizer, params, store, options.compression)
     problem: Exception | None = None
     try:
         if options.resume and trainer.resume(options.resume) == 0:
@@ -304,7 +313,7 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     end_if_wrong(store, "checkpoint", problem)
     trainer.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
     replicas = [copy.deepcopy(net).to(device) for device in options.devices[1:]]
-    return Run(options, store, images, [net, *replicas], trainer)
+    return Run(options, store, images, [net, *replicas], trainer, momentum)
 
 
 def main() -> None:

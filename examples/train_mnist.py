@@ -37,7 +37,7 @@ from fetched import load_images
 from networks import NETWORKS, Network
 from usage import Parser
 
-from mpikv import KVStore, MpikvError, Trainer, kv, optimizers
+from mpikv import KVStore, MpikvError, Parameter, Trainer, kv, optimizers
 from mpikv.data import Images, SplitSampler, split_and_load
 from mpikv.devices import use
 from mpikv.progress import Progress
@@ -153,6 +153,7 @@ class Run:
     images: Images
     network: Network
     trainer: Trainer
+    momentum: compressed.WorkerMomentum | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -170,9 +171,17 @@ class Run:
         for replica, device in enumerate(devices):
             with use(device):
                 last = replica == len(devices) - 1
-                ready = partial(self.trainer.push_grad, batch_size=together) if last else None
+                ready = partial(self.ready, replica=replica, together=together, last=last)
                 losses.append(self.network.loss_and_gradients(x[replica], y[replica], replica, ready))
         return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
+
+    def ready(self, parameter: Parameter, replica: int, together: int, *, last: bool) -> None:
+        """A replica has written the gradient of this parameter; last: all others have, too."""
+        if self.momentum is not None:
+            share = together / (self.options.batch_size * self.store.num_workers)
+            self.momentum.apply((parameter.name, replica), parameter.list_grad()[replica], share)
+        if last:
+            self.trainer.push_grad(parameter, batch_size=together)
 
     def epoch(self, epoch: int, start: int, max_steps: int | None) -> tuple[int, float, float]:
         """An epoch without its first `start` examples: steps, mean loss of this worker's examples, images/s of all."""
@@ -270,7 +279,9 @@ def main() -> None:
             first_epoch[0] = checkpoint.load_weights(options.resume, network.parameters)
         store.broadcast("first epoch", first_epoch, out=first_epoch)  # the others need not see the file
         store.init("correct", np.zeros(1, dtype=np.int64))
-        trainer = Trainer(network.parameters, options.optimizer, optimizer_params(options), store, options.compression)
+        params = optimizer_params(options)
+        momentum = compressed.worker_momentum(options, params)
+        trainer = Trainer(network.parameters, options.optimizer, params, store, options.compression)
         if options.resume:
             checkpoint.load_states(options.resume, trainer, int(first_epoch[0]))
 
@@ -278,7 +289,7 @@ def main() -> None:
         trainer.resume()  # where a signal has stopped this run before
 
         start_s = time.perf_counter()
-        result, after = Run(options, store, images, network, trainer).train()
+        result, after = Run(options, store, images, network, trainer, momentum).train()
         if store.rank == 0:
             if options.dump_weights:
                 checkpoint.write_weights(options.dump_weights, network.parameters)

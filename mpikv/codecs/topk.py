@@ -4,6 +4,9 @@ Of n values the k = max(1, ceil(ratio n)) that are largest by magnitude are sent
 is k positions in increasing order (uint32), then k values (float32), both little-endian. What is not sent decodes to 0.
 Error feedback adds it to later pushes, until it is large enough.
 
+A piece of at most `whole_elems` values, 0 by default, is sent as it is, in float32: biases and small layers are few
+bytes, and to send one value of them in each push costs accuracy.
+
 NaN counts as larger than infinity, and that as larger than any number: they are sent first, as they are, so that
 whoever adds can see them. If there are more of them than k, error feedback forgets the rest.
 
@@ -11,7 +14,8 @@ Finding them: a sample of the values tells which magnitude about k values have. 
 k, are collected in one pass, and the k-th of these few is found exactly. Where the sample was wrong, and fewer than k
 are found, all values are candidates; the result is the same.
 
-Wire: 8 k bytes. State: none. Cost: three passes over the values, and work on about 1.5 k of them.
+Wire: 8 k bytes; 4 n of a piece that is sent as it is. State: none. Cost: three passes over the values, and work on
+about 1.5 k of them.
 Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
 """
 
@@ -23,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.checks import whole
 from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32
@@ -32,28 +37,38 @@ from mpikv.errors import MpikvError
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as an integer it is in the same order, NaN on top
 _SAMPLE_ELEMS = 1 << 13
+_MOST_ELEMS = (1 << 32) - 1  # of a piece: positions are uint32
 
 
 @dataclass(frozen=True)
 class TopK(Sparse):
-    """The largest of them. ratio: which share of the values is sent, more than 0 and at most 1."""
+    """The largest of them. ratio: which share of the values is sent, more than 0 and at most 1.
+
+    whole_elems: pieces of at most so many values are sent as they are; 0: none.
+    """
 
     ratio: float = 0.01
+    whole_elems: int = 0
 
     name = "topk"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", shares.ratio("topk: ratio", self.ratio))
+        object.__setattr__(self, "whole_elems", whole("topk: whole_elems", self.whole_elems, 0, _MOST_ELEMS))
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
-        """A position and a value for each that is sent."""
+        """A position and a value for each that is sent, or all values alone."""
+        if n_elems <= self.whole_elems:
+            return n_elems * _VALUE.itemsize
         return shares.count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Find the largest. Raises ValueError for 2^32 values and more."""
-        if values.size >= 1 << 32:
+        if values.size > _MOST_ELEMS:
             raise ValueError(f"{self!r}: {values.size} values in one piece; there are positions for 2^32")
         values = as_float32(values)
+        if values.size <= self.whole_elems:
+            return np.array(values, _VALUE).view(np.uint8)
         positions = largest(values, shares.count(self.ratio, values.size))
         data = np.empty(self.wire_bytes(values.size, values.dtype), np.uint8)
         data[: positions.size * _POSITION.itemsize].view(_POSITION)[...] = positions
@@ -63,6 +78,8 @@ class TopK(Sparse):
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
         """Return the positions and the values in `data`. Raises MpikvError where they cannot be."""
         self.check_bytes(data, n_elems)
+        if n_elems <= self.whole_elems:
+            return np.arange(n_elems), data.view(_VALUE)
         bound = data.size // (_POSITION.itemsize + _VALUE.itemsize) * _POSITION.itemsize
         positions = data[:bound].view(_POSITION).astype(np.int64)
         if positions.size and (positions[-1] >= n_elems or (np.diff(positions) <= 0).any()):

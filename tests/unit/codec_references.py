@@ -115,15 +115,19 @@ def int8(block: int) -> tuple[Encode, Decode]:
     return encode, decode
 
 
-def topk(ratio: float) -> tuple[Encode, Decode]:
+def topk(ratio: float, whole_elems: int = 0) -> tuple[Encode, Decode]:
     def encode(values: list[Any], _: list[Any] | None) -> bytes:
         n = len(values)
+        if n <= whole_elems:
+            return b"".join(value.tobytes() for value in values)
         k = min(n, max(1, math.ceil(Fraction(str(ratio)) * n)))
         by_size = sorted(range(n), key=lambda i: (-_magnitude(values[i]), i))
         sent = sorted(by_size[:k])
         return struct.pack(f"<{k}I", *sent) + b"".join(values[i].tobytes() for i in sent)
 
     def decode(data: bytes, n: int) -> list[Any]:
+        if n <= whole_elems:
+            return list(np.frombuffer(data, "<f4"))
         k = len(data) // 8
         values = [f32(0)] * n
         for i, position in enumerate(struct.unpack(f"<{k}I", data[: 4 * k])):

@@ -26,6 +26,7 @@ def test_all_are_checked() -> None:
         Int8(3),
         TopK(0.3),
         TopK(1.0),
+        TopK(0.3, 100),
         RandomK(0.3, seed=7),
         PowerSGD(1),
         ErrorFeedback(PowerSGD(5)),

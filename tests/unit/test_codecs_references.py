@@ -55,6 +55,8 @@ REFERENCES: dict[Codec, Any] = {
     Int8(3): reference.int8(3),
     TopK(): reference.topk(0.01),
     TopK(0.3): reference.topk(0.3),
+    TopK(0.3, 4): reference.topk(0.3, 4),
+    TopK(0.3, 9): reference.topk(0.3, 9),
 }
 
 
@@ -244,6 +246,7 @@ def test_a_share_is_what_the_user_wrote() -> None:
     """7 % of 100 are 7: in floating point, 0.07 * 100 is more."""
     assert math.ceil(0.07 * 100) == 8
     assert TopK(0.07).wire_bytes(100, np.dtype(np.float32)) == 7 * 8
+    assert [TopK(0.07, 99).wire_bytes(n, np.dtype(np.float32)) for n in (99, 100)] == [99 * 4, 7 * 8]
     for n in range(200):
         for percent in (1, 7, 29, 57, 100):
             expected = min(n, max(1, math.ceil(Fraction(percent, 100) * n)))
@@ -363,9 +366,11 @@ def test_residuals_follow_their_elements_when_a_key_is_cut_anew() -> None:
         ({"type": "topk", "ratio": 0}, ValueError, "topk: ratio must be more than 0"),
         ({"type": "topk", "ratio": 1.5}, ValueError, "topk: ratio must be more than 0 and at most 1"),
         ({"type": "topk", "ratio": True}, TypeError, "topk: ratio is a number"),
+        ({"type": "topk", "whole_elems": -1}, ValueError, "topk: whole_elems must be at least 0"),
+        ({"type": "topk", "whole_elems": 2.5}, TypeError, "topk: whole_elems is a whole number"),
         ({"type": "topk", "error_feedback": 1}, TypeError, "'error_feedback' is True or False"),
         ({"type": "2bit", "error_feedback": False}, TypeError, "takes threshold, not 'error_feedback'"),
-        ({"type": "topk", "rate": 1}, TypeError, "takes ratio, error_feedback, not 'rate'"),
+        ({"type": "topk", "rate": 1}, TypeError, "takes ratio, whole_elems, error_feedback, not 'rate'"),
         ({"type": "randomk", "seed": -1}, ValueError, "randomk: seed must be at least 0"),
         ({"type": "randomk", "ratio": 2}, ValueError, "randomk: ratio must be more than 0 and at most 1"),
         ({"type": "powersgd", "rank": 0}, ValueError, "powersgd: rank must be at least 1"),
@@ -379,7 +384,9 @@ def test_wrong_configurations(params: Any, error: type[Exception], text: str) ->
 
 
 @pytest.mark.parametrize(
-    "codec", [Identity(), Float16(), BFloat16(), TwoBit(), Int8(), TopK(0.5), ErrorFeedback(Int8())], ids=repr
+    "codec",
+    [Identity(), Float16(), BFloat16(), TwoBit(), Int8(), TopK(0.5), TopK(0.5, 9), ErrorFeedback(Int8())],
+    ids=repr,
 )
 def test_damaged_lengths(codec: Codec) -> None:
     data = codec.encode(np.ones(9, np.float32), codec.init(9))
