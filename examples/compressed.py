@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gc-threshold",
         type=float,
         metavar="T",
-        help="of 2bit and 1bit (2bit: half of --batch-size, as pushes are sums over a batch; 1bit: 0.5)",
+        help="of 2bit and 1bit (0.5; of 2bit with sgd half of --batch-size, as pushes are sums over a batch)",
     )
     add("--gc-pull", metavar="TYPE", help="of what comes back, such as fp16 (as it is)")
     add(
@@ -52,7 +52,7 @@ def compression_params(parser: argparse.ArgumentParser, options: argparse.Namesp
         parser.error(f"--gc-type {text}: {error}")
     if options.gc_threshold is not None:
         params["threshold"] = options.gc_threshold
-    elif params.get("type") == "2bit":
+    elif params.get("type") == "2bit" and options.optimizer == "sgd":
         params.setdefault("threshold", options.batch_size / 2)
     elif params.get("type") == "topk":
         params.setdefault("whole_elems", WHOLE_ELEMS)

@@ -19,8 +19,9 @@ waits, worker 0 evaluates alone, with its own.
 
 Saving. --save writes weights, running means, the optimizer's states and the place in the data into one file after every
 epoch, whole or not at all; --resume goes on from there as if nothing had happened, bit for bit with as many workers and
-devices (and a synchronous store), and also with others. MPIKV_STOP_SIGNALS=TERM makes a signal end the run after the
-step in which it comes, saved in --save's file, or in MPIKV_STOP_FILE=FILE, from which the next run goes on by itself.
+devices (and a synchronous store), and also with others; but momentum that workers keep (--gc-momentum) begins anew.
+MPIKV_STOP_SIGNALS=TERM makes a signal end the run after the step in which it comes, saved in --save's file, or in
+MPIKV_STOP_FILE=FILE, from which the next run goes on by itself.
 
 Devices. --gpus gives every worker the GPU that its store uses, --gpus 0,1 these two, and --num-devices 2 as many
 replicas on the CPU. A batch is split over them.

@@ -97,6 +97,11 @@ def test_what_is_asked_of_the_store(line: list[str], expected: dict[str, Any] | 
     assert options(*line).compression == expected
 
 
+def test_other_optimizers_have_the_stores_threshold() -> None:
+    """Adam makes steps of a length of its own: with 32 it was far behind."""
+    assert options("--gc-type", "2bit", optimizer="adam").compression == {"type": "2bit"}
+
+
 def test_momentum_of_workers_is_for_sgd(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options("--gc-momentum", "worker", optimizer="adam")
