@@ -405,8 +405,9 @@ def test_the_board(way: str) -> None:
             world.ask("get", ["nowhere"], timeout_s=0.05)
         told.append(group.rank)
         assert world.ask("get", ["sum"]) == [b"6"]  # the answer to this one, and not a late one
+        world.group(range(3), 2, 20).barrier().wait()  # who has been told looks at the clock until all have
 
-    run_while_time_passes(way, 3, body, lookers=1, until=3)
+    run_while_time_passes(way, 3, body, lookers=3, until=3)
 
 
 def test_an_error_of_one_rank_is_raised_by_spawn() -> None:
