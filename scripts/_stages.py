@@ -126,8 +126,11 @@ def stages(
     unit = without_mpi(openmpi)
     if quick:
         return [without_full(stage) for stage in unit + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
-    # The longest first, and short ones last, so that none runs alone at the end. One of those under mpirun is always
-    # under way (`may_start`), so that they end with the others.
+    paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
+    files = [str(path.relative_to(ROOT)) for path in paths]
+    selected = [Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S)] if oldest is not None else []
+    # The longest first, and short ones last, so that none runs alone for long at the end. One of those under mpirun is
+    # always under way (`may_start`), so that they end with the others.
     found = [
         Stage("jobs", "whole jobs", openmpi, others, LIMIT_S, options=elsewhere),
         unit.pop(0),
@@ -135,7 +138,7 @@ def stages(
         *under(mpich, "MPICH", MPICH_SIZES, "mpich"),
         Stage("jobs", "whole jobs, launched or with PyTorch or JAX", openmpi, list(LAUNCHED), LIMIT_S),
         Stage("jobs", "whole jobs that fail or are stopped", openmpi, list(FAULTY), LIMIT_S),
-        *unit,
+        *(*unit, *selected),
         Stage(
             "cluster", "clusters, a selection", openmpi, ["tests/cluster"], LIMIT_S, options=SELECTION, may_skip=True
         ),
@@ -150,10 +153,6 @@ def stages(
         found[2:2] = [replace(stage, full=True) for stage in more]
     else:
         found = [without_full(stage) for stage in found]
-    if oldest is not None:
-        paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
-        files = [str(path.relative_to(ROOT)) for path in paths]
-        found.append(without_full(Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S)))
     return found
 
 
