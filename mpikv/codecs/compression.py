@@ -37,6 +37,11 @@ class Compression:
         return self.push == IDENTITY and self.pull == IDENTITY
 
     @property
+    def chosen(self) -> bool:
+        """Whether values travel encoded or as they are, whichever is found to be faster."""
+        return not self.plain and not self.force
+
+    @property
     def text(self) -> str:
         """Its text: the name of the codec alone, or JSON; the same for equal ones."""
         params: dict[str, Any] = registry.params_of(self.push)

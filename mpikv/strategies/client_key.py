@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mpikv import wire
-from mpikv.arrays import HostArray, sum_dtype
+from mpikv.arrays import HostArray
 from mpikv.codecs import compression
-from mpikv.codecs.base import Codec, State
+from mpikv.codecs.base import State
 from mpikv.codecs.choice import Choice
 from mpikv.codecs.compression import Codecs
 from mpikv.codecs.identity import IDENTITY
@@ -45,44 +45,34 @@ class Route(NamedTuple):
 class Value:
     """Where the answers to a pull of one key go: `array`, (n,) in the key's dtype, piece by piece.
 
-    codec: what they come in; None: as they are, straight into the array.
+    encoded: how they come; None: as they are, straight into the array.
     """
 
-    def __init__(self, array: HostArray, codec: Codec | None) -> None:
-        self.array, self._codec = array, codec
-        self._encoded: list[tuple[int, int, HostArray]] = []
+    def __init__(self, array: HostArray, encoded: Pieces | None) -> None:
+        self.array, self._encoded = array, encoded
+        self._data: list[tuple[Span, HostArray]] = []
 
     def piece(self, begin: int, end: int) -> HostArray:
         """Memory for the answer to elements [begin, end)."""
-        if self._codec is None:
+        if self._encoded is None:
             return self.array[begin:end]
-        data: HostArray = np.empty(self._codec.wire_bytes(end - begin, self.array.dtype), np.uint8)
-        self._encoded.append((begin, end, data))
+        data: HostArray = np.empty(self._encoded.wire_bytes((begin, end)), np.uint8)
+        self._data.append(((begin, end), data))
         return data
 
     def complete(self) -> HostArray:
         """The array, when all answers are there."""
-        for begin, end, data in self._encoded:
-            assert self._codec is not None
-            decode(self._codec, data, self.array[begin:end])
+        for piece, data in self._data:
+            assert self._encoded is not None
+            self._encoded.put(data, self.array[slice(*piece)])
         return self.array
-
-
-def decode(codec: Codec, data: HostArray, out: HostArray) -> None:
-    """Write the values of `data`, bytes, into `out`, in the key's dtype."""
-    dtype = sum_dtype(out.dtype)
-    values = out if dtype == out.dtype else np.empty(out.size, dtype)
-    wire_dtype = codec.wire_dtype(out.dtype)
-    codec.decode(data if wire_dtype is None else data.view(wire_dtype), values)
-    if values is not out:
-        np.copyto(out, values, casting="same_kind")
 
 
 class ClientKey:
     """One key as its client sees it.
 
     codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do.
-    encoded: its pushes, and what their codec remembers of them.
+    encoded: its pushes, and what their codec remembers of them. returned: its answers.
     """
 
     def __init__(
@@ -94,7 +84,7 @@ class ClientKey:
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
-        self.encoded = Pieces(info, self.compression.push)
+        self.encoded, self.returned = Pieces(info, self.compression.push), Pieces(info, self.compression.pull)
         self.choice, self._timed = choice, False
         self.pushed = 0
         self.move(placement)
@@ -122,12 +112,11 @@ class ClientKey:
             return total[begin:end]
         return self.encoded.encode(total, (begin, end))
 
-    # --- encoded or as it is
+    # --- encoded or as it is, of a key that has the choice
 
     def begin(self, total: HostArray, now_s: float) -> HostArray:
         """A push: what travels, with what earlier ones owe where it travels as it is."""
-        if self.choice is None:
-            return total
+        assert self.choice is not None
         if not self._timed:
             self.choice.begin(now_s)
             self._timed = True
@@ -135,7 +124,8 @@ class ClientKey:
 
     def end(self, now_s: float) -> None:
         """The answer to a pull has come."""
-        if self.choice is not None and self._timed:
+        assert self.choice is not None
+        if self._timed:
             self._timed = False
             self.choice.end(now_s)
             if self.choice.asks:
@@ -158,7 +148,7 @@ class ClientKey:
 
     def value(self, array: HostArray, *, plain: bool) -> Value:
         """Where the answers to a pull go. plain: they come as they are."""
-        return Value(array, None if plain else self.compression.pull)
+        return Value(array, None if plain else self.returned)
 
     def first_values(self, value: HostArray) -> Iterator[tuple[int, wire.Header, bytes]]:
         """What tells each server that it owns a part of the key, and the values there: server, header, payload."""

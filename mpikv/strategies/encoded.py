@@ -79,7 +79,7 @@ class Encoded(Alone):
         self._sends_back_encoded = travels.pull != IDENTITY
         self._as_it_is, self._plain = Pieces(info, IDENTITY), False
         self._clock = means.group.transport.clock
-        measures = not travels.plain and not travels.force and info.n_elems > 0 and means.group.size > 1
+        measures = travels.chosen and info.n_elems > 0 and means.group.size > 1
         self._choices, self._codec = means.choices if measures else None, info.codec
         self.choice = self._new_choice()
         self._measured = False  # whether the choice says how the round travels
@@ -265,11 +265,7 @@ class Encoded(Alone):
         self._exact[...] = self.value[slice(*self.updates)]
 
         def put(source: int, piece: Span, data: HostArray) -> None:
-            target = self.value[slice(*piece)]
-            values = target if target.dtype == self._sum_dtype else np.empty(target.size, self._sum_dtype)
-            pieces.decode(data, values)
-            if values is not target:
-                np.copyto(target, values, casting="same_kind")
+            pieces.put(data, self.value[slice(*piece)])
 
         yield from self._move(group, 2, encoding, incoming, take=put)
 

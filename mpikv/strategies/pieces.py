@@ -94,6 +94,14 @@ class Pieces:
         """Write the values of a piece into `out`, in the dtype of the sums. data: what was encoded, or its bytes."""
         self._codec.decode(self._seen(data), out)
 
+    def put(self, data: HostArray, out: HostArray) -> None:
+        """Write the values of a piece into `out`, in the key's dtype."""
+        dtype = sum_dtype(out.dtype)
+        values = out if dtype == out.dtype else np.empty(out.size, dtype)
+        self.decode(data, values)
+        if values is not out:
+            np.copyto(out, values, casting="same_kind")
+
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add the values of a piece to `out`."""
         self._codec.add(self._seen(data), out)
@@ -116,6 +124,14 @@ class Pieces:
         for (begin, end), state in cut_anew(self._codec, self.states, cuts).items():
             if state:
                 yield begin - span.start, end - span.start, state
+
+
+def encoded_bytes(pushed: Iterable[Pieces]) -> dict[str, int]:
+    """What `store.stats()` says of all pushes: bytes before and after; nothing where none was encoded."""
+    all_pushed = list(pushed)
+    before = sum(one.encoded_from_bytes for one in all_pushed)
+    after = sum(one.encoded_bytes for one in all_pushed)
+    return {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
 
 
 class Encoding:

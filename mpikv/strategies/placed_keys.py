@@ -35,6 +35,7 @@ from mpikv.strategies.direct import Direct
 from mpikv.strategies.encoded import Encoded
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.nccl_way import NcclWorkers
+from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
 from mpikv.strategies.sparse_owners import WorkersRows
@@ -303,10 +304,7 @@ class PlacedKeys:
 
     def encoded_bytes(self) -> dict[str, int]:
         """What was encoded of pushes, before and after; nothing where no key is compressed."""
-        pushed = [encoder.pushed for _, encoder in self._encoders()]
-        before = sum(one.encoded_from_bytes for one in pushed)
-        after = sum(one.encoded_bytes for one in pushed)
-        return {"encoded_from_bytes": before, "encoded_bytes": after} if before else {}
+        return encoded_bytes(encoder.pushed for _, encoder in self._encoders())
 
     def compressed_keys(self) -> dict[str, Any]:
         """Of each key that may travel encoded or as it is, how it does now, and how long a round of all keys took that

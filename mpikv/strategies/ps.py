@@ -41,6 +41,7 @@ from mpikv.strategies.base import Entry, Loaded, Read, Sink, Strategy, Write
 from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.device_calls import DeviceCalls
 from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
+from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
 
@@ -135,8 +136,7 @@ class PsStrategy(Strategy):
 
     def _choice(self, info: KeyInfo) -> Choice | None:
         """Whether the values of a key travel encoded, where they can and need not. Those of a GPU always do."""
-        travels = compression.of_text(info.codec)
-        measures = not travels.plain and not travels.force and info.n_elems > 0 and info.space == HOST
+        measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
         return self._choices.of(info.codec) if measures else None
 
     def _broken(self, info: KeyInfo) -> None:
@@ -248,15 +248,17 @@ class PsStrategy(Strategy):
         items = []
         for info, total, sink in entries:
             key, number = self._keys[info.id], 0 if total is None else self._count_push(info)
-            plain = self._plain(key, op)
-            if total is not None and key.choice is not None and not plain & wire.PLAIN_PUSH:
-                with self._engine.lock:
-                    total = key.begin(total, self._engine.clock.now_s())  # noqa: PLW2901
-            if key.choice is not None and key.choice.plain:
-                plain = wire.PLAIN_PUSH | wire.PLAIN_ANSWER
-            items.append(Item(key, total, sink, key.routes, key.pushed, number, op, plain))
+            item = Item(key, total, sink, key.routes, key.pushed, number, op, self._plain(key, op))
+            items.append(item if key.choice is None or item.pushes_plain else self._chosen(item, key.choice))
         self._wait_for_tags(*self._client.tags_needed(items))
         return items
+
+    def _chosen(self, item: Item, choice: Choice) -> Item:
+        """Encoded or as it is, whichever has been faster on this worker."""
+        with self._engine.lock:
+            if item.total is not None:
+                item = item._replace(total=item.key.begin(item.total, self._engine.clock.now_s()))
+            return item._replace(plain=wire.PLAIN_PUSH | wire.PLAIN_ANSWER) if choice.plain else item
 
     def _plain(self, key: ClientKey, op: Reduction) -> int:
         """What of a call travels as it is: sums alone are compressed, and not while the session says so."""
@@ -494,10 +496,7 @@ class PsStrategy(Strategy):
         what arrays on a GPU are copied through.
         """
         keys = tuple(self._keys.values())
-        before = sum(key.encoded.encoded_from_bytes for key in keys)
-        encoded: dict[str, Any] = {}
-        if before:
-            encoded = {"encoded_from_bytes": before, "encoded_bytes": sum(key.encoded.encoded_bytes for key in keys)}
+        encoded: dict[str, Any] = dict(encoded_bytes(key.encoded for key in keys))
         if chosen := {str(key.info.key): key.choice.told(key.info.codec) for key in keys if key.choice is not None}:
             encoded["compressed_keys"] = chosen
         local = self._local
