@@ -207,7 +207,8 @@ class Wire(NamedTuple):
     """How a key's values travel where they travel encoded.
 
     push_bytes, pull_bytes: of all elements, as a worker sends them, and as owners send them back. codec: whether the
-    first are encoded by a codec. back: whether the second are. force: the user wants it at all costs.
+    first are encoded by a codec. back: whether the second are. force: the user wants it at all costs. on_device:
+    whether a GPU can encode and decode both.
     """
 
     push_bytes: int
@@ -215,6 +216,7 @@ class Wire(NamedTuple):
     codec: bool = False
     back: bool = False
     force: bool = False
+    on_device: bool = False
 
     def gathers(self, n_bytes: int, size: int) -> bool:
         """Whether `size` workers send fewer bytes, or as many in half the messages, where each sends all to all others.
@@ -281,12 +283,13 @@ def place(
     way = members.device_path_of(info)
     on_host: Path = members.path if room or not members.shares_memory else "messages"
     if wire is not None and (_encodes(members, info, wire, on_host, updated) if encoded is None else encoded):
-        # A key on a GPU has its owners: one worker's copy of the sum comes up to the device, not all.
-        gathers = way == "host" and not updated and wire.gathers(info.n_bytes, size)
+        here = way == "host" or wire.on_device  # where the key is
+        # Else it has its owners: one worker's copy of the sum comes up to the device, not all.
+        gathers = here and not updated and wire.gathers(info.n_bytes, size)
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else even_bounds(info.n_elems, size)
         algorithm = "gather" if gathers else "owners"
-        if way == "host":
-            plain = None if wire.force else _plain_way(members, info, on_host, bounds)
+        if here:
+            plain = None if wire.force or way != "host" else _plain_way(members, info, on_host, bounds)
             return Placement("encoded", algorithm, tuple(range(size)), bounds, plain=plain)
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if way == "nccl":
@@ -332,7 +335,7 @@ def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated
         staged = info.space != "device" or members.device_path == "staged"
         by_messages = on_host == "messages" and members.config.algorithm == "auto"
         return halves and staged and by_messages and (fewer or len(set(members.worker_hosts)) == 1)
-    if info.space == "device" and wire.back:
+    if info.space == "device" and wire.back and not wire.on_device:
         return False  # the owner's exact values would be on the host, and it updates those on the device
     return wire.force or fewer
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.codecs.elements import Elements
 from mpikv.errors import MpikvError
 
 State = dict[str, HostArray]
@@ -49,6 +50,10 @@ class Codec(ABC):
         Then the bytes of a piece are those of its steps, one after the other, and error feedback encodes a few steps at
         a time; the state has no part in them.
         """
+        return None
+
+    def elements(self, dtype: np.dtype[Any]) -> Elements | None:
+        """What it does to each element by itself, of a key in device memory; None: those are encoded on the host."""
         return None
 
     def init(self, n_elems: int) -> State:

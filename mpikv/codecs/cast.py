@@ -16,7 +16,9 @@ import numpy as np
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.codecs import compiled
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import BLOCK_ELEMS, Numbers
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, Numbers
+from mpikv.codecs.elements import Elements
+from mpikv.spaces.tracing import where_positive
 
 FLOAT16 = np.dtype(np.float16)
 LARGEST = float(np.finfo(np.float16).max)
@@ -51,6 +53,13 @@ class _Cast(Numbers):
             self._round(values, data)
         return data
 
+    def elements(self, dtype: np.dtype[Any]) -> Elements:
+        """Rounded, and widened."""
+        return Elements(self.half, self._rounded, lambda data: data.astype(FLOAT32))
+
+    def _rounded(self, values: Any) -> Any:
+        return values.astype(self.half, copy=False)
+
     def _round(self, values: HostArray, data: HostArray) -> None:
         np.copyto(data, values, casting="unsafe")
 
@@ -61,6 +70,14 @@ class Float16(_Cast):
 
     name = "fp16"
     half = FLOAT16
+
+    def _rounded(self, values: Any) -> Any:
+        if values.dtype == self.half:
+            return values
+        wide = values.astype(FLOAT32) if values.dtype.itemsize < FLOAT32.itemsize else values
+        within = np.minimum(np.maximum(wide, -LARGEST), LARGEST)
+        finite = np.inf - np.absolute(wide)  # above 0; else NaN
+        return where_positive(finite, within, wide).astype(self.half)
 
     def _round(self, values: HostArray, data: HostArray) -> None:
         """A finite number that float16 cannot hold is sent as the largest that it can."""

@@ -89,7 +89,9 @@ def wire_of(info: KeyInfo) -> Wire:
     """How the values of a key travel between workers where they travel encoded: what its placement follows from."""
     travels = of_text(info.codec)
     push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
-    return Wire(push_bytes, pull_bytes, travels.push != IDENTITY, travels.pull != IDENTITY, travels.force)
+    codec, back = travels.push != IDENTITY, travels.pull != IDENTITY
+    on_device = (codec or back) and all(one.elements(info.dtype) is not None for one in (travels.push, travels.pull))
+    return Wire(push_bytes, pull_bytes, codec, back, travels.force, on_device)
 
 
 @dataclass

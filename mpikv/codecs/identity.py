@@ -10,6 +10,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import Numbers
+from mpikv.codecs.elements import Elements
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Identity(Numbers):
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """Those of the values."""
         return n_elems * dtype.itemsize
+
+    def elements(self, dtype: np.dtype[Any]) -> Elements:
+        """Themselves."""
+        return Elements(dtype, lambda values: values, lambda data: data)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """The array itself."""

@@ -23,7 +23,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
+from mpikv.codecs.elements import BYTE, Elements
 from mpikv.codecs.threshold import Threshold
+from mpikv.spaces.tracing import where_positive
 
 _EIGHT = np.dtype((np.void, 8 * FLOAT32.itemsize))  # eight values, which are looked up and written as one item
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
@@ -40,6 +42,17 @@ class OneBit(Threshold):
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """One for eight values."""
         return (n_elems + 7) // 8
+
+    def elements(self, dtype: np.dtype[Any]) -> Elements:
+        """Above t, or not."""
+        t = np.float32(self.threshold)
+        return Elements(
+            BYTE,
+            lambda owed: where_positive(owed - t, 1, 0).astype(np.uint8),
+            lambda code: code.astype(FLOAT32) * 2 - 1,
+            bits=1,
+            remembers=True,
+        )
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         n = values.size

@@ -24,7 +24,9 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
+from mpikv.codecs.elements import BYTE, Elements
 from mpikv.codecs.threshold import Threshold
+from mpikv.spaces.tracing import where_positive
 
 _FOUR = np.dtype((np.void, 4 * FLOAT32.itemsize))  # four values, which are looked up and written as one item
 _WORD = np.dtype("<u4")  # four codes of one element each, the first in the lowest byte
@@ -51,6 +53,21 @@ class TwoBit(Threshold):
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """One for four values."""
         return (n_elems + 3) // 4
+
+    def elements(self, dtype: np.dtype[Any]) -> Elements:
+        """3 for +t, 2 for -t."""
+        t = np.float32(self.threshold)
+
+        def encode(owed: Any) -> Any:
+            # A sign is no NaN, and at least 0, where the one is not less than the other.
+            minus = where_positive(np.sign(-t - owed) + 1, 2, 0)
+            return where_positive(np.sign(owed - t) + 1, 3, minus).astype(np.uint8)
+
+        def decode(code: Any) -> Any:
+            number = code.astype(FLOAT32)
+            return where_positive(number - 2, t, where_positive(number - 1, -t, 0))
+
+        return Elements(BYTE, encode, decode, bits=2, remembers=True)
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         n = values.size

@@ -49,12 +49,20 @@ class Argument(NamedTuple):
     """An array of a program. first: the number of the value that is loaded from it, None where it is not read.
 
     single: it has one element, which counts for all elements of the others, and is only read: what a reduction found.
+    bits: its elements are whole numbers of 1, 2 or 4 bits, side by side in bytes, the first one in the most significant
+    bits of the first byte; the last byte is filled up with zeros. It is read or written, not both, and all such
+    arguments of a program have as many bits. 0: they are whole.
     """
 
     dtype: np.dtype[Any]
     first: int | None
     last: int | None  # of the value that is stored there at the end, None where it is only read
     single: bool = False
+    bits: int = 0
+
+    def length(self, n_elems: int) -> int:
+        """How many items of `dtype` the array has where a program runs on n elements."""
+        return 1 if self.single else -(-n_elems * (self.bits or 8) // 8)
 
 
 class Operation(NamedTuple):
@@ -84,9 +92,15 @@ class Program(NamedTuple):
         return [*loaded, *self.numbers, *(one.dtype for one in self.operations)]
 
     def run(self, arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
-        """Do it, with NumPy, in place. arrays: (n,) each, (1,) of a single one, one for each argument, maybe twice."""
+        """Do it, with NumPy, in place. arrays: one for each argument, of `Argument.length`, maybe twice.
+
+        The first argument is of whole elements.
+        """
+        n_elems = arrays[0].size
         values: list[Any] = [
-            array.copy() for array, argument in zip(arrays, self.arguments, strict=True) if argument.first is not None
+            _apart(array, argument.bits)[:n_elems] if argument.bits else array.copy()
+            for array, argument in zip(arrays, self.arguments, strict=True)
+            if argument.first is not None
         ]
         values += [dtype.type(number) for dtype, number in zip(self.numbers, numbers, strict=True)]
         with np.errstate(all="ignore"):
@@ -94,7 +108,24 @@ class Program(NamedTuple):
                 values.append(_result(operation, [values[i] for i in operation.inputs]))
         for array, argument in zip(arrays, self.arguments, strict=True):
             if argument.last is not None:
-                array[...] = values[argument.last]
+                value = values[argument.last]
+                array[...] = _side_by_side(value, argument.bits) if argument.bits else value
+
+
+def _apart(packed: HostArray, bits: int) -> HostArray:
+    """The elements of `bits` bits that bytes consist of."""
+    places = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
+    elements: HostArray = packed[:, None] >> places & np.uint8(2**bits - 1)
+    return elements.reshape(-1)
+
+
+def _side_by_side(values: HostArray, bits: int) -> HostArray:
+    """Bytes that consist of elements of `bits` bits."""
+    places = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
+    filled = np.zeros(-(-values.size // places.size) * places.size, np.uint8)
+    filled[: values.size] = values & np.uint8(2**bits - 1)
+    packed: HostArray = np.bitwise_or.reduce(filled.reshape(-1, places.size) << places, axis=1)
+    return packed
 
 
 def _result(operation: Operation, inputs: Sequence[Any]) -> Any:

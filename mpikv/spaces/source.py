@@ -4,8 +4,9 @@ The kernel takes a table of entries, which is passed by value: the addresses of 
 and the numbers. So one launch does the same to one large key or to many small ones, whose blocks have different
 `blockIdx.y`, and needs no memory for that. Kernels differ in how many entries their table has room for.
 
-Each thread takes elements that are together 16 bytes of the widest array at a time, if all arrays begin where such a
-group may; else, and at the end, one by one. Reads come before writes, so an array may be there twice.
+Each thread takes elements that are together 16 bytes of the widest array at a time, or those of one byte where elements
+are parts of bytes, if all arrays begin where such a group may; else, and at the end, one by one. Reads come before
+writes, so an array may be there twice.
 
 What it calculates has the bits of `Program.run`, which are NumPy's, if it is compiled with `OPTIONS`. Exceptions: a NaN
 stays a NaN, but its sign and payload are the processor's. Which of two zeros is the smaller one follows NumPy on
@@ -32,7 +33,7 @@ import numpy as np
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.spaces.arithmetic import KEPT
-from mpikv.spaces.program import CAST, ROUND, SELECT, Entry, Operation, Program
+from mpikv.spaces.program import CAST, ROUND, SELECT, Argument, Entry, Operation, Program
 
 NAME = "mpikv_program"
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
@@ -172,9 +173,13 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
     parameters = [f"{stored[i]}{'&' if arguments[i].last is not None else ''} a{i}" for i in used] + numbers
     passed = [f"n{i}" for i in range(n_numbers)]
     long = [i for i in used if not arguments[i].single]
-    misaligned = [f"((unsigned long long)a{i} & {pack * arguments[i].dtype.itemsize - 1})" for i in long] or ["0"]
-    packed = [f"a{i}[0]" if arguments[i].single else f"p{i}.of[j]" for i in used]
-    alone = [f"a{i}[0]" if arguments[i].single else f"a{i}[i]" for i in used]
+    parts = [i for i in long if arguments[i].bits]
+    share = _elements_of_a_byte(program)
+    packs = {i: _pack(arguments[i].dtype, pack // share if i in parts else pack) for i in long}
+    misaligned = [f"((unsigned long long)a{i} & (sizeof({packs[i]}) - 1))" for i in long] or ["0"]
+    # A part of a byte is an element of its own while it is worked on.
+    packed = [f"a{i}[0]" if arguments[i].single else f"e{i}" if i in parts else f"p{i}.of[j]" for i in used]
+    alone = [f"a{i}[0]" if arguments[i].single else f"e{i}" if i in parts else f"a{i}[i]" for i in used]
     lines = [
         f"struct {name}_entry {{ {' '.join([*fields, 'long long n;', *(f'{one};' for one in numbers)])} }};",
         f"struct {name}_table {{ {name}_entry entries[{entries}]; }};",
@@ -192,33 +197,58 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
         "    long long done = 0;",
         f"    if (({' | '.join(misaligned)}) == 0) {{",
         f"        for (long long i = first; i < n / {pack}; i += step) {{",
-        *(f"            {_pack(arguments[i].dtype, pack)} p{i};" for i in long),
+        *(f"            {packs[i]} p{i};" for i in long),
         *(
-            f"            p{i} = reinterpret_cast<const {_pack(arguments[i].dtype, pack)}*>(a{i})[i];"
+            f"            p{i} = reinterpret_cast<const {packs[i]}*>(a{i})[i];"
             for i in long
             if arguments[i].first is not None
         ),
         "            #pragma unroll",
-        f"            for (int j = 0; j < {pack}; ++j)",
+        f"            for (int j = 0; j < {pack}; ++j) {{",
+        *(f"                {_taken(arguments[i], f'e{i}', f'p{i}.of[j / {share}]', f'j % {share}')}" for i in parts),
         f"                {name}_element({', '.join([*packed, *passed])});",
-        *(
-            f"            reinterpret_cast<{_pack(arguments[i].dtype, pack)}*>(a{i})[i] = p{i};"
-            for i in used
-            if arguments[i].last is not None
-        ),
+        *(f"                {_put(arguments[i], f'e{i}', f'p{i}.of[j / {share}]', f'j % {share}')}" for i in parts),
+        "            }",
+        *(f"            reinterpret_cast<{packs[i]}*>(a{i})[i] = p{i};" for i in long if arguments[i].last is not None),
         "        }",
         f"        done = n / {pack} * {pack};",
         "    }",
-        "    for (long long i = done + first; i < n; i += step)",
-        f"        {name}_element({', '.join([*alone, *passed])});",
+        # No two threads write into one byte.
+        f"    for (long long byte = done / {share} + first; byte * {share} < n; byte += step)",
+        f"        for (int j = 0; j < {share} && byte * {share} + j < n; ++j) {{",
+        f"            const long long i = byte * {share} + j;",
+        *(f"            {_taken(arguments[i], f'e{i}', f'a{i}[byte]', 'j')}" for i in parts),
+        f"            {name}_element({', '.join([*alone, *passed])});",
+        *(f"            {_put(arguments[i], f'e{i}', f'a{i}[byte]', 'j')}" for i in parts),
+        "        }",
         "}",
         "",
     ]
     return "\n".join(lines)
 
 
+def _elements_of_a_byte(program: Program) -> int:
+    """Where elements of an argument are parts of bytes; else 1."""
+    return next((8 // one.bits for one in program.arguments if one.bits), 1)
+
+
 def _pack(dtype: np.dtype[Any], n: int) -> str:
     return f"Pack<{_TYPES[dtype].stored}, {n}>"
+
+
+def _taken(argument: Argument, element: str, byte: str, place: str) -> str:
+    """An element of some bits, read where it is read."""
+    bits = argument.bits
+    value = f" = {byte} >> (8 - {bits} * ({place} + 1)) & {2**bits - 1}" if argument.first is not None else ""
+    return f"{_TYPES[argument.dtype].stored} {element}{value};"
+
+
+def _put(argument: Argument, element: str, byte: str, place: str) -> str:
+    """Write an element of some bits, where it is written; the first one of a byte sets the others to zero."""
+    bits = argument.bits
+    if argument.last is None:
+        return ""
+    return f"{byte} = ({place} ? {byte} : 0) | ({element} & {2**bits - 1}) << (8 - {bits} * ({place} + 1));"
 
 
 def _body(program: Program) -> list[str]:
@@ -364,8 +394,8 @@ def strided_table(to: tuple[int, Sequence[int]], source: tuple[int, Sequence[int
 def elements_per_thread(program: Program) -> int:
     """How many elements a thread takes at a time."""
     used = [one for one in program.arguments if one.first is not None or one.last is not None]
-    sizes = [one.dtype.itemsize for one in used if not one.single]
-    return PACK_BYTES // max(sizes, default=PACK_BYTES)
+    sizes = [one.dtype.itemsize for one in used if not (one.single or one.bits)]
+    return max(PACK_BYTES // max(sizes, default=PACK_BYTES), _elements_of_a_byte(program))
 
 
 @functools.lru_cache(KEPT)

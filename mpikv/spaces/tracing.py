@@ -11,7 +11,8 @@ Cost: a trace takes 4 to 8 us for each call of the function, 0.1 to 0.2 ms for A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -25,16 +26,21 @@ class NotAProgram(Exception):  # noqa: N818 - says what was found; caught where 
     """A function does what no program can say: something else than `OPERATIONS` on whole arrays."""
 
 
-def trace(function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]]) -> tuple[Program, Numbers]:
+def trace(
+    function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]], bits: Mapping[int, int] = MappingProxyType({})
+) -> tuple[Program, Numbers]:
     """The program of a function, and the numbers that it used. The function is called once, and its result not used.
 
     function: takes one array for each dtype, and changes some of them in place. What it does beside that happens, too.
+    bits: of the arguments, by their places, whose elements are parts of bytes (`Argument.bits`).
     Raises NotAProgram where it does something else than operations on whole arrays, and what the function raises.
     """
     stages = trace_stages(function, dtypes)
     if len(stages) > 1:
         _refuse("the sum of an array's squares")
-    return stages[0].program, stages[0].numbers
+    made, numbers = stages[0].program, stages[0].numbers
+    arguments = [one._replace(bits=bits.get(i, 0)) for i, one in enumerate(made.arguments)]
+    return made._replace(arguments=tuple(arguments)), numbers
 
 
 class Stage(NamedTuple):
@@ -296,11 +302,14 @@ class NotingArray(NDArrayOperatorsMixin):
 
 
 def where_positive(condition: Any, first: Any, second: Any) -> Any:
-    """`first` where the condition is above 0, else `second`: numbers of float64, of NumPy or in a trace."""
+    """`first` where the condition is above 0, else `second`: numbers of NumPy, or in a trace.
+
+    In a trace all three are of the dtype of the first of them that is an array, or converted to it.
+    """
     noting = next((one for one in (condition, first, second) if isinstance(one, NotingArray)), None)
     if noting is None:
         return np.where(condition > 0, first, second)[()]
-    notes, dtype = noting.notes, np.dtype(np.float64)
+    notes, dtype = noting.notes, noting.dtype
     value = notes.add(SELECT, dtype, tuple([notes.read(one, dtype) for one in (condition, first, second)]))
     return NotingArray(notes, dtype, value)
 

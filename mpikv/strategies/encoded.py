@@ -35,7 +35,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs import compression
-from mpikv.codecs.base import State
+from mpikv.codecs.base import Codec, State
 from mpikv.codecs.choice import Choice
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.broadcast import broadcast
@@ -70,14 +70,15 @@ class Encoded(Alone):
 
     changes = False
     _adding = DecodingGroup
+    _receives_in_place = True  # what comes as it is, in the value
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement, place)
         self._sum_dtype, self.dtype = self.dtype, info.dtype
         travels = compression.of_text(info.codec)
-        self.pushed, self.returned = Pieces(info, travels.push), Pieces(info, travels.pull)
+        self.pushed, self.returned = self._pieces(info, travels.push), self._pieces(info, travels.pull)
         self._sends_back_encoded = travels.pull != IDENTITY
-        self._as_it_is, self._plain = Pieces(info, IDENTITY), False
+        self._as_it_is, self._plain = self._pieces(info, IDENTITY), False
         self._clock = means.group.transport.clock
         measures = travels.chosen and info.n_elems > 0 and means.group.size > 1
         self._choices, self._codec = means.choices if measures else None, info.codec
@@ -90,6 +91,9 @@ class Encoded(Alone):
             if not self._ordinary.shared:
                 self._ordinary.value = self.value
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
+
+    def _pieces(self, info: KeyInfo, codec: Codec) -> Pieces:
+        return Pieces(info, codec)
 
     def begin(self, *, plain: bool) -> None:
         """A plain round goes the ordinary way; where there is none, by the owners: it is long."""
@@ -198,11 +202,11 @@ class Encoded(Alone):
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
         if self._gathers:
-            encoding = Encoding(pieces, values, [(rank, one) for one in mine for rank in self._peers], group.size)
+            encoding = pieces.encoding(values, [(rank, one) for one in mine for rank in self._peers], group.size)
         else:
-            encoding = Encoding(pieces, values, [one for one in self._of_owners(pieces) if one[0] != group.rank], 1)
-        # Of this memory only what this worker updates is ever touched; the rest of a long array takes none.
-        totals: HostArray = np.empty(self.value.size, self._sum_dtype)
+            encoding = pieces.encoding(values, [one for one in self._of_owners(pieces) if one[0] != group.rank], 1)
+        # Of this memory only what this worker updates is ever touched; on the host the rest of a long array takes none.
+        totals = pieces.empty(self.value.size, self._sum_dtype)
 
         def add(source: int, piece: Span, data: HostArray) -> None:
             ratio = 1.0
@@ -212,10 +216,10 @@ class Encoded(Alone):
             if source and combine is np.add and ratio == 1.0:
                 pieces.add(data, total)
                 return
-            term = np.empty_like(total) if source else total
+            term = pieces.empty(total.size, total.dtype) if source else total
             pieces.decode(data, term)
             if ratio != 1.0:
-                term *= term.dtype.type(ratio)
+                self._space.scale(term, ratio, term)
             if source:
                 combine(total, term, out=total)
 
@@ -253,16 +257,18 @@ class Encoded(Alone):
         group, sends_encoded = self._groups(comparison)[1], self._sends_back_encoded and not self._plain
         pieces = self.returned if sends_encoded else self._as_it_is
         outgoing = [(rank, piece) for piece in pieces.of(self.updates) for rank in self._peers]
-        encoding = Encoding(pieces, self.value, outgoing, group.size if sends_encoded else group.size - 1)
+        encoding = pieces.encoding(self.value, outgoing, group.size if sends_encoded else group.size - 1)
         incoming = [one for one in self._of_owners(pieces) if one[0] != group.rank or sends_encoded]
         if not sends_encoded:
-            yield from self._move(group, 2, encoding, incoming, into=self.value)
             self._exact = None  # it is in the value
-            return
-        if self._exact is None:
-            begin, end = self.updates
-            self._exact = np.empty(end - begin, self.value.dtype)
-        self._exact[...] = self.value[slice(*self.updates)]
+            if self._receives_in_place:
+                yield from self._move(group, 2, encoding, incoming, into=self.value)
+                return
+        else:
+            if self._exact is None:
+                begin, end = self.updates
+                self._exact = pieces.empty(end - begin, self.value.dtype)
+            self._exact[...] = self.value[slice(*self.updates)]
 
         def put(source: int, piece: Span, data: HostArray) -> None:
             pieces.put(data, self.value[slice(*piece)])
@@ -285,21 +291,21 @@ class Encoded(Alone):
         received `into` an array instead.
         """
         tag, window = self._tag(use), max(LINK_WINDOW, 2 * group.size)
+        yield from encoding.begin()
         if take is None:
             assert into is not None
             receiver = Receiver(group, [(source, into[slice(*piece)]) for source, piece in incoming], tag, window)
         else:
             call, room = take, group.room(_BYTES)
             sizes = [encoding.pieces.wire_bytes(piece) for _, piece in incoming]
-            n_rows = min(window, len(sizes))
-            rows = [np.empty(max(sizes) + room, np.uint8) for _ in range(n_rows)]
+            rooms = encoding.pieces.rooms([n + room for n in sizes], window)
 
             def take_one(i: int) -> None:
                 source, piece = incoming[i]
-                own = source == group.rank
-                call(source, piece, encoding.data(piece) if own else rows[i % n_rows][: sizes[i]])
+                call(source, piece, encoding.data(piece) if source == group.rank else rooms[i][: sizes[i]])
 
-            targets = [(source, rows[i % n_rows][: sizes[i] + room]) for i, (source, _) in enumerate(incoming)]
+            targets = [(source, rooms[i]) for i, (source, _) in enumerate(incoming)]
             receiver = Receiver(_AndOwn(group), targets, tag, window, take=take_one)
         sender = Sender(group, encoding, tag, window, lambda: len(encoding))
         yield from drive(receiver, sender)
+        yield from encoding.pieces.end()

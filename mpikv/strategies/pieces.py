@@ -19,6 +19,7 @@ from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import cut_anew
 from mpikv.collectives.stages import LINK_SEGMENT_BYTES, Span, cut
+from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 
 MOST_ELEMS = 1 << 18  # of a piece: 1 MiB of float32, some milliseconds to encode
@@ -55,14 +56,19 @@ class Pieces:
     def encode(self, values: HostArray, piece: Span) -> HostArray:
         """What travels of a piece. values: (n,), in the key's dtype or a wider one that they were brought to."""
         if (state := self.states.get(piece)) is None:
-            state = self.states[piece] = self._codec.init(piece[1] - piece[0])
-        given = values[slice(*piece)].astype(self._dtype, copy=False)
-        data = self._codec.encode(given, state)
+            state = self.states[piece] = self._init(piece[1] - piece[0])
+        data = self._encode(values[slice(*piece)], state)
         self._owes = self._owes or "residual" in state
         if self._codec != IDENTITY:
-            self.encoded_from_bytes += given.nbytes
+            self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
             self.encoded_bytes += data.nbytes
         return data
+
+    def _init(self, n_elems: int) -> State:
+        return self._codec.init(n_elems)
+
+    def _encode(self, values: HostArray, state: State) -> HostArray:
+        return self._codec.encode(values.astype(self._dtype, copy=False), state)
 
     def with_owed(self, values: HostArray) -> HostArray:
         """Return the values of a round that travel as they are, with what earlier ones owe; then in new memory.
@@ -72,6 +78,10 @@ class Pieces:
         if not self._owes:
             return values
         self._owes = False
+        return self._paid(values)
+
+    def _paid(self, values: HostArray) -> HostArray:
+        """The values with what is owed, in new memory."""
         totals = values.astype(sum_dtype(self._dtype))
         for piece, state in self.states.items():
             if "residual" not in state:
@@ -97,14 +107,34 @@ class Pieces:
     def put(self, data: HostArray, out: HostArray) -> None:
         """Write the values of a piece into `out`, in the key's dtype."""
         dtype = sum_dtype(out.dtype)
-        values = out if dtype == out.dtype else np.empty(out.size, dtype)
+        values = out if dtype == out.dtype else self.empty(out.size, dtype)
         self.decode(data, values)
         if values is not out:
-            np.copyto(out, values, casting="same_kind")
+            out[...] = values
 
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add the values of a piece to `out`."""
         self._codec.add(self._seen(data), out)
+
+    # --- a round
+
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
+        """New memory of any content, for values."""
+        return np.empty(n_elems, dtype)
+
+    def encoding(self, values: HostArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> Encoding:
+        """One round's values. See `Encoding`."""
+        return Encoding(self, values, outgoing, uses)
+
+    def rooms(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
+        """Memory for messages of so many bytes, of which `window` are received at a time, in their order."""
+        longest, n_rows = max(n_bytes, default=0), min(window, len(n_bytes))
+        rows = [np.empty(longest, np.uint8) for _ in range(n_rows)]
+        return [rows[i % n_rows][:n] for i, n in enumerate(n_bytes)]
+
+    def end(self) -> Steps[None]:
+        """All messages have been sent, and taken: their memory is free."""
+        yield from ()
 
     # --- states
 
@@ -150,6 +180,10 @@ class Encoding:
     def __getitem__(self, i: int, /) -> tuple[int, HostArray]:
         dest, piece = self._outgoing[i]
         return dest, self.data(piece)
+
+    def begin(self) -> Steps[None]:
+        """Do what has to be done before the first message."""
+        yield from ()
 
     def data(self, piece: Span) -> HostArray:
         """What travels of it."""

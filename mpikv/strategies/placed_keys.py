@@ -33,6 +33,7 @@ from mpikv.strategies.bucketed import Bucket
 from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.direct import Direct
 from mpikv.strategies.encoded import Encoded
+from mpikv.strategies.encoded_device import encoded
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.pieces import encoded_bytes
@@ -42,7 +43,7 @@ from mpikv.strategies.sparse_owners import WorkersRows
 from mpikv.strategies.staged import HOST_WAYS, Staged
 from mpikv.strategies.ways import Make, Means, Way
 
-ALL_WAYS: Mapping[Path, Make] = {**HOST_WAYS, "staged": Staged}
+ALL_WAYS: Mapping[Path, Make] = {**HOST_WAYS, "staged": Staged, "encoded": encoded}
 
 
 class PlacedKeys:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elements_cases import runs as codec_runs
 from program_cases import DTYPES, Run, hard_values, same_bits, update_program, update_runs
 
 from mpikv.errors import UnsupportedError
@@ -149,6 +150,7 @@ KINDS: dict[str, Callable[[], Iterator[Run]]] = {
     "rounds": rounds,
     "own arithmetic": own_arithmetic,
     "sums": sums,
+    "codecs": lambda: codec_runs(N),
 }
 
 

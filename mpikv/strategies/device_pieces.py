@@ -1,0 +1,163 @@
+"""What travels of one key's values in device memory, piece by piece: encoded and decoded on the GPU.
+
+A codec's `Elements` (codecs/elements.py) say what it does there; residuals are in device memory. Messages are
+page-locked host memory: so what crosses between the GPU and the host is what travels, and no more. A piece that this
+worker owns itself stays on the GPU.
+
+All that a worker sends in one half of a round is encoded and copied down before its first message; that takes a GPU
+less time than a network takes for a few of them. What has come is copied up and added as it comes, in the store's
+stream, which the host waits for once at the end: until then memory of messages is in use.
+
+Cost: a launch and a copy for each piece. Page-locked memory: what is sent and received in half a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from mpikv.arrays import HostArray
+from mpikv.codecs import elements
+from mpikv.codecs.base import Codec, State
+from mpikv.collectives.stages import Span
+from mpikv.engine.request import Steps
+from mpikv.keys import KeyInfo
+from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.device_array import DeviceArray
+from mpikv.strategies.pieces import Encoding, Pieces
+
+
+class DevicePieces(Pieces):
+    """See `Pieces`. Values, what is encoded and states are arrays of `space`; messages are page-locked host memory."""
+
+    def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace) -> None:
+        super().__init__(info, codec)
+        self.space, self._elements = space, elements.elements_of(codec, info.dtype)
+        self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
+
+    def _init(self, n_elems: int) -> State:
+        if not self._elements.remembers:
+            return {}
+        residual: SpaceArray = self.space.zeros(n_elems, elements.FLOAT32)
+        return {"residual": residual}
+
+    def _encode(self, values: SpaceArray, state: Mapping[str, SpaceArray]) -> SpaceArray:
+        if self._codec.exact:
+            return values
+        wire = self._elements.wire
+        data = self.space.empty(self._codec.wire_bytes(values.size, self._dtype) // wire.itemsize, wire)
+        program, numbers = elements.encoding(self._codec, self._dtype)
+        self.space.launch(program, [values, data, *state.values()], numbers)
+        return data
+
+    def _paid(self, values: SpaceArray) -> SpaceArray:
+        """What is pushed is the store's own copy, which is changed."""
+        program, numbers = elements.paying(self._dtype)
+        for piece, state in self.states.items():
+            for residual in state.values():
+                both: list[SpaceArray] = [values[slice(*piece)], residual]
+                self.space.launch(program, both, numbers)
+        return values
+
+    def _here(self, data: Any) -> SpaceArray:
+        """What was encoded, on the GPU. data: the same, or a message that has come, which is in use until `end`."""
+        if not isinstance(data, np.ndarray):
+            return data
+        found = self.space.empty(data.nbytes, elements.BYTE)
+        self.space.bring(found, data)
+        return found.view(self._elements.wire)
+
+    def decode(self, data: Any, out: SpaceArray) -> None:
+        """See `Pieces`."""
+        self._decode(data, out, add=False)
+
+    def add(self, data: Any, out: SpaceArray) -> None:
+        """See `Pieces`."""
+        self._decode(data, out, add=True)
+
+    def _decode(self, data: Any, out: SpaceArray, *, add: bool) -> None:
+        program, numbers = elements.decoding(self._codec, self._dtype, add=add)
+        self.space.launch(program, [out, self._here(data)], numbers)
+
+    # --- a round
+
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> SpaceArray:
+        """See `Pieces`."""
+        return self.space.empty(n_elems, dtype)
+
+    def encoding(self, values: SpaceArray, outgoing: Sequence[tuple[int, Span]], uses: int) -> Encoding:
+        """See `Pieces`."""
+        return DeviceEncoding(self, values, outgoing, uses)
+
+    def rooms(self, n_bytes: Sequence[int], window: int) -> list[HostArray]:
+        """See `Pieces`. Each has memory of its own, since copies from it are under way until `end`."""
+        return [self.room(n) for n in n_bytes]
+
+    def room(self, n_bytes: int) -> HostArray:
+        """Page-locked memory for a message, until `end`."""
+        memory = self.space.pinned.take(n_bytes)
+        self._lent.append(memory)
+        return memory[:n_bytes]
+
+    def end(self) -> Steps[None]:
+        """See `Pieces`."""
+        yield self.space.begun()
+        lent, self._lent = self._lent, []
+        for memory in lent:
+            self.space.pinned.give(memory)
+
+    # --- states
+
+    def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
+        """See `Pieces`. Blocks until they have come to the host, or from there."""
+        super().recut(_on_host(states), pieces)
+        for state in self.states.values():
+            for name, array in state.items():
+                brought: SpaceArray = self.space.from_host(array)
+                state[name] = brought
+
+    def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:
+        """See `Pieces`. Blocks until they have come to the host."""
+        on_device, self.states = self.states, _on_host(self.states)
+        try:
+            yield from [*super().states_in(span)]
+        finally:
+            self.states = on_device
+
+
+class DeviceEncoding(Encoding):
+    """See `Encoding`. All that is sent is encoded and copied down at once, when the caller's values are there."""
+
+    pieces: DevicePieces
+
+    def begin(self) -> Steps[None]:
+        """See `Encoding`."""
+        space, values = self.pieces.space, cast(DeviceArray, self._values)
+        yield space.arrived(values)
+        sent: dict[Span, SpaceArray] = {}
+        for _, piece in self._outgoing:
+            if piece not in sent:
+                sent[piece] = self.pieces.encode(self._values, piece)
+        self._kept = {piece: (data, 1) for piece, data in sent.items()}
+        self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
+        for piece, data in sent.items():
+            space.fetch(self._messages[piece], data.view(elements.BYTE))
+        yield space.begun()
+
+    def __getitem__(self, i: int, /) -> tuple[int, HostArray]:
+        dest, piece = self._outgoing[i]
+        return dest, self._messages[piece]
+
+
+def _on_host(states: Mapping[Span, State]) -> dict[Span, State]:
+    """The same in host memory."""
+    return {
+        piece: {
+            name: array if isinstance(array, np.ndarray) else array.space.to_host(array)
+            for name, array in state.items()
+        }
+        for piece, state in states.items()
+    }
