@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs.elements import Elements
+from mpikv.codecs.on_device import OnDevice
 from mpikv.errors import MpikvError
 
 State = dict[str, HostArray]
@@ -52,8 +52,8 @@ class Codec(ABC):
         """
         return None
 
-    def elements(self, dtype: np.dtype[Any]) -> Elements | None:
-        """What it does to each element by itself, of a key in device memory; None: those are encoded on the host."""
+    def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
+        """How it works in device memory, for keys of this dtype; None: those are encoded on the host."""
         return None
 
     def init(self, n_elems: int) -> State:

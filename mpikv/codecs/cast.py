@@ -17,7 +17,7 @@ from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.codecs import compiled
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, Numbers
-from mpikv.codecs.elements import Elements
+from mpikv.codecs.on_device import Elements
 from mpikv.spaces.tracing import where_positive
 
 FLOAT16 = np.dtype(np.float16)
@@ -53,9 +53,9 @@ class _Cast(Numbers):
             self._round(values, data)
         return data
 
-    def elements(self, dtype: np.dtype[Any]) -> Elements:
+    def on_device(self, dtype: np.dtype[Any]) -> Elements:
         """Rounded, and widened."""
-        return Elements(self.half, self._rounded, lambda data: data.astype(FLOAT32))
+        return Elements(dtype, False, self.half, self._rounded, lambda data: data.astype(FLOAT32))
 
     def _rounded(self, values: Any) -> Any:
         return values.astype(self.half, copy=False)

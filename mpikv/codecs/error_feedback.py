@@ -30,7 +30,7 @@ from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.checks import shown
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, residual_of, spans
-from mpikv.codecs.elements import Elements
+from mpikv.codecs.on_device import OnDevice
 
 STEPS = 2  # of the codec at a time: they still stay in the cache, and Python's own time is spent half as often
 _FLOATS = (np.dtype(np.float16), BFLOAT16, FLOAT32, np.dtype(np.float64))
@@ -59,9 +59,9 @@ class ErrorFeedback(Codec):
         """Those of the codec inside, for what it is given."""
         return self.codec.wire_bytes(n_elems, _given(dtype))
 
-    def elements(self, dtype: np.dtype[Any]) -> Elements | None:
-        """Those of the codec inside, with a residual."""
-        found = self.codec.elements(_given(dtype))
+    def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
+        """The codec inside, with a residual."""
+        found = self.codec.on_device(dtype)
         return None if found is None else replace(found, remembers=True)
 
     def init(self, n_elems: int) -> State:

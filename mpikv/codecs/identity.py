@@ -10,7 +10,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import Numbers
-from mpikv.codecs.elements import Elements
+from mpikv.codecs.on_device import Elements
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Identity(Numbers):
         """Those of the values."""
         return n_elems * dtype.itemsize
 
-    def elements(self, dtype: np.dtype[Any]) -> Elements:
+    def on_device(self, dtype: np.dtype[Any]) -> Elements:
         """Themselves."""
-        return Elements(dtype, lambda values: values, lambda data: data)
+        return Elements(dtype, False, dtype, lambda values: values, lambda data: data)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """The array itself."""

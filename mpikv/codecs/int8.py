@@ -27,9 +27,9 @@ from mpikv.checks import whole
 from mpikv.codecs import compiled
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
+from mpikv.codecs.int8_device import BLOCKS, LARGEST, LEAST, Blocks
+from mpikv.codecs.on_device import OnDevice
 
-_LEAST = np.finfo(np.float32).tiny
-_LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # times 127 it is no infinity
 _SCALE = np.dtype("<f4")
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as an integer it is in the same order, NaN on top
 _MOST_BLOCK = 1 << 24
@@ -86,9 +86,9 @@ class Int8(InBlocks):
                 magnitudes = scaled.view(np.int32)
                 np.bitwise_and(block.view(np.int32), _MAGNITUDE, out=magnitudes)
                 scale = magnitudes.max(axis=1, keepdims=True).view(FLOAT32) / np.float32(127)
-                np.copyto(scale, _LARGEST, where=(scale > _LARGEST) & (scale < np.inf))
+                np.copyto(scale, LARGEST, where=(scale > LARGEST) & (scale < np.inf))
                 inverse = np.float32(1) / scale
-                sent = scale >= _LEAST
+                sent = scale >= LEAST
                 finite = np.isfinite(scale)
                 normal = (sent & finite).all()
                 if not normal:
@@ -102,6 +102,10 @@ class Int8(InBlocks):
                     scaled[~finite[:, 0]] = 0.0  # NaN has no code
                 np.copyto(codes, scaled, casting="unsafe")
         return data
+
+    def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
+        """Where the blocks are those that a few threads can have each."""
+        return Blocks(dtype, False, self.block) if self.block in BLOCKS else None
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
         """Code times scale."""

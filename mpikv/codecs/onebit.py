@@ -23,7 +23,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
-from mpikv.codecs.elements import BYTE, Elements
+from mpikv.codecs.on_device import BYTE, Elements
 from mpikv.codecs.threshold import Threshold
 from mpikv.spaces.tracing import where_positive
 
@@ -43,15 +43,16 @@ class OneBit(Threshold):
         """One for eight values."""
         return (n_elems + 7) // 8
 
-    def elements(self, dtype: np.dtype[Any]) -> Elements:
+    def on_device(self, dtype: np.dtype[Any]) -> Elements:
         """Above t, or not."""
         t = np.float32(self.threshold)
         return Elements(
+            dtype,
+            True,
             BYTE,
             lambda owed: where_positive(owed - t, 1, 0).astype(np.uint8),
             lambda code: code.astype(FLOAT32) * 2 - 1,
             bits=1,
-            remembers=True,
         )
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
-from mpikv.codecs.elements import BYTE, Elements
+from mpikv.codecs.on_device import BYTE, Elements
 from mpikv.codecs.threshold import Threshold
 from mpikv.spaces.tracing import where_positive
 
@@ -54,7 +54,7 @@ class TwoBit(Threshold):
         """One for four values."""
         return (n_elems + 3) // 4
 
-    def elements(self, dtype: np.dtype[Any]) -> Elements:
+    def on_device(self, dtype: np.dtype[Any]) -> Elements:
         """3 for +t, 2 for -t."""
         t = np.float32(self.threshold)
 
@@ -67,7 +67,7 @@ class TwoBit(Threshold):
             number = code.astype(FLOAT32)
             return where_positive(number - 2, t, where_positive(number - 1, -t, 0))
 
-        return Elements(BYTE, encode, decode, bits=2, remembers=True)
+        return Elements(dtype, True, BYTE, encode, decode, bits=2)
 
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
         n = values.size

@@ -45,24 +45,71 @@ Entry = tuple[int, Sequence[int], Sequence[Any]]
 """One run of a program: how many elements, the addresses of its arrays, its numbers."""
 
 
-class Argument(NamedTuple):
-    """An array of a program. first: the number of the value that is loaded from it, None where it is not read.
+class Layout(NamedTuple):
+    """How the elements of an array lie in it, where there is not one item for each, one behind the other.
 
-    single: it has one element, which counts for all elements of the others, and is only read: what a reduction found.
-    bits: its elements are whole numbers of 1, 2 or 4 bits, side by side in bytes, the first one in the most significant
-    bits of the first byte; the last byte is filled up with zeros. It is read or written, not both, and all such
-    arguments of a program have as many bits. 0: they are whole.
+    bits: they are whole numbers of 1, 2 or 4 bits, side by side in bytes, the first one in the most significant bits of
+    the first byte; the last byte is filled up with zeros. most: an item is the largest of so many elements, a power of
+    2, or NaN where one of them is; it is only written. all: an item counts for all elements, and is only read. row: the
+    array has rows of so many elements, each `step` items behind the one before; of `one` item for all of them, where
+    that is set; such an item is only read, unless a row is one element.
     """
+
+    bits: int = 0
+    most: int = 0
+    all: bool = False
+    row: int = 0
+    step: int = 0
+    one: bool = False
+
+    @property
+    def share(self) -> int:
+        """How many elements make an item."""
+        return 8 // self.bits if self.bits else self.most or 1
+
+    def length(self, n_elems: int) -> int:
+        """How many items the array has, up to the last one that is used, where a program runs on n elements."""
+        if self.row and n_elems:
+            return (n_elems - 1) // self.row * self.step + (0 if self.one else (n_elems - 1) % self.row) + 1
+        return 1 if self.all else -(-n_elems // self.share)
+
+    def load(self, array: HostArray, n_elems: int) -> HostArray:
+        """A copy of the elements; of one item for all of them where there is one."""
+        if self.bits:
+            places = np.arange(8 - self.bits, -1, -self.bits, dtype=np.uint8)
+            elements: HostArray = array[:, None] >> places & np.uint8(2**self.bits - 1)
+            return elements.reshape(-1)[:n_elems]
+        return array[self._items(n_elems)] if self.row else array.copy()
+
+    def store(self, values: Any, array: HostArray, n_elems: int) -> None:
+        """Write the elements. values: an array of them, or one for all."""
+        values = np.broadcast_to(values, n_elems)
+        if self.bits:
+            places = np.arange(8 - self.bits, -1, -self.bits, dtype=np.uint8)
+            filled = np.zeros((array.size, places.size), np.uint8)
+            filled.reshape(-1)[:n_elems] = values & np.uint8(2**self.bits - 1)
+            array[...] = np.bitwise_or.reduce(filled << places, axis=1)
+        elif self.most:
+            array[...] = np.maximum.reduceat(values, range(0, n_elems, self.most)) if n_elems else array
+        else:
+            array[self._items(n_elems) if self.row else ...] = values
+
+    def _items(self, n_elems: int) -> HostArray:
+        places = np.arange(n_elems)
+        items: HostArray = places // self.row * self.step + (0 if self.one else places % self.row)
+        return items
+
+
+DENSE = Layout()
+
+
+class Argument(NamedTuple):
+    """An array of a program. first: the number of the value that is loaded from it, None where it is not read."""
 
     dtype: np.dtype[Any]
     first: int | None
     last: int | None  # of the value that is stored there at the end, None where it is only read
-    single: bool = False
-    bits: int = 0
-
-    def length(self, n_elems: int) -> int:
-        """How many items of `dtype` the array has where a program runs on n elements."""
-        return 1 if self.single else -(-n_elems * (self.bits or 8) // 8)
+    layout: Layout = DENSE
 
 
 class Operation(NamedTuple):
@@ -92,13 +139,13 @@ class Program(NamedTuple):
         return [*loaded, *self.numbers, *(one.dtype for one in self.operations)]
 
     def run(self, arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
-        """Do it, with NumPy, in place. arrays: one for each argument, of `Argument.length`, maybe twice.
+        """Do it, with NumPy, in place. arrays: one for each argument, of `Layout.length`, maybe twice.
 
-        The first argument is of whole elements.
+        There are as many elements as the first has items.
         """
         n_elems = arrays[0].size
         values: list[Any] = [
-            _apart(array, argument.bits)[:n_elems] if argument.bits else array.copy()
+            argument.layout.load(array, n_elems)
             for array, argument in zip(arrays, self.arguments, strict=True)
             if argument.first is not None
         ]
@@ -108,24 +155,7 @@ class Program(NamedTuple):
                 values.append(_result(operation, [values[i] for i in operation.inputs]))
         for array, argument in zip(arrays, self.arguments, strict=True):
             if argument.last is not None:
-                value = values[argument.last]
-                array[...] = _side_by_side(value, argument.bits) if argument.bits else value
-
-
-def _apart(packed: HostArray, bits: int) -> HostArray:
-    """The elements of `bits` bits that bytes consist of."""
-    places = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
-    elements: HostArray = packed[:, None] >> places & np.uint8(2**bits - 1)
-    return elements.reshape(-1)
-
-
-def _side_by_side(values: HostArray, bits: int) -> HostArray:
-    """Bytes that consist of elements of `bits` bits."""
-    places = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
-    filled = np.zeros(-(-values.size // places.size) * places.size, np.uint8)
-    filled[: values.size] = values & np.uint8(2**bits - 1)
-    packed: HostArray = np.bitwise_or.reduce(filled.reshape(-1, places.size) << places, axis=1)
-    return packed
+                argument.layout.store(values[argument.last], array, n_elems)
 
 
 def _result(operation: Operation, inputs: Sequence[Any]) -> Any:

@@ -4,9 +4,9 @@ The kernel takes a table of entries, which is passed by value: the addresses of 
 and the numbers. So one launch does the same to one large key or to many small ones, whose blocks have different
 `blockIdx.y`, and needs no memory for that. Kernels differ in how many entries their table has room for.
 
-Each thread takes elements that are together 16 bytes of the widest array at a time, or those of one byte where elements
-are parts of bytes, if all arrays begin where such a group may; else, and at the end, one by one. Reads come before
-writes, so an array may be there twice.
+Each thread takes elements that are together 16 bytes of the widest array at a time, or those of one item where several
+make one, if all arrays begin where such a group may; else, and at the end, one by one or item by item. Reads come
+before writes, so an array may be there twice.
 
 What it calculates has the bits of `Program.run`, which are NumPy's, if it is compiled with `OPTIONS`. Exceptions: a NaN
 stays a NaN, but its sign and payload are the processor's. Which of two zeros is the smaller one follows NumPy on
@@ -172,14 +172,18 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
     fields = [f"{const[i]}{stored[i]}* a{i};" for i in range(len(arguments))]
     parameters = [f"{stored[i]}{'&' if arguments[i].last is not None else ''} a{i}" for i in used] + numbers
     passed = [f"n{i}" for i in range(n_numbers)]
-    long = [i for i in used if not arguments[i].single]
-    parts = [i for i in long if arguments[i].bits]
-    share = _elements_of_a_byte(program)
-    packs = {i: _pack(arguments[i].dtype, pack // share if i in parts else pack) for i in long}
-    misaligned = [f"((unsigned long long)a{i} & (sizeof({packs[i]}) - 1))" for i in long] or ["0"]
-    # A part of a byte is an element of its own while it is worked on.
-    packed = [f"a{i}[0]" if arguments[i].single else f"e{i}" if i in parts else f"p{i}.of[j]" for i in used]
-    alone = [f"a{i}[0]" if arguments[i].single else f"e{i}" if i in parts else f"a{i}[i]" for i in used]
+    packs = {
+        i: _pack(arguments[i].dtype, pack // arguments[i].layout.share) for i in used if _lies_densely(arguments[i])
+    }
+    misaligned = [f"((unsigned long long)a{i} & (sizeof({one}) - 1))" for i, one in packs.items()] or ["0"]
+    shared = [i for i in used if arguments[i].layout.share > 1]
+    share = _elements_of_an_item(program)
+    # What several elements make together is one of its own while each of them is worked on.
+    of_pack = [
+        f"e{i}" if i in shared else f"p{i}.of[j]" if i in packs else _at(arguments[i], f"a{i}", f"(i * {pack} + j)")
+        for i in used
+    ]
+    alone = [f"e{i}" if i in shared else _at(arguments[i], f"a{i}", "i") for i in used]
     lines = [
         f"struct {name}_entry {{ {' '.join([*fields, 'long long n;', *(f'{one};' for one in numbers)])} }};",
         f"struct {name}_table {{ {name}_entry entries[{entries}]; }};",
@@ -197,29 +201,33 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
         "    long long done = 0;",
         f"    if (({' | '.join(misaligned)}) == 0) {{",
         f"        for (long long i = first; i < n / {pack}; i += step) {{",
-        *(f"            {packs[i]} p{i};" for i in long),
+        *(f"            {one} p{i};" for i, one in packs.items()),
         *(
-            f"            p{i} = reinterpret_cast<const {packs[i]}*>(a{i})[i];"
-            for i in long
+            f"            p{i} = reinterpret_cast<const {one}*>(a{i})[i];"
+            for i, one in packs.items()
             if arguments[i].first is not None
         ),
         "            #pragma unroll",
         f"            for (int j = 0; j < {pack}; ++j) {{",
-        *(f"                {_taken(arguments[i], f'e{i}', f'p{i}.of[j / {share}]', f'j % {share}')}" for i in parts),
-        f"                {name}_element({', '.join([*packed, *passed])});",
-        *(f"                {_put(arguments[i], f'e{i}', f'p{i}.of[j / {share}]', f'j % {share}')}" for i in parts),
+        *(f"                {_taken(arguments[i], f'e{i}', f'p{i}.of[j / {share}]', f'j % {share}')}" for i in shared),
+        f"                {name}_element({', '.join([*of_pack, *passed])});",
+        *(f"                {_put(arguments[i], f'e{i}', f'p{i}.of[j / {share}]', f'j % {share}')}" for i in shared),
         "            }",
-        *(f"            reinterpret_cast<{packs[i]}*>(a{i})[i] = p{i};" for i in long if arguments[i].last is not None),
+        *(
+            f"            reinterpret_cast<{one}*>(a{i})[i] = p{i};"
+            for i, one in packs.items()
+            if arguments[i].last is not None
+        ),
         "        }",
         f"        done = n / {pack} * {pack};",
         "    }",
-        # No two threads write into one byte.
-        f"    for (long long byte = done / {share} + first; byte * {share} < n; byte += step)",
-        f"        for (int j = 0; j < {share} && byte * {share} + j < n; ++j) {{",
-        f"            const long long i = byte * {share} + j;",
-        *(f"            {_taken(arguments[i], f'e{i}', f'a{i}[byte]', 'j')}" for i in parts),
+        # No two threads write one item.
+        f"    for (long long item = done / {share} + first; item * {share} < n; item += step)",
+        f"        for (int j = 0; j < {share} && item * {share} + j < n; ++j) {{",
+        f"            const long long i = item * {share} + j;",
+        *(f"            {_taken(arguments[i], f'e{i}', f'a{i}[item]', 'j')}" for i in shared),
         f"            {name}_element({', '.join([*alone, *passed])});",
-        *(f"            {_put(arguments[i], f'e{i}', f'a{i}[byte]', 'j')}" for i in parts),
+        *(f"            {_put(arguments[i], f'e{i}', f'a{i}[item]', 'j')}" for i in shared),
         "        }",
         "}",
         "",
@@ -227,28 +235,44 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
     return "\n".join(lines)
 
 
-def _elements_of_a_byte(program: Program) -> int:
-    """Where elements of an argument are parts of bytes; else 1."""
-    return next((8 // one.bits for one in program.arguments if one.bits), 1)
+def _elements_of_an_item(program: Program) -> int:
+    """Where items of an argument are made of several elements; else 1."""
+    return max((one.layout.share for one in program.arguments), default=1)
+
+
+def _lies_densely(argument: Argument) -> bool:
+    """Whether groups of elements can be read and written at once."""
+    return not (argument.layout.all or argument.layout.row)
+
+
+def _at(argument: Argument, array: str, i: str) -> str:
+    """Element i of an array of which no item is made of several."""
+    layout = argument.layout
+    if layout.row:
+        within = "" if layout.one else f" + {i} % {layout.row}"
+        return f"{array}[{i} / {layout.row} * {layout.step}{within}]"
+    return f"{array}[{0 if layout.all else i}]"
 
 
 def _pack(dtype: np.dtype[Any], n: int) -> str:
     return f"Pack<{_TYPES[dtype].stored}, {n}>"
 
 
-def _taken(argument: Argument, element: str, byte: str, place: str) -> str:
-    """An element of some bits, read where it is read."""
-    bits = argument.bits
-    value = f" = {byte} >> (8 - {bits} * ({place} + 1)) & {2**bits - 1}" if argument.first is not None else ""
+def _taken(argument: Argument, element: str, item: str, place: str) -> str:
+    """An element that makes an item with others; read where it is read."""
+    bits = argument.layout.bits
+    value = f" = {item} >> (8 - {bits} * ({place} + 1)) & {2**bits - 1}" if argument.first is not None else ""
     return f"{_TYPES[argument.dtype].stored} {element}{value};"
 
 
-def _put(argument: Argument, element: str, byte: str, place: str) -> str:
-    """Write an element of some bits, where it is written; the first one of a byte sets the others to zero."""
-    bits = argument.bits
+def _put(argument: Argument, element: str, item: str, place: str) -> str:
+    """Write such an element, where it is written. The first one of an item begins it."""
+    bits = argument.layout.bits
     if argument.last is None:
         return ""
-    return f"{byte} = ({place} ? {byte} : 0) | ({element} & {2**bits - 1}) << (8 - {bits} * ({place} + 1));"
+    if not bits:
+        return f"{item} = {place} ? maximum({item}, {element}) : {element};"
+    return f"{item} = ({place} ? {item} : 0) | ({element} & {2**bits - 1}) << (8 - {bits} * ({place} + 1));"
 
 
 def _body(program: Program) -> list[str]:
@@ -394,8 +418,8 @@ def strided_table(to: tuple[int, Sequence[int]], source: tuple[int, Sequence[int
 def elements_per_thread(program: Program) -> int:
     """How many elements a thread takes at a time."""
     used = [one for one in program.arguments if one.first is not None or one.last is not None]
-    sizes = [one.dtype.itemsize for one in used if not (one.single or one.bits)]
-    return max(PACK_BYTES // max(sizes, default=PACK_BYTES), _elements_of_a_byte(program))
+    sizes = [one.dtype.itemsize for one in used if _lies_densely(one) and one.layout.share == 1]
+    return max(PACK_BYTES // max(sizes, default=PACK_BYTES), _elements_of_an_item(program))
 
 
 @functools.lru_cache(KEPT)

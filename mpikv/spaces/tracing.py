@@ -19,7 +19,18 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpikv.arrays import SUPPORTED_DTYPES
-from mpikv.spaces.program import CAST, OPERATIONS, SELECT, Argument, Numbers, Operation, Program
+from mpikv.spaces.program import (
+    CAST,
+    DENSE,
+    OPERATIONS,
+    ROUND,
+    SELECT,
+    Argument,
+    Layout,
+    Numbers,
+    Operation,
+    Program,
+)
 
 
 class NotAProgram(Exception):  # noqa: N818 - says what was found; caught where the host can do the work instead
@@ -27,19 +38,19 @@ class NotAProgram(Exception):  # noqa: N818 - says what was found; caught where 
 
 
 def trace(
-    function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]], bits: Mapping[int, int] = MappingProxyType({})
+    function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]], layouts: Mapping[int, Layout] = MappingProxyType({})
 ) -> tuple[Program, Numbers]:
     """The program of a function, and the numbers that it used. The function is called once, and its result not used.
 
     function: takes one array for each dtype, and changes some of them in place. What it does beside that happens, too.
-    bits: of the arguments, by their places, whose elements are parts of bytes (`Argument.bits`).
+    layouts: of the arguments, by their places, that do not have one item for each element.
     Raises NotAProgram where it does something else than operations on whole arrays, and what the function raises.
     """
     stages = trace_stages(function, dtypes)
     if len(stages) > 1:
         _refuse("the sum of an array's squares")
     made, numbers = stages[0].program, stages[0].numbers
-    arguments = [one._replace(bits=bits.get(i, 0)) for i, one in enumerate(made.arguments)]
+    arguments = [one._replace(layout=layouts.get(i, DENSE)) for i, one in enumerate(made.arguments)]
     return made._replace(arguments=tuple(arguments)), numbers
 
 
@@ -199,7 +210,7 @@ def _program(noted: _Noted, lasts: Sequence[Value | None]) -> tuple[Program, Num
         Argument(load.dtype, index.get(load), None if last is None else index[last])
         for load, last in zip(noted.loads, lasts, strict=True)
     ]
-    arguments += [Argument(one.dtype, index.get(one), None, single=True) for one in noted.sums]
+    arguments += [Argument(one.dtype, index.get(one), None, Layout(all=True)) for one in noted.sums]
     made = [Operation(value.name, value.dtype, tuple(index[one] for one in value.inputs)) for value in operations]
     program = Program(tuple(arguments), tuple(value.dtype for value in numbers), tuple(made))
     return program, tuple(value.number for value in numbers)
@@ -312,6 +323,12 @@ def where_positive(condition: Any, first: Any, second: Any) -> Any:
     notes, dtype = noting.notes, noting.dtype
     value = notes.add(SELECT, dtype, tuple([notes.read(one, dtype) for one in (condition, first, second)]))
     return NotingArray(notes, dtype, value)
+
+
+def rounded(values: Any, dtype: np.dtype[Any]) -> Any:
+    """Floating point numbers of a trace as whole numbers, as `host.round_into` makes them."""
+    value = values.notes.add(ROUND, dtype, (values.notes.read(values, values.dtype),))
+    return NotingArray(values.notes, dtype, value)
 
 
 _FLOATS = frozenset(dtype for dtype in SUPPORTED_DTYPES if dtype.kind not in "iu")

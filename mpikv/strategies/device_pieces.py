@@ -1,7 +1,7 @@
 """What travels of one key's values in device memory, piece by piece: encoded and decoded on the GPU.
 
-A codec's `Elements` (codecs/elements.py) say what it does there; residuals are in device memory. Messages are
-page-locked host memory: so what crosses between the GPU and the host is what travels, and no more. A piece that this
+What a codec does there codecs/on_device.py says; residuals are in device memory. Messages are page-locked host memory:
+so what crosses between the GPU and the host is what travels, and no more. A piece that this
 worker owns itself stays on the GPU.
 
 All that a worker sends in one half of a round is encoded and copied down before its first message; that takes a GPU
@@ -19,8 +19,9 @@ from typing import Any, cast
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs import elements
 from mpikv.codecs.base import Codec, State
+from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.on_device import BYTE, FLOAT32, paying
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
@@ -35,27 +36,27 @@ class DevicePieces(Pieces):
 
     def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace) -> None:
         super().__init__(info, codec)
-        self.space, self._elements = space, elements.elements_of(codec, info.dtype)
+        found = codec.on_device(info.dtype)
+        assert found is not None
+        self.space, self._on_device = space, found
         self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
 
     def _init(self, n_elems: int) -> State:
-        if not self._elements.remembers:
+        if not self._on_device.remembers:
             return {}
-        residual: SpaceArray = self.space.zeros(n_elems, elements.FLOAT32)
+        residual: SpaceArray = self.space.zeros(n_elems, FLOAT32)
         return {"residual": residual}
 
     def _encode(self, values: SpaceArray, state: Mapping[str, SpaceArray]) -> SpaceArray:
-        if self._codec.exact:
-            return values
-        wire = self._elements.wire
-        data = self.space.empty(self._codec.wire_bytes(values.size, self._dtype) // wire.itemsize, wire)
-        program, numbers = elements.encoding(self._codec, self._dtype)
-        self.space.launch(program, [values, data, *state.values()], numbers)
+        if self._codec == IDENTITY:
+            return values.view(BYTE)
+        data = self.space.empty(self._codec.wire_bytes(values.size, self._dtype), BYTE)
+        self._on_device.encode(self.space, values, data, list(state.values()))
         return data
 
     def _paid(self, values: SpaceArray) -> SpaceArray:
         """What is pushed is the store's own copy, which is changed."""
-        program, numbers = elements.paying(self._dtype)
+        program, numbers = paying(self._dtype)
         for piece, state in self.states.items():
             for residual in state.values():
                 both: list[SpaceArray] = [values[slice(*piece)], residual]
@@ -66,21 +67,17 @@ class DevicePieces(Pieces):
         """What was encoded, on the GPU. data: the same, or a message that has come, which is in use until `end`."""
         if not isinstance(data, np.ndarray):
             return data
-        found = self.space.empty(data.nbytes, elements.BYTE)
+        found = self.space.empty(data.nbytes, BYTE)
         self.space.bring(found, data)
-        return found.view(self._elements.wire)
+        return found
 
     def decode(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        self._decode(data, out, add=False)
+        self._on_device.decode(self.space, self._here(data), out, add=False)
 
     def add(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        self._decode(data, out, add=True)
-
-    def _decode(self, data: Any, out: SpaceArray, *, add: bool) -> None:
-        program, numbers = elements.decoding(self._codec, self._dtype, add=add)
-        self.space.launch(program, [out, self._here(data)], numbers)
+        self._on_device.decode(self.space, self._here(data), out, add=True)
 
     # --- a round
 
@@ -144,7 +141,7 @@ class DeviceEncoding(Encoding):
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
         self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():
-            space.fetch(self._messages[piece], data.view(elements.BYTE))
+            space.fetch(self._messages[piece], data)
         yield space.begun()
 
     def __getitem__(self, i: int, /) -> tuple[int, HostArray]:

@@ -222,7 +222,7 @@ class HostDriver:
             uses: list[Use] = []
             for argument, address in zip(arguments, addresses, strict=True):
                 at, writes = (address, (argument.dtype.itemsize,)), argument.last is not None
-                array, use = self.process.array(at, (argument.length(n_elems),), argument.dtype, writes=writes)
+                array, use = self.process.array(at, (argument.layout.length(n_elems),), argument.dtype, writes=writes)
                 arrays.append(array)
                 if use is not None:
                     _check_apart(use, uses)

@@ -181,7 +181,7 @@ def test_temporary_memory_is_written_only_where_it_is_read_later() -> None:
     assert (first.squares, second.squares) == (0, None)
     assert [one.last is not None for one in first.program.arguments] == [False, True, True]
     assert [one.last is not None for one in second.program.arguments] == [True, False, False, False]
-    assert [one.single for one in second.program.arguments] == [False, False, False, True]
+    assert [one.layout.all for one in second.program.arguments] == [False, False, False, True]
 
     def dead(w: Any, kept: Any) -> None:
         np.multiply(w, np.float32(2), out=kept)

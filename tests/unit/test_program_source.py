@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elements_cases import runs as codec_runs
+from on_device_cases import runs as codec_runs
 from program_cases import DTYPES, Run, hard_values, same_bits, update_program, update_runs
 
 from mpikv.errors import UnsupportedError
@@ -226,7 +226,7 @@ def test_a_kernel_has_the_bits_of_the_program(kind: str, runs: dict[str, list[Ru
     for run in runs[kind]:
         for offset in (0, 1):
             arrays = [placed(array, offset) for array in run.before]
-            call(run.program, one_entry(run.program, N, arrays, run.numbers))
+            call(run.program, one_entry(run.program, arrays[0].size, arrays, run.numbers))
             assert all(map(same_bits, arrays, run.after)), source.kernel(run.program)
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elements_cases import CODECS, FLOATS, codec_id
+from on_device_cases import CODECS, FLOATS, ProgramsOfNumPy, codec_id, on_device
 from program_cases import hard_values, same_bits
 
 from mpikv.arrays import sum_dtype
-from mpikv.codecs import elements, registry
+from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
-from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.on_device import paying
 from mpikv.keys import KeyInfo
 from mpikv.strategies.pieces import Pieces
 
@@ -20,35 +20,36 @@ ROUNDS = 4
 
 
 def values_of(n: int, dtype: Any, round_: int) -> np.ndarray:
-    """Every second time infinities, NaN and the like."""
+    """Every second time infinities, NaN and the like; long enough for blocks without."""
+    values = (3 * np.random.default_rng(round_).standard_normal(n)).astype(dtype)
     if round_ % 2:
-        return hard_values(n, dtype, round_)
-    return (3 * np.random.default_rng(round_).standard_normal(n)).astype(dtype)
+        values[: n // 2] = hard_values(n, dtype, round_)[: n // 2]
+    return values
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("codec", CODECS, ids=codec_id)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n", [1, 7, 251, 1024])
+@pytest.mark.parametrize("n", [0, 1, 7, 251, 1024, 1543])
 def test_encoded_decoded_and_what_is_owed(codec: Codec, dtype: Any, n: int) -> None:
-    found, state = elements.elements_of(codec, dtype), codec.init(n)
+    found, state, space = on_device(codec, dtype), codec.init(n), ProgramsOfNumPy()
     here = {name: array.copy() for name, array in state.items()}
     assert found.remembers == ("residual" in state)
     for round_ in range(ROUNDS):
         values = values_of(n, dtype, round_)
         with np.errstate(all="ignore"):
-            expected = codec.encode(values.copy(), state).view(found.wire)
+            expected = codec.encode(values.copy(), state).view(np.uint8)
         data = np.full_like(expected, 77)
-        program, numbers = elements.encoding(codec, dtype)
-        program.run([values, data, *here.values()], numbers)
-        assert same_bits(data, expected)
+        found.encode(space, values, data, list(here.values()))  # type: ignore[arg-type]
+        wire = codec.wire_dtype(dtype) or np.dtype(np.uint8)
+        assert same_bits(data.view(wire), expected.view(wire))
         assert all(same_bits(here[name], state[name]) for name in state)
         for add in (False, True):
             out = hard_values(n, sum_dtype(dtype), 9)
             decoded = out.copy()
             with np.errstate(all="ignore"):
-                (codec.add if add else codec.decode)(expected, out)
-            program, numbers = elements.decoding(codec, dtype, add=add)
-            program.run([decoded, data], numbers)
+                (codec.add if add else codec.decode)(expected.view(wire), out)
+            found.decode(space, data, decoded, add=add)  # type: ignore[arg-type]
             assert same_bits(decoded, out)
 
 
@@ -62,18 +63,18 @@ def test_values_as_they_are_pay_what_is_owed(dtype: Any) -> None:
     values = values_of(n, dtype, 1)
     with np.errstate(all="ignore"):
         expected = pieces.with_owed(values)
-    program, numbers = elements.paying(dtype)
+    program, numbers = paying(dtype)
     program.run([values, residual], numbers)
     assert same_bits(values, expected)
     assert same_bits(residual, pieces.states[0, n]["residual"])
 
 
 @pytest.mark.parametrize("name", registry.names())
-def test_which_codecs_treat_each_element_by_itself(name: str) -> None:
-    expected = name in {"none", "fp16", "bf16", "2bit", "1bit"}
-    assert (registry.create(name).elements(np.dtype(np.float32)) is not None) == expected
+def test_which_codecs_work_in_device_memory(name: str) -> None:
+    can = name in {"none", "fp16", "bf16", "2bit", "1bit", "int8"}
+    assert (registry.create(name).on_device(np.dtype(np.float32)) is not None) == can
 
 
-def test_nothing_is_done_to_what_travels_as_it_is() -> None:
-    program, _ = elements.decoding(IDENTITY, np.dtype(np.float16), add=True)
-    assert [one.name for one in program.operations] == ["cast", "add"]
+@pytest.mark.parametrize("block", [1, 8, 48, 2048])
+def test_blocks_that_no_program_can_do(block: int) -> None:
+    assert registry.create({"type": "int8", "block": block}).on_device(np.dtype(np.float32)) is None

@@ -1,0 +1,70 @@
+"""Codecs that can work in device memory, and runs of their programs with NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from program_cases import DTYPES, Run, hard_values
+
+from mpikv.arrays import sum_dtype
+from mpikv.codecs import registry
+from mpikv.codecs.base import Codec
+from mpikv.codecs.on_device import OnDevice, paying
+from mpikv.spaces.program import Program
+
+FLOATS = DTYPES[:4]
+CODECS = [
+    *(registry.create({"type": name}) for name in ("none", "fp16", "bf16", "2bit", "1bit", "int8")),
+    *(registry.create({"type": name, "error_feedback": False}) for name in ("fp16", "bf16", "int8")),
+    registry.create({"type": "2bit", "threshold": 1e-3}),
+    registry.create({"type": "int8", "block": 16}),
+    registry.create({"type": "int8", "block": 32, "error_feedback": False}),
+]
+
+
+def codec_id(codec: Codec) -> str:
+    return repr(codec)
+
+
+class ProgramsOfNumPy:
+    """The part of a space that codecs use, on host memory. runs: all of them."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+    def empty(self, n_elems: int, dtype: np.dtype[Any]) -> np.ndarray:
+        return np.full(n_elems * dtype.itemsize, 0x7D, np.uint8).view(dtype)
+
+    def launch(self, program: Program, arrays: Sequence[np.ndarray], numbers: Sequence[Any]) -> None:
+        n_elems = arrays[0].size
+        used = [array[: one.layout.length(n_elems)] for array, one in zip(arrays, program.arguments, strict=True)]
+        before = [array.copy() for array in used]
+        program.run(used, numbers)
+        self.runs.append(Run(program, tuple(numbers), before, [array.copy() for array in used]))
+
+
+def on_device(codec: Codec, dtype: np.dtype[Any]) -> OnDevice:
+    found = codec.on_device(dtype)
+    assert found is not None
+    return found
+
+
+def runs(n: int) -> Iterator[Run]:
+    """Of all programs of these codecs, from hard values."""
+    space: Any = ProgramsOfNumPy()
+    for codec in CODECS:
+        for dtype in FLOATS:
+            found, data = on_device(codec, dtype), np.zeros(codec.wire_bytes(n, dtype), np.uint8)
+            for seed in (0, 1):  # a NaN makes one of all of its block
+                values, residual = (hard_values(n, one, seed) for one in (dtype, np.dtype(np.float32)))
+                if seed:
+                    values, residual = (np.nan_to_num(one, posinf=1, neginf=-1) for one in (values, residual))
+                found.encode(space, values, data, [residual] if found.remembers else [])
+                for add in (False, True):
+                    found.decode(space, data, hard_values(n, sum_dtype(dtype), 2), add=add)
+    for dtype in FLOATS:
+        program, numbers = paying(dtype)
+        space.launch(program, [hard_values(n, dtype, 0), hard_values(n, np.dtype(np.float32), 1)], numbers)
+    yield from space.runs
