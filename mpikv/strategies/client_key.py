@@ -23,6 +23,8 @@ from mpikv.codecs.identity import IDENTITY
 from mpikv.codecs.residuals import Span
 from mpikv.keys import KeyInfo, partitions
 from mpikv.placement import Placement
+from mpikv.spaces.base import Space
+from mpikv.strategies.device_pieces import DevicePieces, pieces_in
 from mpikv.strategies.pieces import Pieces
 
 INLINE_BYTES = 1 << 16  # from here on two more messages cost less than copying in and out of one
@@ -68,10 +70,17 @@ class Value:
         return self.array
 
 
+class EncodedTotal(NamedTuple):
+    """A push that has been encoded already. messages: by the elements [begin, end) that they are of."""
+
+    messages: Mapping[Span, HostArray]
+
+
 class ClientKey:
     """One key as its client sees it.
 
-    codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do.
+    codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do. space: what
+    they are in on this worker; None: host memory.
     encoded: its pushes, and what their codec remembers of them. returned: its answers.
     """
 
@@ -81,10 +90,11 @@ class ClientKey:
         placement: Placement,
         codecs: Codecs = compression.of_text,
         choice: Choice | None = None,
+        space: Space | None = None,
     ) -> None:
         self.info, self.compression = info, codecs(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
-        self.encoded, self.returned = Pieces(info, self.compression.push), Pieces(info, self.compression.pull)
+        self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
         self.choice, self._timed = choice, False
         self.pushed = 0
         self.move(placement)
@@ -106,11 +116,17 @@ class ClientKey:
         """Whether answers to a pull come as they are: also before this worker's first push."""
         return self._comes_as_it_is or not self.pushed
 
-    def encode(self, total: HostArray, begin: int, end: int, *, plain: bool = False) -> HostArray:
+    def encode(self, total: HostArray | EncodedTotal, begin: int, end: int, *, plain: bool = False) -> HostArray:
         """What travels of elements [begin, end) of a push. plain: the values as they are."""
+        if isinstance(total, EncodedTotal):
+            return total.messages[begin, end]
         if self.sends_as_it_is or plain:
             return total[begin:end]
         return self.encoded.encode(total, (begin, end))
+
+    def encodes_on_device(self, *, plain: bool) -> bool:
+        """Whether a push is encoded in device memory, before its messages. plain: it travels as it is."""
+        return isinstance(self.encoded, DevicePieces) and not plain
 
     # --- encoded or as it is, of a key that has the choice
 
@@ -135,7 +151,7 @@ class ClientKey:
 
     def codec_states(self) -> list[tuple[int, int, State]]:
         """What the codec of this worker's pushes remembers, by pieces."""
-        states = self.encoded.states
+        states = self.encoded.states_on_host()
         return [(*piece, states[piece]) for piece in self._pieces if states.get(piece)]
 
     def take_codec_states(self, pieces: Mapping[Span, State]) -> None:

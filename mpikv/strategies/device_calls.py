@@ -6,7 +6,8 @@ Servers receive into host memory, also those that keep the key on a GPU. Each sh
 - *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
   there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
 - *Staged*: it is copied to page-locked memory and sent from there; the answer comes into the same memory and is copied
-  up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that.
+  up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that. A
+  push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages.
 
 Nobody waits for a copy. A call begins its copies when it is made, and its messages leave when the store's stream has
 come so far. Until then the call stands in a line, and so does every call that is made after it, also of keys in host
@@ -34,7 +35,7 @@ from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.spaces.pinned import length_of
 from mpikv.strategies.base import Sink
-from mpikv.strategies.client_key import ClientKey, Route
+from mpikv.strategies.client_key import ClientKey, EncodedTotal, Route
 from mpikv.strategies.exchange import Client, Item
 
 
@@ -159,16 +160,15 @@ class _KeyCall:
         self._places = set() if self._sink is None else self._sink.places
         direct = [route for route in item.routes if calls.direct(item.key, route)]
         self._staged = [route for route in item.routes if route not in direct]
-        self._memory: HostArray | None = None
+        self._memory: list[HostArray] = []
         self._on_host: SpaceArray = None
         self._on_device: SpaceArray = total
         if total is None and DEVICE in self._places:
             self._on_device = calls.space.empty(info.n_elems, info.dtype)
+        encodes = total is not None and item.key.encodes_on_device(plain=item.pushes_plain)
         up = DEVICE in self._places and (bool(self._staged) or HOST in self._places)
-        if up or (total is not None and self._staged):
-            n_bytes = info.n_elems * info.dtype.itemsize
-            self._memory = calls.staging.take(n_bytes, shared=self._shared)
-            self._on_host = self._memory[:n_bytes].view(info.dtype)
+        if up or (total is not None and self._staged and not encodes):
+            self._on_host = self._take(info.n_elems * info.dtype.itemsize).view(info.dtype)
         # What a message is received into: this worker's own arrays, the memory for copies, or the GPU's.
         only_host = None if self._sink is None or DEVICE in self._places else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
@@ -176,7 +176,10 @@ class _KeyCall:
         self.arrivals: list[Request] = []
         if total is not None and direct:
             self.arrivals.append(calls.space.arrived(total))
-        if total is not None:
+        pushed = self._on_host
+        if encodes:
+            pushed = self._encoded(item.key, total)
+        elif total is not None:
             for begin, end in _runs(self._staged):
                 calls.space.fetch(self._on_host[begin:end], total[begin:end])
         self.items = [
@@ -184,11 +187,26 @@ class _KeyCall:
                 total=None if total is None else array, sink=None if self._sink is None else _Into(into), routes=routes
             )
             for array, into, routes in (
-                (self._on_host, self._result, self._staged),
+                (pushed, self._result, self._staged),
                 (self._on_device, directly, direct),
             )
             if routes
         ]
+
+    def _take(self, n_bytes: int) -> HostArray:
+        """Page-locked memory, until the call is done."""
+        memory = self._calls.staging.take(n_bytes, shared=self._shared)
+        self._memory.append(memory)
+        return memory[:n_bytes]
+
+    def _encoded(self, key: ClientKey, total: SpaceArray) -> EncodedTotal:
+        """The messages of a push, which are encoded on the GPU and on their way to the host."""
+        parts = [part for route in self._staged for part in route.parts]
+        messages = {part: self._take(key.encoded.wire_bytes(part)) for part in parts}
+        for part, message in messages.items():
+            data: SpaceArray = key.encoded.encode(total, part)
+            self._calls.space.fetch(message, data)
+        return EncodedTotal(messages)
 
     @property
     def _shared(self) -> bool:
@@ -206,8 +224,8 @@ class _KeyCall:
             self._sink.deliver(self._on_device, self._on_host if HOST in self._places else None)
         elif self._sink is not None:
             self._sink.deliver(self._result)
-        if self._memory is not None:
-            self._calls.staging.give(self._memory, shared=self._shared)
+        for memory in self._memory:
+            self._calls.staging.give(memory, shared=self._shared)
 
 
 def _runs(routes: Sequence[Route]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ Cost: a launch and a copy for each piece. Page-locked memory: what is sent and r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from mpikv.codecs.on_device import BYTE, FLOAT32, paying
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
-from mpikv.spaces.base import SpaceArray
+from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.device_array import DeviceArray
 from mpikv.strategies.pieces import Encoding, Pieces
@@ -116,13 +116,16 @@ class DevicePieces(Pieces):
                 brought: SpaceArray = self.space.from_host(array)
                 state[name] = brought
 
-    def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:
-        """See `Pieces`. Blocks until they have come to the host."""
-        on_device, self.states = self.states, _on_host(self.states)
-        try:
-            yield from [*super().states_in(span)]
-        finally:
-            self.states = on_device
+    def states_on_host(self) -> Mapping[Span, State]:
+        """See `Pieces`. Blocks until they have come there."""
+        return _on_host(self.states)
+
+
+def pieces_in(space: Space | None, info: KeyInfo, codec: Codec) -> Pieces:
+    """Those of a key whose values are in `space`: encoded there, if it is device memory and the codec can do so."""
+    if codec != IDENTITY and isinstance(space, DeviceSpace) and codec.on_device(info.dtype) is not None:
+        return DevicePieces(info, codec, space)
+    return Pieces(info, codec)
 
 
 class DeviceEncoding(Encoding):

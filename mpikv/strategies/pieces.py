@@ -147,11 +147,15 @@ class Pieces:
         """From now on these pieces travel. states: what is remembered of others that they may have been cut from."""
         self.states, self._owes = cut_anew(self._codec, states, pieces), True
 
+    def states_on_host(self) -> Mapping[Span, State]:
+        """The states, in host memory."""
+        return self.states
+
     def states_in(self, span: slice) -> Iterator[tuple[int, int, State]]:
         """What is remembered of elements of a span alone: begin and end there, and the state."""
         inside = ((max(begin, span.start), min(end, span.stop)) for begin, end in sorted(self.states))
         cuts = [(begin, end) for begin, end in inside if begin < end]
-        for (begin, end), state in cut_anew(self._codec, self.states, cuts).items():
+        for (begin, end), state in cut_anew(self._codec, self.states_on_host(), cuts).items():
             if state:
                 yield begin - span.start, end - span.start, state
 

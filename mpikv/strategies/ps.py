@@ -130,7 +130,9 @@ class PsStrategy(Strategy):
             self._rows.begin(info)
             return
         placement = as_told(self._members, info, reserved)
-        key = self._keys[info.id] = ClientKey(info, placement, choice=self._choice(info))
+        key = self._keys[info.id] = ClientKey(
+            info, placement, choice=self._choice(info), space=self._session.spaces.of(info)
+        )
         if self._rank == 0:
             self._send_value(key, self._first_values.pop(info.key))
 

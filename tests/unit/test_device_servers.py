@@ -11,6 +11,7 @@ import pytest
 from store_modes import TEST_TIMEOUT_S, long_messages
 
 from mpikv import optimizers
+from mpikv.codecs import registry
 from mpikv.config import Config
 from mpikv.errors import ConfigError, MpikvError, StallError
 from mpikv.spaces.named import DEVICE, HOST
@@ -238,9 +239,12 @@ def test_optimizers_and_their_states(path: str, memory: str, kind: str, tmp_path
 
 
 @pytest.mark.parametrize("memory", ["auto", "off"])
-def test_compressed_values(memory: str, tmp_path: Any) -> None:
-    """They are encoded in page-locked memory, in the order of the pushes: the same bits, also of what is still owed."""
-    n, params = 2 * LONG + 3, {"type": "fp16", "pull": "fp16", "force": True}
+@pytest.mark.parametrize(
+    "codec", [{"type": "fp16", "pull": "fp16"}, {"type": "2bit"}, {"type": "int8"}, {"type": "topk"}]
+)
+def test_compressed_values(codec: dict[str, Any], memory: str, tmp_path: Any) -> None:
+    """They are encoded in the order of the pushes: the same bits, also of what is still owed."""
+    n, params = 2 * LONG + 3, {**codec, "force": True}
 
     def train(store: Any, put: Any, get: Any, file: str) -> Any:
         store.set_gradient_compression(params)
@@ -268,6 +272,32 @@ def test_compressed_values(memory: str, tmp_path: Any) -> None:
 
 
 # --- counts of copies
+
+
+@pytest.mark.parametrize("memory", ["auto", "off"])
+@pytest.mark.parametrize("codec", ["fp16", "2bit", "int8"])
+def test_the_copies_of_compressed_values(codec: str, memory: str) -> None:
+    """Down goes what travels, in one copy for each message; up the answer."""
+    one = registry.create(codec)
+
+    def body(store: Any, gpu: FakeGpu) -> None:
+        store.set_gradient_compression({"type": codec, "force": True})
+        for n in (4 * LONG + 3, 1000):
+            key = f"w{n}"
+            store.init(key, gpu.array(np.zeros(n, F32)))
+            store.barrier()
+            routes = store.strategy._keys[store.session.infos[key].id].routes
+            parts = [end - begin for route in routes for begin, end in route.parts]
+            assert sum(parts) == n
+            down = sum(one.wire_bytes(part, F32) for part in parts)
+            grad, out = gpu.array(np.ones(n, F32)), gpu.array(np.zeros(n, F32))
+            assert copies(store, lambda: store.push(key, grad)) == (down, 0)  # noqa: B023 - called at once
+            assert copies(store, lambda: store.pull(key, out)) == (0, 4 * n)  # noqa: B023
+            before = store.stats()["copies_down"]
+            store.push(key, grad)
+            assert store.stats()["copies_down"] - before == len(parts)
+
+    run(2, 2, body, path="staged", shared_memory=memory)
 
 
 @pytest.mark.parametrize("dtype", [F32, np.dtype(np.float16), np.dtype(np.int64)], ids=str)
