@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mpikv import optimizers
-from mpikv.bench import allreduce, codec, gloo, link, lists, output, plot, ps, pushpull, updates, wire
+from mpikv.bench import allreduce, codec, device_codec, gloo, link, lists, output, plot, ps, pushpull, updates, wire
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -33,6 +33,11 @@ def train(session: Session) -> None:
     importlib.import_module("mpikv.bench.train").run(session)
 
 
+def codecs(session: Session) -> None:
+    """Measure codecs on a core, or on the GPU."""
+    (device_codec if session.options.device else codec).run(session)
+
+
 BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "allreduce": allreduce.run,
     "pushpull": pushpull.run,
@@ -40,7 +45,7 @@ BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "train": train,
     "ps": ps.run,
     "optimizers": updates.run,
-    "codec": codec.run,
+    "codec": codecs,
     "link": link.run,
     "wire": wire.run,
 }

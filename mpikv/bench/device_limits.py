@@ -79,6 +79,6 @@ def update_bytes(gradient_bytes: int, kept_bytes: Sequence[int]) -> int:
     return gradient_bytes + 2 * sum(kept_bytes)
 
 
-def update_limit(moved_bytes: int, rates: DeviceRates) -> Limit:
+def work_limit(moved_bytes: int, rates: DeviceRates) -> Limit:
     """Return the limit of one kernel that reads and writes so many bytes; a copy moves each of its bytes twice."""
     return max(Limit(rates.wait_s, "latency"), Limit(moved_bytes / (2 * rates.copy_bytes_per_s), "device"))

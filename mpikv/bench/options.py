@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   mpikv bench ps -n 3 --servers 1 -e 64M
   mpikv bench allreduce -n 2 --device                arrays on the GPU, by each way that works here
   mpikv bench optimizers                             updates on the GPU
-  mpikv bench codec --codecs 2bit,int8               compression on one core
+  mpikv bench codec --codecs 2bit,int8               compression on one core; with --device on the GPU
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
   mpirun --hostfile hosts -n 4 mpikv bench wire --model resnet18 --codecs 2bit,topk
 
@@ -240,12 +240,14 @@ def _codec(kinds: Any) -> None:
         kinds,
         "codec",
         "each codec's encoding, decoding and adding on one core, beside memcpy",
-        "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum.",
+        "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum; "
+        "with --device on the GPU, beside how long it needs to copy as much as must be read and written.",
     )
     parser.add_argument("--bytes", type=size, default="64M", metavar="SIZE", help="of the values (default 64M)")
     parser.add_argument(
         "--codecs", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
     )
+    parser.add_argument("--device", action="store_true", help="on the GPU of each worker, where the codec can do that")
 
 
 def _link(kinds: Any) -> None:

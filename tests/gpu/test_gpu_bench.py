@@ -17,6 +17,7 @@ from mpikv import optimizers
 pytestmark = getattr(pytest.mark, WHOLE_JOB)
 PROGRAM = str(ROOT / "tests/gpu/bench_program.py")
 RAW = "raw MPI"
+DOES = ("encode", "decode", "add")
 RATES = {"n_bytes", "latency_s", "wait_s", "link_bytes_per_s"} | {
     f"{what}_bytes_per_s" for what in ("copy", "down", "up", "both")
 }
@@ -84,6 +85,19 @@ def test_optimizers(kind: str, tmp_path: Path) -> None:
     moved = {row["what"]: row["moved_bytes"] for row in found["rows"]}
     assert moved["sgd"] == 3 * 65536  # the gradient and the weight are read, and the weight is written
     assert moved["adam"] == 7 * 65536  # and two states are read and written
+
+
+def test_codecs(kind: str, tmp_path: Path) -> None:
+    found = bench(kind, 1, tmp_path, "codec", "--device", "--codecs", "2bit,int8,topk", "--bytes", "64K")
+    names = ["2bit", "int8", "int8 alone"]
+    assert [row["what"] for row in found["rows"]] == [f"{name}, {does}" for name in names for does in DOES]
+    assert "encoded on the host: topk" in found["notes"]
+    moved = {row["what"]: row["moved_bytes"] for row in found["rows"]}
+    # Values are read; the residual is read and written, and a sixteenth of the bytes written.
+    assert moved["2bit, encode"] == 3 * 65536 + 65536 // 16
+    assert moved["2bit, add"] == 2 * 65536 + 65536 // 16
+    assert moved["int8 alone, encode"] == 65536 + 16384 + 4 * 64
+    assert len(found["goals"]) == sum(row["limit_percent"] < 60 for row in found["rows"])
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:

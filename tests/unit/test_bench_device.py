@@ -12,9 +12,11 @@ import pytest
 from jobs import ROOT
 
 from mpikv.__main__ import _parser, main
-from mpikv.bench import train_report
+from mpikv.bench import device_codec, train_report
+from mpikv.bench.codec import SHORT_ELEMS, variants
 from mpikv.bench.device import GOALS, goal_lines, limit_of, way_of
-from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit, update_bytes, update_limit
+from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit, update_bytes, work_limit
+from mpikv.bench.device_work import WorkRow, line
 from mpikv.bench.gpu import DevicePattern, Gpu
 from mpikv.bench.limits import Limit, Rates
 from mpikv.bench.measure import Result
@@ -22,8 +24,10 @@ from mpikv.bench.options import DEVICE_PATHS
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.report import Row, rows_of
 from mpikv.bench.statistics import Summary
-from mpikv.bench.updates import UpdateRow, has_bits_of_host, line
+from mpikv.bench.updates import TABLE, has_bits_of_host
+from mpikv.codecs.base import Codec
 from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.device_array import DeviceArray
 from mpikv.testing.fake_gpu import FakeGpu
 
 RATES = DeviceRates(1e-6, 10e-6, 1e12, 2e10, 4e10, 4e10)
@@ -71,8 +75,8 @@ def test_updates() -> None:
     """Adam: the gradient is read; the weight and two states are read and written."""
     moved = update_bytes(1000, [1000, 1000, 1000])
     assert moved == 7000
-    assert update_limit(2 * 10**12, RATES) == (1.0, "device")
-    assert update_limit(moved, RATES) == (10e-6, "latency")
+    assert work_limit(2 * 10**12, RATES) == (1.0, "device")
+    assert work_limit(moved, RATES) == (10e-6, "latency")
 
 
 def rows(what: str, n_bytes: int, median_s: float, limit_s: float) -> list[Row]:
@@ -130,10 +134,32 @@ def test_bits_of_updates() -> None:
         assert not has_bits_of_host(space, "adam", np.dtype("float32"))
 
 
+@pytest.mark.parametrize(
+    "codec", [one for name in ("none", "fp16", "2bit", "int8") for _, one in variants(name)], ids=repr
+)
+def test_bits_of_codecs(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared: what travels, what it comes to, and what is owed."""
+    space, dtype = DeviceSpace(FakeGpu(eager=0.5)), np.dtype("float32")
+    assert device_codec.has_bits_of_host(space, codec, dtype)
+    for length in {SHORT_ELEMS, codec.wire_bytes(SHORT_ELEMS, dtype)}:
+
+        def changed(array: DeviceArray, length: int = length) -> np.ndarray:
+            found = DeviceSpace.to_host(space, array)
+            return found + found.dtype.type(1) if found.size == length else found
+
+        monkeypatch.setattr(space, "to_host", changed)
+        assert not device_codec.has_bits_of_host(space, codec, dtype)
+
+
+def test_what_is_said_of_a_codec_that_falls_short() -> None:
+    row = WorkRow("2bit, encode", 1 << 20, 7 << 20, 5, 1e-3, 2e-3, 0.5e-3, "device", 50.0, 4e9, 0)
+    assert device_codec.said(row) == "2bit, encode: 50 % of the limit; to reach: 60 %, NOT REACHED"
+
+
 def test_rows_of_updates() -> None:
-    row = UpdateRow("adam", 1 << 20, 7 << 20, 5, 1e-3, 2e-3, 0.9e-3, "device", 90.0, 4e9, 0)
-    assert line(row).split() == ["1M", "adam", "1000.0", "2000.0", "7.3", "8.0", "device", "90"]
-    assert line(dataclasses.replace(row, wrong=1)).endswith("WRONG: not the bits of the host")
+    row = WorkRow("adam", 1 << 20, 7 << 20, 5, 1e-3, 2e-3, 0.9e-3, "device", 90.0, 4e9, 0)
+    assert line(TABLE, row).split() == ["1M", "adam", "1000.0", "2000.0", "7.3", "8.0", "device", "90"]
+    assert line(TABLE, dataclasses.replace(row, wrong=1)).endswith("WRONG: not the bits of the host")
 
 
 @pytest.mark.parametrize(
