@@ -36,11 +36,15 @@ TIMEOUT_S = 60.0
 class Side:
     """A store, and its arrays: on the host or on the GPU."""
 
-    def __init__(self, type_: str, optimizer: str, path: str, gpu: Any = None, *, servers: int = 0) -> None:
+    def __init__(
+        self, type_: str, optimizer: str, path: str, gpu: Any = None, *, servers: int = 0, codec: str = ""
+    ) -> None:
         self.gpu, self.on_host = gpu, gpu is None
         path = "host" if self.on_host else "auto" if servers else path
         config = Config(timeout_s=TIMEOUT_S, device_path=path, num_servers=servers, cuda_aware="1")
         self.store = kv.create(type_, config=config)
+        if codec:
+            self.store.set_gradient_compression({"type": codec, "force": True})
         if optimizer:
             self.store.set_optimizer(optimizers.create(optimizer, learning_rate=0.1, **OPTIMIZERS[optimizer]))
 
@@ -100,6 +104,13 @@ def modes(gpu: Any, path: str) -> None:
                 compare(gpu, path, begin, dtype, optimizer)
 
 
+def codecs(gpu: Any, path: str) -> None:
+    """Pushes that are encoded on the GPU: by all workers to all, by owners, to a server."""
+    for codec, optimizer, servers in (("2bit", "", 0), ("fp16", "sgd", 0), ("int8", "adam", 0), ("int8", "sgd", 1)):
+        dtype = np.dtype(np.float32)
+        compare(gpu, path, BEGINS[1], dtype, optimizer, servers=servers, codec=codec)
+
+
 def servers(gpu: Any, path: str) -> None:
     """The same with a server of this host, which holds its keys in host memory."""
     for dtype, optimizer in FEW:
@@ -107,18 +118,18 @@ def servers(gpu: Any, path: str) -> None:
             compare(gpu, path, BEGINS[1], dtype, optimizer, servers=1)
 
 
-def compare(gpu: Any, path: str, begin: tuple[str, bool], dtype: Any, optimizer: str, *, servers: int = 0) -> None:
-    """Train on the host and on the GPU, with the same bits."""
+def compare(gpu: Any, path: str, begin: tuple[str, bool], dtype: Any, optimizer: str, **more: Any) -> None:
+    """Train on the host and on the GPU, with the same bits. more: see `Side`."""
     results, (type_, host_first) = [], begin
     for on in (None, gpu):
         try:
-            side = Side(type_, optimizer, path, on, servers=servers)
+            side = Side(type_, optimizer, path, on, **more)
         except SystemExit:  # this rank has been the server of that store, and is that of the next one
             continue
         with side.store:
             results.append(train(side, dtype, host_first=host_first))
             if on is not None:
-                assert side.store.stats()["device_path"] == ("staged" if servers else path)
+                assert side.store.stats()["device_path"] == ("staged" if more.get("servers") else path)
                 assert side.store.device == 0
     if not results:
         return
@@ -193,7 +204,7 @@ def too_much(gpu: Any, path: str) -> None:
 
 
 def main(kind: str, work: str, path: str) -> None:
-    works = {one.__name__: one for one in (modes, servers, streams, asynchronous, endless, too_much)}
+    works = {one.__name__: one for one in (modes, codecs, servers, streams, asynchronous, endless, too_much)}
     works[work](gpus.use(kind), path)
 
 

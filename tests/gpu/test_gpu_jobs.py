@@ -36,6 +36,10 @@ def test_two_ranks_staged(kind: str) -> None:
     assert same(store_job(kind, 2, "modes", "staged")) >= 4
 
 
+def test_codecs(kind: str) -> None:
+    assert same(store_job(kind, 3, "codecs", "ipc")) == 4
+
+
 @FULL
 @pytest.mark.parametrize(("n", "path"), [(2, "ipc"), (4, "ipc"), (3, "staged"), (4, "staged")])
 def test_other_numbers_of_ranks(kind: str, n: int, path: str) -> None:
