@@ -208,7 +208,8 @@ class Wire(NamedTuple):
 
     push_bytes, pull_bytes: of all elements, as a worker sends them, and as owners send them back. codec: whether the
     first are encoded by a codec. back: whether the second are. force: the user wants it at all costs. on_device:
-    whether a GPU can encode and decode both.
+    whether a GPU can encode and decode both. step: parts of owners, and what travels in one piece, begin at multiples
+    of so many elements, where there are that many.
     """
 
     push_bytes: int
@@ -217,6 +218,7 @@ class Wire(NamedTuple):
     back: bool = False
     force: bool = False
     on_device: bool = False
+    step: int = 1
 
     def gathers(self, n_bytes: int, size: int) -> bool:
         """Whether `size` workers send fewer bytes, or as many in half the messages, where each sends all to all others.
@@ -278,7 +280,7 @@ def place(
     values go encoded, where that is settled; None: it is settled now.
     """
     if members.path == "servers":
-        return _on_servers(members, info, whole=whole, load_bytes=load_bytes)
+        return _on_servers(members, info, whole=whole, load_bytes=load_bytes, wire=wire)
     size = len(members.workers)
     way = members.device_path_of(info)
     on_host: Path = members.path if room or not members.shares_memory else "messages"
@@ -286,7 +288,7 @@ def place(
         here = way == "host" or wire.on_device  # where the key is
         # Else it has its owners: one worker's copy of the sum comes up to the device, not all.
         gathers = here and not updated and wire.gathers(info.n_bytes, size)
-        bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else even_bounds(info.n_elems, size)
+        bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else _in_steps(info, size, wire)
         algorithm = "gather" if gathers else "owners"
         if here:
             plain = None if wire.force or way != "host" else _plain_way(members, info, on_host, bounds)
@@ -359,24 +361,33 @@ def place_rows(members: Members, info: KeyInfo) -> tuple[int, ...]:
     return even_bounds(info.shape[0], len(members.owners))
 
 
-def _on_servers(members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int]) -> Placement:
+def _in_steps(info: KeyInfo, parts: int, wire: Wire | None) -> tuple[int, ...]:
+    """`even_bounds`, at multiples of the step in which values travel."""
+    step = 1 if wire is None else wire.step
+    return tuple(min(step * bound, info.n_elems) for bound in even_bounds(-(-info.n_elems // step), parts))
+
+
+def _on_servers(
+    members: Members, info: KeyInfo, *, whole: bool, load_bytes: Sequence[int], wire: Wire | None
+) -> Placement:
     """A key below the bound goes whole to the server with the fewest bytes, a larger one is cut evenly over all."""
     n_servers = len(members.owners)
-    part_elems = _part_elems(members, info)
+    part_elems = _part_elems(members, info, 1 if wire is None else wire.step)
     if n_servers == 1 or whole or info.n_elems < members.config.bigarray_bound_elems:
         return on_server(info, least_loaded(load_bytes), part_elems)
-    return _evenly(info, n_servers, part_elems)
+    return _evenly(info, n_servers, part_elems, wire)
 
 
-def _part_elems(members: Members, info: KeyInfo) -> int:
-    """As many as are asked for, or more where the value would travel in more than MOST_PARTS short pieces."""
+def _part_elems(members: Members, info: KeyInfo, step: int) -> int:
+    """As many as are asked for, or more where the value would travel in more than MOST_PARTS short pieces; in steps."""
     item_bytes = info.dtype.itemsize
     least = min(-(-info.n_elems // MOST_PARTS), SHORT_PART_BYTES // item_bytes)
-    return max(1, least, members.config.partition_bytes // item_bytes)
+    most = max(1, least, members.config.partition_bytes // item_bytes)
+    return max(1, most // step) * step
 
 
-def _evenly(info: KeyInfo, n_servers: int, part_elems: int) -> Placement:
-    bounds = even_bounds(info.n_elems, n_servers)
+def _evenly(info: KeyInfo, n_servers: int, part_elems: int, wire: Wire | None) -> Placement:
+    bounds = _in_steps(info, n_servers, wire)
     return Placement("servers", "", tuple(range(n_servers)), bounds, part_elems)
 
 
@@ -385,10 +396,12 @@ def on_server(info: KeyInfo, server: int, part_elems: int) -> Placement:
     return Placement("servers", "", (server,), (0, info.n_elems), part_elems)
 
 
-def as_told(members: Members, info: KeyInfo, told: Sequence[int]) -> Placement:
-    """The placement that worker 0 has told (`Placement.told`)."""
+def as_told(members: Members, info: KeyInfo, told: Sequence[int], wire: Wire | None = None) -> Placement:
+    """The placement that worker 0 has told (`Placement.told`). wire: see `place`."""
     server, part_elems = told
-    return _evenly(info, len(members.owners), part_elems) if server == EVENLY else on_server(info, server, part_elems)
+    if server != EVENLY:
+        return on_server(info, server, part_elems)
+    return _evenly(info, len(members.owners), part_elems, wire)
 
 
 def least_loaded(load_bytes: Sequence[int]) -> int:

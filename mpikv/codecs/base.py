@@ -52,6 +52,15 @@ class Codec(ABC):
         """
         return None
 
+    @property
+    def row_elems(self) -> int:
+        """Owners' parts of a key and the pieces that travel begin at multiples of so many elements, where they can."""
+        return 1
+
+    def for_shape(self, shape: tuple[int, ...]) -> Codec:
+        """The codec of keys of this shape; itself, where that makes no difference."""
+        return self
+
     def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
         """How it works in device memory, for keys of this dtype; None: those are encoded on the host."""
         return None

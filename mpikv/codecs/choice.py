@@ -76,7 +76,7 @@ class Choices:
         self._newest: dict[str, Together] = {}
 
     def of(self, codec: str) -> Choice:
-        """Of a key whose next round is the first one to be timed. codec: its text."""
+        """Of a key whose next round is the first one to be timed. codec: its name."""
         together = self._newest.get(codec)
         if together is None or together.seconds:  # those keys are under way already
             together = self._newest[codec] = Together()

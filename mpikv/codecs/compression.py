@@ -7,9 +7,10 @@ A value, the same on every rank, which has a text (`text`, `of_text`); all ranks
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +41,10 @@ class Compression:
     def chosen(self) -> bool:
         """Whether values travel encoded or as they are, whichever is found to be faster."""
         return not self.plain and not self.force
+
+    def for_shape(self, shape: tuple[int, ...]) -> Compression:
+        """That of a key of this shape."""
+        return replace(self, push=self.push.for_shape(shape), pull=self.pull.for_shape(shape))
 
     @property
     def text(self) -> str:
@@ -91,7 +96,8 @@ def wire_of(info: KeyInfo) -> Wire:
     push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
     codec, back = travels.push != IDENTITY, travels.pull != IDENTITY
     on_device = (codec or back) and all(one.on_device(info.dtype) is not None for one in (travels.push, travels.pull))
-    return Wire(push_bytes, pull_bytes, codec, back, travels.force, on_device)
+    step = math.lcm(travels.push.row_elems, travels.pull.row_elems)
+    return Wire(push_bytes, pull_bytes, codec, back, travels.force, on_device, step)
 
 
 @dataclass

@@ -59,6 +59,15 @@ class ErrorFeedback(Codec):
         """Those of the codec inside, for what it is given."""
         return self.codec.wire_bytes(n_elems, _given(dtype))
 
+    @property
+    def row_elems(self) -> int:
+        """Those of the codec inside."""
+        return self.codec.row_elems
+
+    def for_shape(self, shape: tuple[int, ...]) -> ErrorFeedback:
+        """That of the codec inside."""
+        return replace(self, codec=self.codec.for_shape(shape))
+
     def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
         """The codec inside, with a residual."""
         found = self.codec.on_device(dtype)

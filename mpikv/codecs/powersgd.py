@@ -1,7 +1,10 @@
 """PowerSGD: each piece as the product of two thin matrices.
 
-The n values of a piece are a matrix M, row by row: c = ceil(sqrt(n)) columns, ceil(n / c) rows, filled up with zeros.
-One step of a power iteration, which begins with the Q of the push before, finds its main directions:
+The n values of a piece are a matrix M, row by row, with c columns and ceil(n / c) rows, filled up with zeros. A key of
+two dimensions or more has a row for each element of the first, as in the paper: in that shape the gradient of a layer
+has a low rank. Pieces are whole rows, as many as there are columns or more, where an owner or a server has as many.
+Else, and where several arrays are one bucket, c = ceil(sqrt(n)). One step of a power iteration, which begins with the Q
+of the push before, finds its main directions:
 
     P = M Q,  P = orthonormal columns of P,  Q = M^T P
 
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,18 +46,30 @@ _DEPENDENT = 1e-12  # of a column's length, in float64: what is left of it is ro
 
 @dataclass(frozen=True)
 class PowerSGD(InBlocks):
-    """Two factors. rank: how many columns they have."""
+    """Two factors. rank: how many columns they have. columns: c; 0: as the key's shape says it, or nearly square."""
 
     rank: int = 2
+    columns: int = 0
 
     name = "powersgd"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", whole("powersgd: rank", self.rank, 1, 1 << 16))
+        object.__setattr__(self, "columns", whole("powersgd: columns", self.columns, 0))
+
+    @property
+    def row_elems(self) -> int:
+        """A row."""
+        return self.columns or 1
+
+    def for_shape(self, shape: tuple[int, ...]) -> PowerSGD:
+        """With a row for each element of the first dimension."""
+        columns = math.prod(shape[1:])
+        return self if self.columns or len(shape) < 2 or not columns else replace(self, columns=columns)
 
     def _shape(self, n_elems: int) -> tuple[int, int]:
         """Rows and columns of the matrix."""
-        columns = math.isqrt(max(n_elems - 1, 0)) + 1
+        columns = self.columns or math.isqrt(max(n_elems - 1, 0)) + 1
         return -(-n_elems // columns), columns
 
     def _as_it_is(self, n_elems: int) -> bool:

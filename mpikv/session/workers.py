@@ -210,7 +210,7 @@ class Workers(Session):
         for new in values:
             dtype, codec = new.value.dtype, IDENTITY.name
             if compresses and not new.sparse:  # rows travel as they are
-                travels = self.compressions.of(new.key, dtype, links=links)
+                travels = self.compressions.of(new.key, dtype, links=links).for_shape(new.shape)
                 codec = travels.text
                 if DEFAULT_SLOT in self._optimizers:
                     _check_pull("init", new.key, travels)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mpikv import buckets
 from mpikv.checks import shown
+from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
 from mpikv.errors import MpikvError
 from mpikv.keys import Key, KeyInfo
@@ -123,14 +124,18 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
 
     ConfigError on every worker where workers name different keys.
     """
-    groups = buckets.plan(
-        [info.n_bytes for info in infos], [f"{info.dtype} {info.space} {info.codec}" for info in infos]
-    )
+    groups = buckets.plan([info.n_bytes for info in infos], [_kind(info) for info in infos])
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
         session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
     found = [[infos[i] for i in group if infos[i].n_elems] for group in groups]
     return [Bucket(group, session.spaces.of(group[0])) for group in found if len(group) > 1]
+
+
+def _kind(info: KeyInfo) -> str:
+    """What keys of one bucket have in common. A codec that sees a key's rows sees those of one key alone."""
+    alone = of_text(info.codec).push.row_elems > 1
+    return f"{info.dtype} {info.space} {info.codec} {info.id if alone else ''}"
 
 
 class Bucketed:

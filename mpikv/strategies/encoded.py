@@ -81,7 +81,7 @@ class Encoded(Alone):
         self._as_it_is, self._plain = self._pieces(info, IDENTITY), False
         self._clock = means.group.transport.clock
         measures = travels.chosen and info.n_elems > 0 and means.group.size > 1
-        self._choices, self._codec = means.choices if measures else None, info.codec
+        self._choices, self._codec = means.choices if measures else None, travels.push.name
         self.choice = self._new_choice()
         self._measured = False  # whether the choice says how the round travels
         # The way of rounds as they are, which has this value; None: they go as encoded ones do.

@@ -29,7 +29,12 @@ _BYTES = np.dtype(np.uint8)
 
 
 def piece_elems(codec: Codec, dtype: np.dtype[Any]) -> int:
-    """The most elements of a piece. It follows from the codec alone, so that bits do not depend on hosts or paths."""
+    """The most elements of a piece. It follows from the codec alone, so that bits do not depend on hosts or paths.
+
+    A codec with rows has whole rows, and at least as many as a row has elements: factors of fewer would be as long.
+    """
+    if (row := codec.row_elems) > 1:
+        return row * max(row, MOST_ELEMS // row)
     messages = -(-codec.wire_bytes(MOST_ELEMS, dtype) // LINK_SEGMENT_BYTES)
     return max(STEP_ELEMS, MOST_ELEMS // max(1, messages) // STEP_ELEMS * STEP_ELEMS)
 

@@ -120,7 +120,9 @@ class PsStrategy(Strategy):
         """At worker 0: where the key lives, balanced by bytes; the rows of row-sparse keys are with all servers."""
         if info.sparse:
             return None
-        placement = place(self._members, info, whole=self._whole, load_bytes=self._loads)
+        placement = place(
+            self._members, info, whole=self._whole, load_bytes=self._loads, wire=compression.wire_of(info)
+        )
         add_load(self._loads, placement, info.dtype.itemsize)
         return placement.told()
 
@@ -129,7 +131,7 @@ class PsStrategy(Strategy):
         if info.sparse:
             self._rows.begin(info)
             return
-        placement = as_told(self._members, info, reserved)
+        placement = as_told(self._members, info, reserved, compression.wire_of(info))
         key = self._keys[info.id] = ClientKey(
             info, placement, choice=self._choice(info), space=self._session.spaces.of(info)
         )
@@ -139,7 +141,7 @@ class PsStrategy(Strategy):
     def _choice(self, info: KeyInfo) -> Choice | None:
         """Whether the values of a key travel encoded, where they can and need not. Those of a GPU always do."""
         measures = compression.of_text(info.codec).chosen and info.n_elems > 0 and info.space == HOST
-        return self._choices.of(info.codec) if measures else None
+        return self._choices.of(compression.of_text(info.codec).push.name) if measures else None
 
     def _broken(self, info: KeyInfo) -> None:
         """A key that `init` returned for already turned out to differ between workers: forget it."""

@@ -38,6 +38,7 @@ from mpikv.codecs.compression import make, of_text
 from mpikv.codecs.residuals import cut_anew
 
 FIXTURES = Path(make_codecs.__file__).parent / "codecs"
+KEPT = {"powersgd_rows"}  # bytes of one codec more
 OURS = {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk", "powersgd"}
 FLOATS = tuple(np.dtype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 VECTOR = np.array(
@@ -169,12 +170,12 @@ def test_workers_draw_the_same_and_every_value_has_its_turn() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-@pytest.mark.parametrize("n", [50, 100, 137, 257])
-def test_powersgd_is_its_definition(n: int, rank: int) -> None:
+@pytest.mark.parametrize(("n", "columns"), [(50, 0), (100, 0), (137, 0), (257, 0), (140, 20), (137, 20), (140, 14)])
+def test_powersgd_is_its_definition(n: int, columns: int, rank: int) -> None:
     """Factors up to one rounding of float32, since sums are made in another order; what they decode to bit by bit."""
-    codec = PowerSGD(rank)
+    codec = PowerSGD(rank, columns)
     state = codec.init(n)
-    columns = math.isqrt(n - 1) + 1
+    columns = columns or math.isqrt(n - 1) + 1
     rows = -(-n // columns)
     for push in range(3):
         values = np.random.default_rng(push).standard_normal(n).astype(np.float32)
@@ -200,6 +201,19 @@ def test_powersgd_finds_a_matrix_of_its_rank() -> None:
         out = np.empty(values.size, np.float32)
         codec.decode(codec.encode(values, codec.init(values.size)), out)
         assert abs(out - values).max() < 4 * 2.0**-24 * np.linalg.norm(values)
+
+
+@pytest.mark.parametrize(
+    ("shape", "columns"), [((), 0), ((100,), 0), ((100, 20), 20), ((64, 3, 5, 5), 75), ((100, 1), 1), ((5, 0), 0)]
+)
+def test_powersgd_has_the_rows_of_a_key(shape: tuple[int, ...], columns: int) -> None:
+    """As in the paper: a row for each element of the first dimension; error feedback around it changes nothing."""
+    for codec in (PowerSGD(3), ErrorFeedback(PowerSGD(3))):
+        found = codec.for_shape(shape)
+        assert registry.params_of(found)["columns"] == columns
+        assert found.row_elems == max(columns, 1)
+        assert found.for_shape((7, 13)) == (found if columns else codec.for_shape((7, 13)))
+    assert TwoBit().for_shape(shape) == TwoBit()
 
 
 def test_powersgd_begins_anew() -> None:
@@ -418,4 +432,4 @@ def test_bytes_are_those_that_were_kept(path: Path) -> None:
 
 
 def test_bytes_of_every_codec_are_kept() -> None:
-    assert {path.stem for path in FIXTURES.glob("*.json")} == set(make_codecs.CODECS) == OURS
+    assert {path.stem for path in FIXTURES.glob("*.json")} == set(make_codecs.CODECS) == OURS | KEPT
