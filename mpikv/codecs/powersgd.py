@@ -2,9 +2,10 @@
 
 The n values of a piece are a matrix M, row by row, with c columns and ceil(n / c) rows, filled up with zeros. A key of
 two dimensions or more has a row for each element of the first, as in the paper: in that shape the gradient of a layer
-has a low rank. Pieces are whole rows, as many as there are columns or more, where an owner or a server has as many.
-Else, and where several arrays are one bucket, c = ceil(sqrt(n)). One step of a power iteration, which begins with the Q
-of the push before, finds its main directions:
+has a low rank. Pieces are whole rows, without servers as many as there are columns or more, where an owner has as many.
+Keys of one dimension, those whose factors in their own shape would be no shorter than the values, as of (2, 50000), and
+buckets of several arrays have c = ceil(sqrt(n)). One step of a power iteration, which begins with the Q of the push
+before, finds its main directions:
 
     P = M Q,  P = orthonormal columns of P,  Q = M^T P
 
@@ -63,9 +64,10 @@ class PowerSGD(InBlocks):
         return self.columns or 1
 
     def for_shape(self, shape: tuple[int, ...]) -> PowerSGD:
-        """With a row for each element of the first dimension."""
+        """With a row for each element of the first dimension, where the factors of all rows save something."""
         columns = math.prod(shape[1:])
-        return self if self.columns or len(shape) < 2 or not columns else replace(self, columns=columns)
+        saves = len(shape) > 1 and self.rank * (shape[0] + columns) < math.prod(shape)
+        return replace(self, columns=columns) if saves and not self.columns else self
 
     def _shape(self, n_elems: int) -> tuple[int, int]:
         """Rows and columns of the matrix."""

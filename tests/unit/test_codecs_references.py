@@ -204,10 +204,14 @@ def test_powersgd_finds_a_matrix_of_its_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "columns"), [((), 0), ((100,), 0), ((100, 20), 20), ((64, 3, 5, 5), 75), ((100, 1), 1), ((5, 0), 0)]
+    ("shape", "columns"),
+    [
+        *[((), 0), ((100,), 0), ((5, 0), 0), ((0, 5), 0), ((100, 20), 20), ((64, 3, 5, 5), 75)],
+        *[((100, 1), 0), ((1, 50000), 0), ((3, 50000), 0), ((4, 12), 0), ((4, 13), 13)],  # 4 x 12 is 3 (4 + 12)
+    ],
 )
 def test_powersgd_has_the_rows_of_a_key(shape: tuple[int, ...], columns: int) -> None:
-    """As in the paper: a row for each element of the first dimension; error feedback around it changes nothing."""
+    """As in the paper, where factors are shorter than the values; error feedback around it changes nothing."""
     for codec in (PowerSGD(3), ErrorFeedback(PowerSGD(3))):
         found = codec.for_shape(shape)
         assert registry.params_of(found)["columns"] == columns

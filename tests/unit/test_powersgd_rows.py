@@ -11,7 +11,7 @@ from mpikv.codecs.compression import make, wire_of
 from mpikv.config import Config
 from mpikv.keys import KeyInfo
 from mpikv.placement import Members, as_told, place
-from mpikv.strategies.pieces import piece_elems
+from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.testing.stores import spawn_stores
 
 RANK, F32 = 2, np.dtype(np.float32)
@@ -78,6 +78,22 @@ def test_rows_are_not_cut(servers: int, shape: tuple[int, ...]) -> None:
     assert piece_elems(codec.push, F32) % row == 0
     if servers:
         assert as_told(members, info, found.told(), wire) == found
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 20), (2, 1 << 19), (1 << 20, 1)])
+@pytest.mark.parametrize("servers", [0, 2])
+def test_few_long_rows_are_cut_as_without_a_shape(shape: tuple[int, ...], servers: int) -> None:
+    """In their own shape nothing would be saved, and one owner would have all in one message."""
+    members = Members(tuple("abcdef"[: 4 + servers]), (0, 1, 2, 3), tuple(range(4, 4 + servers)))
+    placements, pieces = [], []
+    for one in (shape, (1 << 20,)):
+        codec = make({"type": "powersgd", "force": True}).for_shape(one)
+        info = KeyInfo("w", 0, one, F32, codec.text)
+        placements.append(place(members, info, load_bytes=[0] * servers, wire=wire_of(info)))
+        pieces.append(Pieces(info, codec.push).of((0, info.n_elems)))
+    assert placements[0] == placements[1]
+    assert pieces[0] == pieces[1]
+    assert len(pieces[0]) > 1
 
 
 def test_pieces_have_as_many_rows_as_columns() -> None:
