@@ -110,6 +110,10 @@ def make_buckets(
     n_bytes = [n * dtype_of(dtype).itemsize for n, dtype in zip(sizes, dtypes, strict=True)]
     first_bytes = min(buckets.FIRST_BYTES, limit_bytes)
     named = [f"{dtype} on a GPU" if on_gpu else dtype for dtype, on_gpu in kinds]
+    shaped = [compression if i == TAIL else _for_form(compression, forms[i]) for i in numbers]
+    named = [
+        name if one == compression else f"{name} {at}" for at, (name, one) in enumerate(zip(named, shaped, strict=True))
+    ]
     if tail_elems and not compression.plain:
         named[-1] = "tail"
     groups = buckets.plan(n_bytes, named, first_bytes=first_bytes, limit_bytes=limit_bytes)
@@ -133,8 +137,8 @@ def make_buckets(
             form = forms[numbers[i]]
             places[numbers[i]] = Place(bucket, memory.as_strided(form.size, form.stride, begin))
         found.append(bucket)
-    for bucket in found:
-        store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else compression
+    for bucket, group in zip(found, groups, strict=True):
+        store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
     store.init([bucket.key for bucket in found], [bucket.flat for bucket in found])
     for bucket in found:
         bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
@@ -146,3 +150,9 @@ def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) 
     # Not every version of CuPy has a name for bfloat16, but all have 16 bits.
     made = store.zeros(list(shapes), "float16" if dtype == "bfloat16" else dtype, device=store.device)
     return [tensors.on_gpu(array).view(getattr(torch, dtype)) for array in made]
+
+
+def _for_form(compression: Compression, form: Form) -> Compression:
+    """That of a parameter's gradient, which has a bucket of its own if its shape makes a difference."""
+    in_order = form.stride == tuple(torch.empty(form.size, device="meta").stride())
+    return compression.for_shape(form.size) if in_order else compression

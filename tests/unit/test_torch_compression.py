@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import codec_references
@@ -56,6 +57,39 @@ def grads_of(model: Any) -> list[Any]:
 
 
 # --- what arrives
+
+
+@EVERY
+def test_gradients_with_rows_have_buckets_of_their_own(way: str) -> None:
+    """Those of rank 1 arrive by powersgd as they are; together in one array they would not."""
+    workers, steps = WAYS[way]["workers"], range(3)
+
+    def net() -> Any:
+        made = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 40, bias=False))
+        for parameter in made.parameters():
+            parameter.data = torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape).cos()
+        return made
+
+    def inputs(worker: int, step: int) -> Any:
+        return torch.linspace(-1, 1, 30)[None] * (worker + step + 1)
+
+    def gradients(made: Any, given: Any) -> list[Any]:
+        made.zero_grad()
+        made(given).sum().backward()
+        return [parameter.grad.clone() for parameter in made.parameters()]
+
+    def body(store: Any) -> Any:
+        model = mt.DistributedModel(net(), store, average=False, compression=forced("powersgd"))
+        found = [gradients(model, inputs(store.rank, step)) for step in steps]
+        codecs = [info.codec for info in store.session.infos.values() if "powersgd" in info.codec]
+        return found, sorted(json.loads(codec)["columns"] for codec in codecs)
+
+    expected = [gradients(net(), torch.cat([inputs(one, step) for one in range(workers)])) for step in steps]
+    for found, columns in run(way, body):
+        assert columns == [0, 20, 30]
+        for grads, those in zip(found, expected, strict=True):
+            for grad, one in zip(grads, those, strict=True):
+                assert torch.linalg.norm(grad - one) < 2.0**-16 * torch.linalg.norm(one)
 
 
 @EVERY
