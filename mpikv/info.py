@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mpikv import device_paths, placement_map, worker_device
+from mpikv import compiled, device_paths, placement_map, worker_device
 from mpikv._version import __version__
-from mpikv.codecs import compiled
 from mpikv.collectives import nccl_introduction
 from mpikv.collectives.nccl import CupyNccl
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from mpikv import compiled
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.checks import number
-from mpikv.codecs import compiled
 from mpikv.codecs.base import Codec, State
 
 BLOCK_ELEMS = 1 << 15  # 128 KiB of float32: four such arrays are in the second cache of any core of these years

@@ -8,13 +8,14 @@ Cost: one pass to encode, one to decode; without `compiled` float16 takes NumPy 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from mpikv import compiled
 from mpikv.arrays import BFLOAT16, HostArray
-from mpikv.codecs import compiled
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, Numbers
 from mpikv.codecs.on_device import Elements
@@ -49,9 +50,13 @@ class _Cast(Numbers):
         if values.dtype == self.half:
             return values
         data = np.empty(values.size, self.half)
-        if not compiled.run(self.name, values, data.view(np.uint16)):
+        if not self._run(values, data.view(np.uint16)):
             self._round(values, data)
         return data
+
+    @abstractmethod
+    def _run(self, values: HostArray, data: HostArray) -> bool:
+        """Do so by a compiled loop, if there is one."""
 
     def on_device(self, dtype: np.dtype[Any]) -> Elements:
         """Rounded, and widened."""
@@ -70,6 +75,9 @@ class Float16(_Cast):
 
     name = "fp16"
     half = FLOAT16
+
+    def _run(self, values: HostArray, data: HostArray) -> bool:
+        return compiled.run(self.name, values, compiled.LARGEST, data)
 
     def _rounded(self, values: Any) -> Any:
         if values.dtype == self.half:
@@ -96,3 +104,6 @@ class BFloat16(_Cast):
 
     name = "bf16"
     half = BFLOAT16
+
+    def _run(self, values: HostArray, data: HostArray) -> bool:
+        return compiled.run(self.name, values, data)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from mpikv import compiled
 from mpikv.arrays import HostArray
 from mpikv.checks import whole
-from mpikv.codecs import compiled
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
 from mpikv.codecs.int8_device import BLOCKS, LARGEST, LEAST, Blocks

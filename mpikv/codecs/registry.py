@@ -15,8 +15,8 @@ from dataclasses import asdict, fields
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from mpikv import compiled
 from mpikv.checks import flag, meant, shown
-from mpikv.codecs import compiled
 from mpikv.codecs.base import Codec
 from mpikv.codecs.cast import BFloat16, Float16
 from mpikv.codecs.error_feedback import ErrorFeedback, takes_error_feedback

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpikv import compiled
 from mpikv.arrays import HostArray
-from mpikv.codecs import compiled
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import InBlocks, positive, residual_of
 

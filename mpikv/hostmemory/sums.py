@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
+from mpikv.compiled import add_half, cast_into
 
 Combine = Callable[..., object]  # of two arrays, with the result in `out`: one of NumPy's functions, or like it
 Way = Callable[[HostArray, Sequence[HostArray]], None]  # `out` becomes what the arrays make
@@ -62,8 +63,16 @@ def _finished(
     sources: Sequence[HostArray],
 ) -> None:
     total = out if out.dtype == wide else np.empty(out.shape, wide)
-    in_order(total, sources, combine if sources[0].dtype == wide else partial(combine, dtype=wide))
+    if sources[0].dtype == wide:
+        in_order(total, sources, combine)
+    elif combine is np.add:
+        cast_into(total, sources[0])
+        for source in sources[1:]:
+            if not add_half(total, source):
+                np.add(total, source, out=total)
+    else:
+        in_order(total, sources, partial(combine, dtype=wide))
     if finish is not None:
         finish(total, len(sources))
     if total is not out:
-        np.copyto(out, total, casting="unsafe")
+        cast_into(out, total)

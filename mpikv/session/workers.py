@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from mpikv import device_paths, wire
+from mpikv import compiled, device_paths, wire
 from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs import compression
@@ -209,6 +209,7 @@ class Workers(Session):
         items, links, compresses = [], self.members.links, self.compressions.any
         for new in values:
             dtype, codec = new.value.dtype, IDENTITY.name
+            compiled.prepare_key(dtype, new.value.nbytes)
             if compresses and not new.sparse:  # rows travel as they are
                 travels = self.compressions.of(new.key, dtype, links=links).for_shape(new.shape)
                 codec = travels.text

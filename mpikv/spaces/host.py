@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray, host_view, is_elsewhere, sum_devices, write
+from mpikv.compiled import cast_into
 from mpikv.spaces.base import Formula
 from mpikv.spaces.scratch import Scratch
 
@@ -100,11 +101,15 @@ class HostSpace:
 
     def copy(self, out: HostArray, values: HostArray | int) -> None:
         """See `Space`."""
-        np.copyto(out, values, casting="unsafe")
+        cast_into(out, values)
 
     def cast(self, values: HostArray, dtype: np.dtype[Any]) -> HostArray:
         """See `Space`."""
-        return values.astype(dtype, copy=False)
+        if values.dtype == dtype:
+            return values
+        out: HostArray = np.empty(values.shape, dtype)
+        cast_into(out, values)
+        return out
 
     def combine(self, first: HostArray, second: HostArray, out: HostArray, how: np.ufunc) -> None:
         """See `Space`."""
@@ -175,4 +180,4 @@ def round_into(out: HostArray, values: HostArray) -> None:
         np.maximum(values, real(limits.min), out=values)
         np.minimum(values, high, out=values)
         values[np.isnan(values)] = 0.0
-    np.copyto(out, values, casting="unsafe")
+    cast_into(out, values)

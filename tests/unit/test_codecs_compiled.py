@@ -11,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Identity, Int8, OneBit, TwoBit, compiled
+from mpikv import compiled
+from mpikv.codecs import BFloat16, Codec, ErrorFeedback, Float16, Identity, Int8, OneBit, TwoBit
+from mpikv.testing.stores import spawn_stores
 
 CODECS: tuple[Codec, ...] = (
     *(TwoBit(), TwoBit(0.1), TwoBit(1e-45), TwoBit(3e38), OneBit(), OneBit(1e-3), OneBit(3e38)),
@@ -155,12 +157,89 @@ def test_float16_where_rounding_changes() -> None:
     values = np.concatenate([exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-1))])
     values = np.concatenate([values, -values])
     found = np.empty(values.size, np.float16)
-    assert compiled.run("fp16", values, found.view(np.uint16))
+    assert compiled.run("fp16", values, compiled.LARGEST, found.view(np.uint16))
     with np.errstate(over="ignore"):
         expected = values.astype(np.float16)
     beyond = np.isinf(expected) & np.isfinite(values)
     expected[beyond] = np.copysign(np.float16(65504), values[beyond])
     assert found.tobytes() == expected.tobytes()
+
+
+def _near_halves(half: Any) -> np.ndarray:
+    """float32: each number of this dtype, the middle of each two, and the floats beside these."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(half).astype(np.float32)
+    ordered = np.unique(every[np.isfinite(every)])
+    middles = ((ordered[1:].astype(np.float64) + ordered[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(to)) for to in (-np.inf, np.inf)]
+    ends = np.array([65504, 65519.996, 65520, 3.4e38, np.inf], np.float32)
+    return np.concatenate([every, middles, *beside, ends, -ends, _values("bits", 100_003)])
+
+
+@pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
+def test_keys_of_half_precision_are_rounded_and_widened_as_numpy_does_it(
+    half: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the largest number come infinities. One NaN is as good as another."""
+    values = _near_halves(half)
+    with np.errstate(all="ignore"):
+        expected = values.astype(half)
+    found, wide = np.empty_like(expected), np.empty_like(values)
+    monkeypatch.setattr(compiled, "run", counted := Counted())
+    compiled.cast_into(found, values)
+    assert counted.done == 1
+    assert _same(found, expected)
+    compiled.cast_into(wide, expected)
+    assert counted.done == (2 if half is np.float16 else 1)  # NumPy widens bfloat16 as fast
+    assert _same(wide, expected.astype(np.float32))
+    for total in (np.full_like(wide, -0.0), _values("odd", wide.size)):
+        with np.errstate(all="ignore"):
+            added = total + expected
+        assert compiled.add_half(total, expected)
+        assert _same(total, added)
+
+
+@pytest.mark.parametrize("half", [np.float16, ml_dtypes.bfloat16])
+def test_other_arrays_are_cast_and_added_by_numpy(half: Any) -> None:
+    """Not contiguous, other dtypes, numbers."""
+    values, out = np.arange(20, dtype=np.float32), np.zeros(10, half)
+    compiled.cast_into(out, values[::2])
+    assert np.array_equal(out, values[::2].astype(half))
+    compiled.cast_into(out, np.arange(10, dtype=np.float64))
+    assert np.array_equal(out, np.arange(10).astype(half))
+    compiled.cast_into(out, 3)
+    assert np.array_equal(out, np.full(10, 3).astype(half))
+    assert not compiled.add_half(np.zeros(10), out)
+    assert not compiled.add_half(np.zeros(10, np.float32), np.zeros(10, np.float32))
+
+
+def test_large_keys_of_half_precision_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(compiled, "prepare", prepared.append)
+
+    def body(store: Any) -> None:
+        for dtype in (np.float16, ml_dtypes.bfloat16, np.float32):
+            store.init([f"{dtype} few", f"{dtype} many"], [np.zeros(5, dtype), np.zeros(1 << 19, dtype)])
+
+    spawn_stores("dist_sync", 1, body)
+    assert [name for name in prepared if name != "none"] == ["fp16", "bf16"]
+
+
+class Counted:
+    """Runs loops, and counts those that are there."""
+
+    def __init__(self) -> None:
+        self.done, self._run = 0, compiled.run
+
+    def __call__(self, *arguments: Any) -> bool:
+        done: bool = self._run(*arguments)
+        self.done += done
+        return done
+
+
+def _same(found: np.ndarray, expected: np.ndarray) -> bool:
+    nan = np.isnan(expected)
+    bits = f"u{expected.itemsize}"
+    return np.array_equal(np.isnan(found), nan) and np.array_equal(found.view(bits)[~nan], expected.view(bits)[~nan])
 
 
 @pytest.mark.parametrize("codec", [TwoBit(), OneBit(), Int8(), Float16(), BFloat16()], ids=repr)
@@ -196,7 +275,9 @@ def test_no_place_for_a_cache(error: Exception, monkeypatch: pytest.MonkeyPatch)
 
     types = SimpleNamespace(Array=lambda *_, **__: "array")
     arrays = {name: Kind() for name in ("float32", "uint8", "uint16")}
-    fake = SimpleNamespace(njit=njit, types=types, int64="int64", boolean="bool", void=lambda *_: "void", **arrays)
+    fake = SimpleNamespace(
+        njit=njit, types=types, int32="int32", int64="int64", boolean="bool", void=lambda *_: "void", **arrays
+    )
     monkeypatch.setitem(sys.modules, "numba", fake)
     monkeypatch.setattr(compiled, "_compiled", {})
     compiled.prepare("int8")

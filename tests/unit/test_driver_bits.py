@@ -78,7 +78,7 @@ def test_a_kernel_on_the_gpu(bench: Bench, kind: str) -> None:
     for run in runs_of(kind):
         for offset in (0, 1):
             addresses = bench.put(run.before, offset)
-            bench.driver.launch(run.program, N, addresses, run.numbers, bench.stream)
+            bench.driver.launch(run.program, run.before[0].size, addresses, run.numbers, bench.stream)
             found = bench.get(addresses, run.after)
             assert all(map(same_bits, found, run.after)), source.kernel(run.program)
 

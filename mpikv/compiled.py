@@ -1,4 +1,4 @@
-"""The loops of 2bit, 1bit, int8, fp16 and bf16 as machine code, where Numba is installed (the extra `fast`).
+"""Loops of codecs, and of half precision, as machine code, where Numba is installed (the extra `fast`).
 
 Each does in one pass over memory what NumPy does in several, with the same bits: no `fastmath`, and every sum is
 rounded to float32 by itself. Without Numba, or where it does not work, `run` does nothing, and NumPy does it.
@@ -7,8 +7,9 @@ A signalling NaN, which no arithmetic makes, becomes quiet; NumPy does so on som
 One loop of a codec adds what has come, subtracts it, or, added to -0.0, writes it. "finite" is the check of the
 residual, for error feedback.
 
-Those of a codec are compiled when one is first made of its name (`registry.create`). It takes seconds, which would
-stall a training step; and a thread in the background would take the core that training needs.
+Those of a codec are compiled when one is first made of its name (`registry.create`), those of float16 and bfloat16 (of
+the codecs fp16 and bf16) also when a large key of that dtype is initialised. It takes seconds, which would stall a
+training step; and a thread in the background would take the core that training needs.
 Numba keeps the machine code beside this file or in the user's cache; where it can write to neither, each process
 compiles. `import mpikv` does not import Numba. The loops give the interpreter's lock back while they run.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import HostArray
+from mpikv.arrays import BFLOAT16, HostArray
 
 _CHUNK = 1024  # values whose codes are made before they are packed: both loops over them use a core's vectors
 _INFINITY = np.float32(np.inf)
@@ -120,10 +121,11 @@ def _int8_add(data: HostArray, block: int, factor: Any, fresh: bool, out: HostAr
         at += 4 + of.size
 
 
-def _fp16(values: HostArray, data: HostArray) -> None:
+def _fp16(values: HostArray, beyond: Any, data: HostArray) -> None:
     """Add to the bits below the last one that stays: what they carry over is the rounding, ties to even.
 
-    Those of numbers below 2^-14 are rounded by a sum with 0.5, whose last bit is worth 2^-24.
+    beyond: the bits of what finite numbers become that are too large. Those of numbers below 2^-14 are rounded by a sum
+    with 0.5, whose last bit is worth 2^-24.
     """
     small = np.zeros(_CHUNK, np.float32)
     small_bits = small.view(np.int32)
@@ -139,7 +141,7 @@ def _fp16(values: HostArray, data: HostArray) -> None:
             odd = np.int32(np.int32(magnitude >> np.int32(13)) & np.int32(1))
             half = np.int32(np.int32(magnitude + np.int32(0xFFF - (112 << 23)) + odd) >> np.int32(13))
             half = np.int32(small_bits[i] - np.int32(0x3F000000)) if magnitude < np.int32(0x38800000) else half
-            half = np.int32(0x7BFF) if magnitude >= np.int32(0x477FF000) else half  # from 65520 on
+            half = beyond if magnitude >= np.int32(0x477FF000) else half  # from 65520 on
             half = np.int32(0x7C00) if magnitude >= np.int32(0x7F800000) else half
             half = (
                 np.int32(np.int32(0x7E00) | np.int32(np.int32(magnitude >> np.int32(13)) & np.int32(0x3FF)))
@@ -210,7 +212,7 @@ _LOOPS: dict[str, tuple[Callable[..., None], str]] = {
     "1bit": (_one_bit, "values, float32[::1], float32, uint8[::1]"),
     "int8": (_int8, "values, int64, uint8[::1]"),
     "int8 add": (_int8_add, "bytes, int64, float32, bool, float32[::1]"),
-    "fp16": (_fp16, "values, uint16[::1]"),
+    "fp16": (_fp16, "values, int32, uint16[::1]"),
     "fp16 add": (_fp16_add, "halves, float32, bool, float32[::1]"),
     "bf16": (_bf16, "values, uint16[::1]"),
     "bf16 add": (_bf16_add, "halves, float32, bool, float32[::1]"),
@@ -246,6 +248,42 @@ def run(name: str, *arguments: Any) -> bool:
     return True
 
 
+LARGEST, INFINITE = np.int32(0x7BFF), np.int32(0x7C00)  # of float16, as bits
+_FLOAT32, _FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
+_HALVES = {_FLOAT16: "fp16", BFLOAT16: "bf16"}
+LARGE_BYTES = 1 << 20  # from here on a key of half precision is worth some seconds, once for a machine
+
+
+def prepare_key(dtype: np.dtype[Any], n_bytes: int) -> None:
+    """Compile what a key of this dtype and length is added and rounded by, where that is worth it."""
+    if dtype in _HALVES and n_bytes >= LARGE_BYTES:
+        prepare(_HALVES[dtype])
+
+
+def cast_into(out: HostArray, values: HostArray | int) -> None:
+    """`np.copyto(out, values, casting="unsafe")`. NumPy takes four times as long to and from float16."""
+    if isinstance(values, np.ndarray) and values.shape == out.shape:
+        if values.dtype == _FLOAT32 and out.dtype == _FLOAT16:
+            if run("fp16", values, INFINITE, out.view(np.uint16)):
+                return
+        elif values.dtype == _FLOAT32 and out.dtype == BFLOAT16:
+            if run("bf16", values, out.view(np.uint16)):
+                return
+        elif (
+            values.dtype == _FLOAT16
+            and out.dtype == _FLOAT32
+            and run("fp16 add", values.view(np.uint16), _ONE, True, out)
+        ):
+            return
+    np.copyto(out, values, casting="unsafe")
+
+
+def add_half(out: HostArray, values: HostArray) -> bool:
+    """Add half precision to float32, with the bits of NumPy. False, with nothing done, where there is no loop."""
+    name = _HALVES.get(values.dtype)
+    return name is not None and run(f"{name} add", values.view(np.uint16), _ONE, False, out)
+
+
 def describe() -> str:
     """Say whether Numba is used, for `mpikv info`. Imports it where it is there."""
     if importlib.util.find_spec("numba") is None:
@@ -276,6 +314,7 @@ def _compile(loop: Callable[..., None], arguments: str) -> Callable[..., None] |
         "uint8[::1]": numba.uint8[::1],
         "uint16[::1]": numba.uint16[::1],
         "float32": numba.float32,
+        "int32": numba.int32,
         "int64": numba.int64,
         "bool": numba.boolean,
     }
