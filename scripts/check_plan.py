@@ -129,9 +129,9 @@ def measure(
         store = kv.create(name, config=config)
     except SystemExit:  # a server whose workers have closed
         return None
-    sizes = plan_of(workload).sizes
+    shapes = plan_of(workload).shapes
     # Names in the order of the layers, as a trainer sorts them.
-    params = {f"{i:04}": mpikv.Parameter(np.zeros(n, np.float32)) for i, n in enumerate(sizes)}
+    params = {f"{i:04}": mpikv.Parameter(np.zeros(shape, np.float32)) for i, shape in enumerate(shapes)}
     trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=params_of_codec)
     for parameter in params.values():
         parameter.grad[...] = 1.0

@@ -48,9 +48,10 @@ from mpikv.placement import Members, Placement, place
 from mpikv.plan.costs import EAGER_BYTES, Costs, Link
 from mpikv.plan.counting import Counting
 from mpikv.plan.outcome import Outcome
-from mpikv.plan.priced import Priced, Speeds
+from mpikv.plan.priced import Priced, Speeds, of_shapes
 from mpikv.plan.workload import DTYPE, ITEM_BYTES, Workload
 from mpikv.spaces.named import Spaces
+from mpikv.strategies.bucketed import kind_of
 from mpikv.strategies.encoded import Encoded
 from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.strategies.ways import Means
@@ -120,13 +121,16 @@ def buckets_of(
 ) -> list[Bucket]:
     """Return the buckets of a trainer's keys, in the order in which a backward pass completes them."""
     order = [key for key in reversed(range(len(workload.sizes))) if workload.sizes[key]]
-    sizes = [workload.sizes[key] for key in order]
+    infos = []
+    for key in order:
+        shape = workload.shapes[key]
+        infos.append(KeyInfo(key, key, shape, np.dtype(DTYPE), step.compression.for_shape(shape).text))
     members = Members(tuple(hosts), tuple(range(len(hosts))), config=Config(algorithm=algorithm))
     found = []
-    together = buckets.plan([ITEM_BYTES * n for n in sizes], [DTYPE] * len(sizes))
-    for group in together if step.bucketed else [[i] for i in range(len(sizes))]:
-        keys, n_elems = tuple(order[i] for i in group), sum(sizes[i] for i in group)
-        info = KeyInfo(keys[0], keys[0], (n_elems,), np.dtype(DTYPE), step.compression.text)
+    together = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
+    for group in together if step.bucketed else [[i] for i in range(len(infos))]:
+        keys, n_elems = tuple(order[i] for i in group), sum(infos[i].n_elems for i in group)
+        info = infos[group[0]]._replace(shape=(n_elems,))
         wire = None if step.compression.plain else wire_of(info)
         placement = place(members, info, wire=wire, updated=step.updated)
         found.append(Bucket(keys, info, placement, step.updated))
@@ -148,6 +152,7 @@ def predict(
     hosts = hosts_of(workers, per_host)
     if len(set(hosts)) < 2:
         raise ConfigError(f"{workers} workers on one host share memory and cross no link: plan for more, or --per-host")
+    step = step._replace(speeds=of_shapes(step.speeds, workload.shapes))
     found = buckets_of(workload, hosts, algorithm, step)
     ranks = range(workers if workers <= EVERY_RANK else per_host)
     counts = [[counted(bucket, rank, hosts, step.speeds) for rank in ranks] for bucket in found]

@@ -8,7 +8,7 @@ measures it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,11 @@ class Speed(NamedTuple):
 Speeds = Mapping[Codec, Speed]
 
 
+def of_shapes(speeds: Speeds, shapes: Iterable[tuple[int, ...]]) -> Speeds:
+    """Return also those of the codecs of keys of these shapes: for each element as fast as without a shape."""
+    return {codec.for_shape(shape): speed for shape in {(), *shapes} for codec, speed in speeds.items()}
+
+
 class Priced(Codec):
     """Has the lengths of `codec`. spend: called with the seconds that it would have worked."""
 
@@ -45,6 +50,11 @@ class Priced(Codec):
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """Those of the codec."""
         return self._codec.wire_bytes(n_elems, dtype)
+
+    @property
+    def row_elems(self) -> int:
+        """Those of the codec."""
+        return self._codec.row_elems
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Memory of the right length and of any content."""

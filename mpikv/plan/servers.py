@@ -30,7 +30,7 @@ from mpikv.placement import Members, add_load, place
 from mpikv.plan.costs import Costs, Link
 from mpikv.plan.counting import Counting
 from mpikv.plan.outcome import Outcome
-from mpikv.plan.priced import Speeds, priced
+from mpikv.plan.priced import Speeds, of_shapes, priced
 from mpikv.plan.ranks import Rank
 from mpikv.plan.simulation import Simulation
 from mpikv.plan.workload import DTYPE, ITEM_BYTES, Workload
@@ -123,14 +123,18 @@ class _IgnoringSink(Sink):
 
 
 def keys_of(
-    workload: Workload, servers: int, config: Config, text: str = "none", codecs: Codecs = compressions.of_text
+    workload: Workload,
+    servers: int,
+    config: Config,
+    compression: Compression = compressions.NONE,
+    codecs: Codecs = compressions.of_text,
 ) -> list[ClientKey]:
-    """Return where the keys live and how they travel. text: of their codecs."""
+    """Return where the keys live and how they travel. codecs: makes their codecs, of a text."""
     members = Members(("",) * servers, (), tuple(range(servers)), config=config)
     loads, keys = [0] * servers, []
-    for number, n_elems in enumerate(workload.sizes):
-        info = KeyInfo(number, number, (n_elems,), np.dtype(DTYPE), text)
-        placement = place(members, info, load_bytes=loads)
+    for number, shape in enumerate(workload.shapes):
+        info = KeyInfo(number, number, shape, np.dtype(DTYPE), compression.for_shape(shape).text)
+        placement = place(members, info, load_bytes=loads, wire=compressions.wire_of(info))
         add_load(loads, placement, ITEM_BYTES)
         keys.append(ClientKey(info, placement, codecs))
     return keys
@@ -178,10 +182,13 @@ def simulate(
         # Whole hosts, so that a host's link has as many workers as in truth.
         standing = workers if workers <= max(EVERY_WORKER, per_host) else -(-STANDING // per_host) * per_host
     weight = workers / standing
-    text, speeds = compression.text, {} if speeds is None else speeds
+    of_codecs = of_shapes({} if speeds is None else speeds, workload.shapes)
+
+    def codecs(spend: Callable[[float], None]) -> Codecs:
+        return lambda text: priced(compressions.of_text(text), of_codecs, spend)
 
     def keys(spend: Callable[[float], None]) -> list[ClientKey]:
-        return keys_of(workload, servers or workers, config, text, lambda _: priced(compression, speeds, spend))
+        return keys_of(workload, servers or workers, config, compression, codecs(spend))
 
     messages, sent_bytes = counted(keys(lambda _: None), servers or workers)
     members = members_of(workers, servers, per_host, shared=shared, simulated=standing)
@@ -196,8 +203,7 @@ def simulate(
             alive=alive,
         )
         of_workers = keys(simulation.worked)
-        of_servers = priced(compression, speeds, simulation.worked)
-        _serve(simulation, members, of_workers, lambda _: of_servers, synchronous=synchronous)
+        _serve(simulation, members, of_workers, codecs(simulation.worked), synchronous=synchronous)
         for worker in members.workers:
             rank = simulation.ranks[worker]
             _start(

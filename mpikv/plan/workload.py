@@ -19,10 +19,15 @@ DTYPE = "float32"
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step exchanges. sizes: float32 elements of each key, in the order of the forward pass."""
+    """What a step exchanges. shapes: of each key, float32, in the order of the forward pass."""
 
     name: str
-    sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each key."""
+        return tuple(math.prod(shape) for shape in self.shapes)
 
     @property
     def n_bytes(self) -> int:
@@ -38,9 +43,9 @@ class Workload:
 
 def of_model(name: str) -> Workload:
     """Make the workload of a network of `models`. Raises ValueError for an unknown one."""
-    return Workload(name, tuple(math.prod(shape) for shape in models.shapes(name)))
+    return Workload(name, tuple(models.shapes(name)))
 
 
 def of_bytes(n_bytes: int) -> Workload:
     """Make a workload of one key of so many bytes, rounded up to whole elements."""
-    return Workload(f"{n_bytes} bytes", (-(-n_bytes // ITEM_BYTES),))
+    return Workload(f"{n_bytes} bytes", ((-(-n_bytes // ITEM_BYTES),),))

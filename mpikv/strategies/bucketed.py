@@ -124,7 +124,7 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
 
     ConfigError on every worker where workers name different keys.
     """
-    groups = buckets.plan([info.n_bytes for info in infos], [_kind(info) for info in infos])
+    groups = buckets.plan([info.n_bytes for info in infos], [kind_of(info) for info in infos])
     session.agree("bucket", [[infos[i].id for i in group] for group in groups], "bucket")
     for info in infos:
         session.wait(Pending(Reached(queues[info.id], 0), Waiting("bucket", info.key, info.id)))
@@ -132,7 +132,7 @@ def agreed_buckets(session: Workers, infos: Sequence[KeyInfo], queues: Mapping[i
     return [Bucket(group, session.spaces.of(group[0])) for group in found if len(group) > 1]
 
 
-def _kind(info: KeyInfo) -> str:
+def kind_of(info: KeyInfo) -> str:
     """What keys of one bucket have in common. A codec that sees a key's rows sees those of one key alone."""
     alone = of_text(info.codec).push.row_elems > 1
     return f"{info.dtype} {info.space} {info.codec} {info.id if alone else ''}"

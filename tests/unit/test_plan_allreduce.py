@@ -72,7 +72,7 @@ def test_a_core_that_has_more_to_do_than_the_link_binds() -> None:
 
 def test_of_many_workers_those_of_one_host_are_counted() -> None:
     """All others send as much, up to an element."""
-    workload = Workload("even", (1 << 16, 1 << 20))
+    workload = Workload("even", ((1 << 16,), (1 << 20,)))
     few, many = (allreduce.predict(workload, workers, LINK, COSTS) for workers in (16, 32))
     assert few.sent_bytes == 2 * 15 * workload.n_bytes // 16
     assert many.sent_bytes == 2 * 31 * workload.n_bytes // 32

@@ -24,7 +24,7 @@ from mpikv.plan.workload import Workload, of_bytes, of_model
 from mpikv.testing.stores import spawn_stores
 
 LINK = Link(1.25e9, 20e-6)
-SIZES = (300, 20_000, 1_200_000, 7, 500_000, 90_000, 0, 40_000)
+SHAPES = ((300,), (20_000,), (1_200_000,), (7,), (500_000,), (90_000,), (0,), (40_000,))
 
 
 def plan(*words: str) -> int:
@@ -193,12 +193,16 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def counted(
-    name: str, workers: int, n_servers: int, sizes: Sequence[int], params_of_codec: dict[str, object] | None = None
+    name: str,
+    workers: int,
+    n_servers: int,
+    shapes: Sequence[tuple[int, ...]],
+    params_of_codec: dict[str, object] | None = None,
 ) -> tuple[int, int]:
     """Messages and bytes of the worker that sends most, in one step of a Trainer on thread ranks."""
 
     def body(store: KVStore) -> tuple[int, int]:
-        params = {f"{i:03}": mpikv.Parameter(np.zeros(n, np.float32)) for i, n in enumerate(sizes)}
+        params = {f"{i:03}": mpikv.Parameter(np.zeros(shape, np.float32)) for i, shape in enumerate(shapes)}
         trainer = mpikv.Trainer(
             params, "sgd", {"learning_rate": 0.5}, kvstore=store, compression_params=params_of_codec
         )
@@ -222,15 +226,15 @@ def counted(
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 8])
 def test_counts_of_allreduce_are_those_of_a_store(workers: int) -> None:
-    found = allreduce.predict(Workload("mixed", SIZES), workers, LINK, Costs())
-    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SIZES)
+    found = allreduce.predict(Workload("mixed", SHAPES), workers, LINK, Costs())
+    assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, SHAPES)
 
 
 @pytest.mark.parametrize("n_servers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_with_servers_are_those_of_a_store(name: str, n_servers: int) -> None:
-    found = servers.simulate(Workload("mixed", SIZES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
-    assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SIZES)
+    found = servers.simulate(Workload("mixed", SHAPES), 3, n_servers, LINK, Costs(), synchronous=name == "dist_sync")
+    assert (found.messages, found.sent_bytes) == counted(name, 3, n_servers, SHAPES)
 
 
 KINDS: list[dict[str, object]] = [
@@ -239,8 +243,9 @@ KINDS: list[dict[str, object]] = [
     {"type": "2bit", "pull": "fp16"},
     {"type": "int8", "block": 64, "force": True},
     {"type": "topk", "ratio": 0.02},
+    {"type": "powersgd", "rank": 2},
 ]
-FEW = (300, 270_001, 7, 0, 40_000)  # several pieces, parts of a bucket, nothing
+FEW = ((300,), (270_001,), (7,), (0,), (400, 10, 10), (30, 40))  # several pieces, parts of a bucket, nothing
 FAST = Speed(1e-9, 2e-9, 3e-9)
 
 
@@ -258,7 +263,7 @@ def test_counts_of_compressed_keys_are_those_of_a_store(kind: dict[str, object],
     assert (found.messages, found.sent_bytes) == counted("dist_sync", workers, 0, FEW, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:3], ids=str)
+@pytest.mark.parametrize("kind", [*KINDS[1:3], KINDS[-1]], ids=str)
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_counts_of_compressed_keys_with_servers_are_those_of_a_store(name: str, kind: dict[str, object]) -> None:
     travels = compression.make(kind)
@@ -281,7 +286,7 @@ def test_counts_of_sums_of_single_keys_are_those_of_a_store(kind: dict[str, obje
 
     def body(store: KVStore) -> tuple[int, int]:
         store.set_gradient_compression(kind)
-        keys, grads = list(range(len(FEW))), [np.ones(n, np.float32) for n in FEW]
+        keys, grads = list(range(len(FEW))), [np.ones(shape, np.float32) for shape in FEW]
         store.init(keys, grads)
         store.pushpull(keys, grads)
         steps = []

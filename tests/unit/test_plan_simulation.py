@@ -122,7 +122,7 @@ def test_beside_a_computing_program_looks_are_rare() -> None:
 
 
 def test_one_worker_and_one_server_take_out_and_back_in_turn_where_nothing_is_cut() -> None:
-    found = servers.simulate(Workload("small", (10_000,)), 1, 1, LINK, FREE)
+    found = servers.simulate(Workload("small", ((10_000,),)), 1, 1, LINK, FREE)
     there_and_back_s = wire_s(40_000 + 48, LINK) + wire_s(40_000, LINK) + 2 * LINK.latency_s
     # A server that naps sees it up to half a millisecond later.
     assert there_and_back_s <= found.exchange_s <= there_and_back_s + 2 * LAST_NAP_S
@@ -147,7 +147,8 @@ def test_some_workers_stand_for_all(workers: int, n_servers: int, synchronous: b
 
     Where few servers have many workers, it depends on who comes first, and that is not the same.
     """
-    workload = Workload("mixed", (3_000_000, 1_500_000, *(600_000 + 1000 * i for i in range(12)), 5000, 500, 50))
+    sizes = (3_000_000, 1_500_000, *(600_000 + 1000 * i for i in range(12)), 5000, 500, 50)
+    workload = Workload("mixed", tuple((n,) for n in sizes))
     both = [
         servers.simulate(workload, workers, n_servers, LINK, COSTS, synchronous=synchronous, standing=standing)
         for standing in (workers, 4)

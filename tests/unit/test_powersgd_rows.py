@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mpikv import optimizers
 from mpikv.codecs.compression import make, wire_of
 from mpikv.config import Config
 from mpikv.keys import KeyInfo
+from mpikv.optimizers.states import load_states
 from mpikv.placement import Members, as_told, place
 from mpikv.strategies.pieces import Pieces, piece_elems
 from mpikv.testing.stores import spawn_stores
@@ -33,8 +36,6 @@ def test_it_arrives(shape: tuple[int, ...], workers: int, servers: int, optimize
     def body(store: Any) -> Any:
         store.init(["w", "b"], [np.zeros(shape, F32), np.zeros(5, F32)])
         if optimizer:
-            from mpikv import optimizers
-
             store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
         found = []
         for round_ in range(3):
@@ -43,15 +44,7 @@ def test_it_arrives(shape: tuple[int, ...], workers: int, servers: int, optimize
             found.append(grad)
         return found, store.stats()["encoded_bytes"]
 
-    found = spawn_stores(
-        "dist_sync",
-        workers,
-        body,
-        num_servers=servers,
-        hosts="abcdefgh"[: workers + servers],
-        config=Config(timeout_s=20.0, bigarray_bound_elems=100, partition_bytes=1200),
-        compression=make({"type": "powersgd", "rank": RANK, "force": True}),
-    )
+    found = run(workers, servers, body)
     expected = np.zeros(shape)
     for round_ in range(3):
         total = workers * gradient(shape, round_).astype(np.float64)
@@ -60,6 +53,66 @@ def test_it_arrives(shape: tuple[int, ...], workers: int, servers: int, optimize
             # Of the nearly square matrix more than nine tenths would be left over.
             np.testing.assert_allclose(values[round_], expected, rtol=0, atol=2.0**-16 * np.linalg.norm(total))
     assert all(n_bytes < 3 * workers * 4 * np.prod(shape) for _, n_bytes in found)
+
+
+def run(workers: int, servers: int, body: Any) -> list[Any]:
+    return spawn_stores(
+        "dist_sync",
+        workers,
+        body,
+        num_servers=servers,
+        hosts="abcdefgh"[: workers + servers],
+        config=Config(timeout_s=20.0, bigarray_bound_elems=100, partition_bytes=1200),
+        compression=make({"type": "powersgd", "rank": RANK, "force": True}),
+    )
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 2)])
+def test_states_are_kept_and_cut_anew(workers: int, servers: int, tmp_path: Path) -> None:
+    """Saved and loaded: the same bits. With other workers all owe the same together, and Q is made anew."""
+    path, again, shape = tmp_path / "states", tmp_path / "again", (64, 12)
+
+    def push(store: Any, round_: int) -> None:
+        rng = np.random.default_rng((store.rank, round_))
+        store.push("w", rng.standard_normal(shape, np.float32))
+
+    def begun(store: Any, value: np.ndarray) -> None:
+        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
+        store.init("w", value)
+
+    def first(store: Any) -> Any:
+        begun(store, np.zeros(shape, F32))
+        for round_ in range(2):
+            push(store, round_)
+        before = store.pull("w")
+        store.save_optimizer_states(path)
+        push(store, 2)
+        return before, store.pull("w").tobytes()
+
+    (before, expected), *_ = run(workers, servers, first)
+
+    def resumed(store: Any) -> Any:
+        begun(store, before)
+        store.load_optimizer_states(path)
+        push(store, 2)
+        return store.pull("w").tobytes()
+
+    assert run(workers, servers, resumed) == [expected] * workers
+
+    def more(store: Any) -> None:
+        begun(store, before)
+        store.load_optimizer_states(path)
+        store.save_optimizer_states(again)
+
+    run(3, 1, more)
+    owed = [np.zeros(shape[0] * shape[1]) for _ in range(2)]
+    for total, states in zip(owed, (path, again), strict=True):
+        for part in load_states(states).codecs:
+            total[part.begin : part.end] += part.state["residual"]
+            assert part.begin % shape[1] == part.end % shape[1] == 0
+            assert part.state["q"].shape == (shape[1], RANK)
+    assert owed[0].any()
+    np.testing.assert_allclose(owed[1], owed[0], rtol=2.0**-22, atol=2.0**-22)
 
 
 @pytest.mark.parametrize("servers", [0, 1, 3])
