@@ -98,6 +98,8 @@ def _check(options: argparse.Namespace) -> None:
         _check_optimizers(options)
     if options.kind in ("codec", "wire"):
         _check_codecs(options)
+    if options.kind == "codec" and options.bytes is None:
+        options.bytes = (256 if options.device else 64) << 20  # far more than a GPU's cache holds
     if options.kind == "wire" and options.dtype != "float32":
         raise ConfigError(f"--dtype {options.dtype}: wire compares float32 with what takes less")
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":

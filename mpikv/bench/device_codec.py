@@ -7,7 +7,7 @@ the host's, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,19 +49,25 @@ def run(session: Session) -> None:
                         session.rows.append(row)
                         session.lines(lambda one: line(TABLE, one), [row])
             session.progress.update(1)
-        session.more["goals"] = [said(row) for row in session.rows if row.limit_percent < 100 * GOAL]
+        session.more["goals"] = said(session.rows)
         session.progress.say(*(f"# {one}" for one in session.more["goals"]))
 
 
-def said(row: WorkRow) -> str:
-    """What is said of a row that falls short."""
-    return f"{row.what}: {row.limit_percent:.0f} % of the limit; to reach: {100 * GOAL:.0f} %, NOT REACHED"
+def said(rows: Sequence[WorkRow]) -> list[str]:
+    """What is said of all rows: which fall short; else how near the slowest is."""
+    wanted = f"to reach: {100 * GOAL:.0f} %"
+    slowest = min(rows, key=lambda row: row.limit_percent, default=None)
+    if slowest is not None and slowest.limit_percent >= 100 * GOAL:
+        return [f"{slowest.what}, the slowest: {slowest.limit_percent:.0f} % of the limit; {wanted}"]
+    short = [row for row in rows if row.limit_percent < 100 * GOAL]
+    return [f"{row.what}: {row.limit_percent:.0f} % of the limit; {wanted}, NOT REACHED" for row in short]
 
 
 def _rows(session: Session, gpu: Gpu, space: Any, what: str, codec: Codec) -> Iterator[WorkRow]:
     """Measure one codec. Collective."""
     dtype = session.dtype
-    wrong = session.job.comm.allreduce(int(not has_bits_of_host(space, codec, dtype)))
+    check = session.options.check
+    wrong = session.job.comm.allreduce(int(check and not has_bits_of_host(space, codec, dtype)))
     n_elems = session.options.bytes // dtype.itemsize
     piece, pieces = (0, n_elems), DevicePieces(_info(codec, n_elems, dtype), codec, space)
     values, out = space.zeros(n_elems, dtype), space.zeros(n_elems, sum_dtype(dtype))

@@ -243,7 +243,7 @@ def _codec(kinds: Any) -> None:
         "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum; "
         "with --device on the GPU, beside how long it needs to copy as much as must be read and written.",
     )
-    parser.add_argument("--bytes", type=size, default="64M", metavar="SIZE", help="of the values (default 64M)")
+    parser.add_argument("--bytes", type=size, metavar="SIZE", help="of the values (default 64M; with --device 256M)")
     parser.add_argument(
         "--codecs", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
     )

@@ -26,8 +26,9 @@ from mpikv.bench.report import Row, rows_of
 from mpikv.bench.statistics import Summary
 from mpikv.bench.updates import TABLE, has_bits_of_host
 from mpikv.codecs.base import Codec
+from mpikv.codecs.on_device import BYTE
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.device_array import DeviceArray
+from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.testing.fake_gpu import FakeGpu
 
 RATES = DeviceRates(1e-6, 10e-6, 1e12, 2e10, 4e10, 4e10)
@@ -137,23 +138,28 @@ def test_bits_of_updates() -> None:
 @pytest.mark.parametrize(
     "codec", [one for name in ("none", "fp16", "2bit", "int8") for _, one in variants(name)], ids=repr
 )
-def test_bits_of_codecs(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared: what travels, what it comes to, and what is owed."""
+@pytest.mark.parametrize("wrong", ["", "encode", "decode", "add", "residual"])
+def test_bits_of_codecs(wrong: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared, each by itself: what travels, what it comes to, and what is owed."""
     space, dtype = DeviceSpace(FakeGpu(eager=0.5)), np.dtype("float32")
-    assert device_codec.has_bits_of_host(space, codec, dtype)
-    for length in {SHORT_ELEMS, codec.wire_bytes(SHORT_ELEMS, dtype)}:
-
-        def changed(array: DeviceArray, length: int = length) -> np.ndarray:
-            found = DeviceSpace.to_host(space, array)
-            return found + found.dtype.type(1) if found.size == length else found
-
-        monkeypatch.setattr(space, "to_host", changed)
-        assert not device_codec.has_bits_of_host(space, codec, dtype)
+    if wrong == "encode":
+        monkeypatch.setattr(DevicePieces, "_encode", lambda pieces, values, _: pieces.space.zeros(1, BYTE))
+    elif wrong == "residual":
+        if not getattr(codec.on_device(dtype), "remembers", False):
+            pytest.skip("nothing is owed")
+        spoilt = {(0, SHORT_ELEMS): {"residual": np.zeros(SHORT_ELEMS, dtype)}}
+        monkeypatch.setattr(DevicePieces, "states_on_host", lambda _: spoilt)
+    elif wrong:
+        monkeypatch.setattr(DevicePieces, wrong, lambda *_: None)
+    assert device_codec.has_bits_of_host(space, codec, dtype) == (not wrong)
 
 
 def test_what_is_said_of_a_codec_that_falls_short() -> None:
     row = WorkRow("2bit, encode", 1 << 20, 7 << 20, 5, 1e-3, 2e-3, 0.5e-3, "device", 50.0, 4e9, 0)
-    assert device_codec.said(row) == "2bit, encode: 50 % of the limit; to reach: 60 %, NOT REACHED"
+    assert device_codec.said([row]) == ["2bit, encode: 50 % of the limit; to reach: 60 %, NOT REACHED"]
+    more = [dataclasses.replace(row, what=what, limit_percent=one) for what, one in (("a", 70.0), ("b", 60.0))]
+    assert device_codec.said(more) == ["b, the slowest: 60 % of the limit; to reach: 60 %"]
+    assert device_codec.said([]) == []
 
 
 def test_rows_of_updates() -> None:
