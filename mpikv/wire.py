@@ -94,14 +94,15 @@ ALIGN_BYTES = 16  # of each request in a message of several
 PRIORITY_LIMIT = 2**63 - 1
 
 PLAIN_ANSWER, PLAIN_PUSH = 1, 2
+HANDED_ANSWER, HANDED_PUSH = 4, 8  # within the process, in device memory (transports/handed.py)
 
 
 class Header(NamedTuple):
     """The fixed part of a request. `round` is the push's round or the version that a pull needs.
 
     payload_tag: where the client holds the payload; 0: it stands behind the header. op: the code of the reduction of a
-    push (reductions.py). plain: what travels as it is, whatever the key's codec: PLAIN_ANSWER,
-    PLAIN_PUSH, or their sum.
+    push (reductions.py). plain: what travels as it is, whatever the key's codec, and what is handed over: the sum of
+    PLAIN_ANSWER, PLAIN_PUSH, HANDED_ANSWER and HANDED_PUSH.
     """
 
     kind: int

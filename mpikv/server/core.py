@@ -165,6 +165,7 @@ class ServerCore:
                     batch=batch,
                     index=index,
                     plain=bool(header.plain & wire.PLAIN_ANSWER),
+                    handed=bool(header.plain & wire.HANDED_ANSWER),
                 )
             )
         return events

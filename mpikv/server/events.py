@@ -100,10 +100,11 @@ class Batch:
 class Answer:
     """A pull of one shard. version: what it waits for. part: the next partition to be answered.
 
-    batch, index: it is that answer of the batch. plain: it comes as it is, whatever the key's codec.
+    batch, index: it is that answer of the batch. plain: it comes as it is, whatever the key's codec. handed: it is
+    handed over in device memory, within the process.
     """
 
-    __slots__ = ("batch", "index", "part", "plain", "priority", "tag", "version", "worker")
+    __slots__ = ("batch", "handed", "index", "part", "plain", "priority", "tag", "version", "worker")
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class Answer:
         batch: Batch | None = None,
         index: int = 0,
         plain: bool = True,
+        handed: bool = False,
     ) -> None:
         self.worker = worker
         self.tag = tag
@@ -123,4 +125,5 @@ class Answer:
         self.batch = batch
         self.index = index
         self.plain = plain
+        self.handed = handed
         self.part = 0

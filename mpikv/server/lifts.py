@@ -1,7 +1,8 @@
 """The memory of a server inside a worker that uses a GPU: keys are held there, what comes and goes is page-locked.
 
 Copies up and down are begun in the store's stream, in the order of the requests, and the server waits for none of them.
-Cost: one copy up of each push, one down of each reply; page-locked memory comes from the space's own pool.
+Cost: one copy up of each push, one down of each reply, but of those that this worker hands over (transports/handed.py);
+page-locked memory comes from the space's own pool.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from mpikv.errors import StallError
 from mpikv.server.core import ServerCore
 from mpikv.server.events import Event, Fetch, Refusal, Reply
 from mpikv.transports.base import Incoming, Transport
+from mpikv.transports.handed import Handed
 from mpikv.transports.memory import HELD, LocalTransport
 from mpikv.transports.memory_requests import Arrived, Receiving
 
@@ -58,8 +59,11 @@ class _Peer:
 class _Traffic:
     """All messages of one server. As a request it is done when there is something to handle."""
 
-    def __init__(self, transport: Transport, workers: Sequence[int], core: ServerCore) -> None:
+    def __init__(
+        self, transport: Transport, workers: Sequence[int], core: ServerCore, handed: Handed | None = None
+    ) -> None:
         self._transport = transport
+        self._handed = Handed() if handed is None else handed
         self._local = transport if isinstance(transport, LocalTransport) else None
         self._core = core
         self._peers = [_Peer(rank) for rank in workers]
@@ -202,6 +206,10 @@ class _Traffic:
         while peer.fetches and len(peer.receiving) < WINDOW:
             fetch = heappop(peer.fetches)[2]
             tag = wire.TAG_PAYLOAD + fetch.push.tag
+            if fetch.push.handed:
+                array = None if fetch.shard is None else self._core.target(fetch)
+                peer.receiving.append((self._handed.receive(array, tag), fetch, array))
+                continue
             if self._local is not None and fetch.shard is not None and self._local.reaches(peer.rank):
                 peer.receiving.append(
                     (self._local.borrow(fetch.shard.part_bytes(fetch.push, fetch.part), peer.rank, tag), fetch, None)
@@ -218,6 +226,9 @@ class _Traffic:
             self._copied.popleft()
 
     def _send(self, peer: _Peer, reply: Reply) -> None:
+        if not isinstance(reply.data, np.ndarray):
+            self._under_way(peer, reply, self._handed.send(reply.data, reply.tag))
+            return
         if reply.data.nbytes <= COPIED_BYTES and (self._local is None or not self._local.reaches(peer.rank)):
             data = reply.data.copy() if reply.block is not None else reply.data
             self._copied.append(self._transport.isend(data, peer.rank, reply.tag))
@@ -226,7 +237,10 @@ class _Traffic:
             if len(self._copied) > FEW:
                 self._forget(FEW // 2)
             return
-        request = self._transport.isend(reply.data, peer.rank, reply.tag)
+        self._under_way(peer, reply, self._transport.isend(reply.data, peer.rank, reply.tag))
+
+    def _under_way(self, peer: _Peer, reply: Reply, request: Request) -> None:
+        """Keep its memory until it has left."""
         if not request.test():
             peer.sending.append((request, reply))
             self._sending += 1
@@ -234,9 +248,12 @@ class _Traffic:
             reply.block.release()
 
 
-def serve(transport: Transport, workers: Sequence[int], core: ServerCore) -> Steps[None]:
-    """Answer requests until every worker has said goodbye. workers: their ranks, in order."""
-    traffic = _Traffic(transport, workers, core)
+def serve(transport: Transport, workers: Sequence[int], core: ServerCore, handed: Handed | None = None) -> Steps[None]:
+    """Answer requests until every worker has said goodbye. workers: their ranks, in order.
+
+    handed: what the worker of this process hands over, where there is one.
+    """
+    traffic = _Traffic(transport, workers, core, handed)
     while not core.finished:
         yield traffic
         traffic.handle()

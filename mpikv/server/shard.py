@@ -37,7 +37,7 @@ from mpikv.server.lifts import Lifts
 from mpikv.server.memory import Block, Pool
 from mpikv.server.policy import Contribution, Policy, Update
 from mpikv.session.contests import refusal, refused
-from mpikv.wire import PLAIN_PUSH, Header
+from mpikv.wire import HANDED_PUSH, PLAIN_PUSH, Header
 
 _BYTES = np.dtype(np.uint8)
 
@@ -62,13 +62,14 @@ class Push:
 
     inline: what travels of it, if that came with its header; else the partitions are fetched under `tag`. fetched,
     arrived: how many of them were asked for, and are here. whole: where they come together for a unit of several
-    partitions. travels: how.
+    partitions. travels: how. handed: whether partitions are handed over in device memory, within the process.
     """
 
     __slots__ = (
         "arrived",
         "attributes",
         "fetched",
+        "handed",
         "inline",
         "op",
         "priority",
@@ -88,6 +89,7 @@ class Push:
         self.priority = header.priority
         self.op = BY_CODE[header.op]
         self.inline = inline
+        self.handed = bool(header.plain & HANDED_PUSH)
         self.fetched = self.arrived = 0
         self.whole: HostArray | None = None
 
@@ -281,8 +283,8 @@ class Shard:
         return push.travels.codec.wire_bytes(end - begin, self.info.dtype)
 
     def target(self, push: Push, part: int) -> HostArray:
-        """Memory for a partition that is now going to be received, as it travels."""
-        if self.borrows(push):
+        """Memory for a partition that is now going to be received, as it travels; handed over, as it is added."""
+        if self.borrows(push) and not push.handed:
             dtype = push.travels.dtype
             return self._pool.take(self.part_bytes(push, part) // dtype.itemsize, dtype)
         return self._place(push, part)
@@ -290,16 +292,17 @@ class Shard:
     def _place(self, push: Push, part: int) -> HostArray:
         """Where a partition's values are to be, alone or with the others, in the dtype of the sum."""
         begin, end = self.parts[part]
+        memory = self._values if push.handed else self._incoming
         if self._apart:
-            return self._incoming.take(end - begin, self._sum_dtype)
+            return memory.take(end - begin, self._sum_dtype)
         if push.whole is None:
-            push.whole = self._incoming.take(self._n, self._sum_dtype)
+            push.whole = memory.take(self._n, self._sum_dtype)
         return push.whole[begin:end]
 
     def arrived(self, push: Push, part: int, data: HostArray) -> list[Event]:
         """A partition is here, in what `target` gave."""
         push.arrived += 1
-        if push.travels.decodes:
+        if push.travels.decodes and not push.handed:
             wide = self._place(push, part)
             push.travels.codec.decode(data, wide)
             self._pool.give(data)
@@ -328,7 +331,7 @@ class Shard:
         return events
 
     def _contribute(self, unit: Unit, push: Push, gradient: HostArray) -> list[Event]:
-        if self._lifts is not None:
+        if self._lifts is not None and not push.handed:
             gradient = self._lifts.up(gradient)
         unit.seen[push.worker] += 1
         label = self._owner.label(self.info.id, push.attributes)
@@ -417,7 +420,7 @@ class Shard:
                 if pull.batch is None:
                     events.append(Reply(pull.worker, pull.tag, values, pull.priority))
                     continue
-            if self._lifts is not None:
+            if self._lifts is not None and not pull.handed:
                 block, ready = self._lifts.down(values)
                 if pull.batch is None:
                     events.append(Reply(pull.worker, pull.tag, block.array, pull.priority, block, ready))

@@ -1,10 +1,12 @@
 """A worker's calls with keys whose arrays are on its GPU, and whose values live with servers.
 
-Servers receive into host memory, also those that keep the key on a GPU. Each shard of such a key goes one of two ways
-(`DeviceCalls.direct`):
+Servers receive into host memory, also those that keep the key on a GPU; but not from the worker that they are in. Each
+shard of such a key goes one of three ways (`DeviceCalls.direct`, `DeviceCalls.handed`):
 
 - *Directly*, where the workers have settled on the path "mpi": MPI sends it from device memory and receives the answer
   there. Only a shard that travels by itself, uncompressed, to a server that is not reached through the host's memory.
+- *Handed over*, to the server inside this worker, where the answer is not for an array in host memory: a copy on the
+  GPU each (transports/handed.py). Only a shard that travels by itself, uncompressed.
 - *Staged*: it is copied to page-locked memory and sent from there; the answer comes into the same memory and is copied
   up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that. A
   push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages.
@@ -97,6 +99,10 @@ class DeviceCalls:
         by_mpi = self._direct and not self._client.through_memory[route.owner]
         return by_mpi and not route.inline and key.compression.plain
 
+    def handed(self, key: ClientKey, route: Route, places: set[str]) -> bool:
+        """Whether a shard is handed over to the server in this process, and the answer by it. places: of the answer."""
+        return route.owner == self._client.own and not route.inline and key.compression.plain and HOST not in places
+
     def shared(self, routes: Sequence[Route]) -> bool:
         """Whether a server reads some of these shards where they are, in memory of the host."""
         return any(self._client.through_memory[route.owner] and not route.inline for route in routes)
@@ -158,8 +164,9 @@ class _KeyCall:
         assert item.sink is None or isinstance(item.sink, Sink)
         self._sink = item.sink
         self._places = set() if self._sink is None else self._sink.places
-        direct = [route for route in item.routes if calls.direct(item.key, route)]
-        self._staged = [route for route in item.routes if route not in direct]
+        handed = [route for route in item.routes if calls.handed(item.key, route, self._places)]
+        direct = [route for route in item.routes if route not in handed and calls.direct(item.key, route)]
+        self._staged = [route for route in item.routes if route not in handed and route not in direct]
         self._memory: list[HostArray] = []
         self._on_host: SpaceArray = None
         self._on_device: SpaceArray = total
@@ -174,7 +181,7 @@ class _KeyCall:
         self._result = self._on_host if only_host is None else only_host
         directly = self._on_device if self._places == {DEVICE} else self._result
         self.arrivals: list[Request] = []
-        if total is not None and direct:
+        if total is not None and (direct or handed):
             self.arrivals.append(calls.space.arrived(total))
         pushed = self._on_host
         if encodes:
@@ -184,11 +191,15 @@ class _KeyCall:
                 calls.space.fetch(self._on_host[begin:end], total[begin:end])
         self.items = [
             item._replace(
-                total=None if total is None else array, sink=None if self._sink is None else _Into(into), routes=routes
+                total=None if total is None else array,
+                sink=None if self._sink is None else _Into(into),
+                routes=routes,
+                plain=item.plain | flags,
             )
-            for array, into, routes in (
-                (pushed, self._result, self._staged),
-                (self._on_device, directly, direct),
+            for array, into, routes, flags in (
+                (pushed, self._result, self._staged, 0),
+                (self._on_device, directly, direct, 0),
+                (self._on_device, self._on_device, handed, wire.HANDED_PUSH | wire.HANDED_ANSWER),
             )
             if routes
         ]

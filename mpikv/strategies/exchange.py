@@ -30,6 +30,7 @@ from mpikv.reductions import SUM, Reduction
 from mpikv.spaces.base import SpaceArray
 from mpikv.strategies.client_key import ClientKey, Route, Value
 from mpikv.transports.base import Arrival, Transport
+from mpikv.transports.handed import Handed
 from mpikv.transports.memory import LocalTransport
 
 POLLS = 10  # then the core is given to whom we wait for, if it has none
@@ -162,8 +163,16 @@ class Together:
 class Client:
     """One worker's end of the messages. Everything here is called under the engine's lock."""
 
-    def __init__(self, transport: Transport, servers: Sequence[int]) -> None:
-        self.transport = transport
+    def __init__(
+        self,
+        transport: Transport,
+        servers: Sequence[int],
+        own: int | None = None,
+        handed: Handed | None = None,
+    ) -> None:
+        """own: which of the servers is in this process, if one is. handed: for messages to it of device arrays."""
+        self.transport, self.own = transport, own
+        self._handed = Handed() if handed is None else handed
         self.reply_tags = Tags(wire.TAG_REPLY, wire.REPLY_TAGS)
         self.payload_tags = Tags(1, wire.PAYLOAD_TAGS - 1)  # 0 says that there is none
         self._servers = tuple(servers)
@@ -253,10 +262,14 @@ class Client:
 
     def isend(self, data: HostArray, server: int, tag: int) -> Request:
         """Start sending to a server."""
+        if server == self.own and not isinstance(data, np.ndarray):
+            return self._handed.send(data, tag)
         return self.transport.isend(data, self._servers[server], tag)
 
     def irecv(self, data: HostArray, server: int, tag: int) -> Request:
         """Start receiving from a server."""
+        if server == self.own and not isinstance(data, np.ndarray):
+            return self._handed.receive(data, tag)
         return self.transport.irecv(data, self._servers[server], tag)
 
 

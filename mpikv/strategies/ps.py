@@ -44,6 +44,7 @@ from mpikv.strategies.exchange import Client, Exchange, Item, Together, glance
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.sparse import RowClient
 from mpikv.strategies.states import LOAD, SAVE, distribute, restored
+from mpikv.transports.handed import Handed
 
 CALLS = {wire.PUSH: "push", wire.PULL: "pull", wire.PUSHPULL: "pushpull"}
 
@@ -82,10 +83,10 @@ class PreparedExchange:
 class PsStrategy(Strategy):
     """A worker of a store whose values live with servers.
 
-    service: a server's loop to run inside this worker, or None.
+    service: a server's loop to run inside this worker, or None. handed: what that is handed over.
     """
 
-    def __init__(self, session: Workers, service: Steps[None] | None = None) -> None:
+    def __init__(self, session: Workers, service: Steps[None] | None = None, handed: Handed | None = None) -> None:
         self._session = session
         members = self._members = session.members
         self._servers = members.owners
@@ -96,7 +97,8 @@ class PsStrategy(Strategy):
         self._loads = [0] * len(self._servers)
         self._whole = False
         self._local = session.links
-        self._client = Client(session.transport if self._local is None else self._local, self._servers)
+        own = None if service is None else self._servers.index(session.transport.rank)
+        self._client = Client(session.transport if self._local is None else self._local, self._servers, own, handed)
         self._rows = RowClient(session, self._client, self._labels)
         self._engine = session.engine
         self._device = self._device_calls()

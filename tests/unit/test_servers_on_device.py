@@ -86,7 +86,8 @@ def test_the_bits_are_those_of_host_memory(
 @WAYS
 @pytest.mark.grid(1)
 def test_the_copies_of_each_call(path: str, memory: str, kind: str, dtype: str, wide: int) -> None:
-    """At the server n up for a push, in the dtype of the sum, and n down for a pull: values and states stay there."""
+    """None between a worker and its own server for a long key; else at the server n up for a push, in the dtype of the
+    sum, and n down for a pull: values and states stay there."""
     form = np.dtype(dtype)
 
     def body(store: Any, gpu: FakeGpu) -> None:
@@ -95,19 +96,46 @@ def test_the_copies_of_each_call(path: str, memory: str, kind: str, dtype: str, 
             store.set_optimizer(optimizers.create(kind))
             store.barrier()
             n_bytes, grad, out = n * form.itemsize, gpu.array(np.ones(n, form)), gpu.array(np.zeros(n, form))
-            # What the worker itself copies to its messages and from them (test_device_servers.py).
-            client = 0 if path == "mpi" and key == "long" else n_bytes
+            # What the worker itself copies to its messages and from them (test_device_servers.py), and the server.
+            down, up = (0, 0) if key == "long" else (n_bytes, wide * n_bytes)
             for _ in range(2):
                 pushed = copies(store, lambda: (store.push(key, grad), store.barrier()))  # noqa: B023 - called at once
-                assert pushed == (client, wide * n_bytes)
-                assert copies(store, lambda: store.pull(key, out)) == (n_bytes, client)  # noqa: B023
+                assert pushed == (down, up)
+                assert copies(store, lambda: store.pull(key, out)) == (down, down)  # noqa: B023
             both = copies(store, lambda: store.pushpull(key, grad, out))  # noqa: B023
-            assert both == (client + n_bytes, client + wide * n_bytes)
+            assert both == (2 * down, up + down)
+            there = np.zeros(n, form)  # in host memory, which the answer goes to by a message
+            assert copies(store, lambda: store.pull(key, there)) == (n_bytes, 0)  # noqa: B023
+            assert there.tobytes() == out.get().tobytes()
         host = np.ones(N_LONG, F32)
         store.init("host", host)
         assert copies(store, lambda: store.pushpull("host", host)) == (0, 0)
 
     run(1, 0, body, name="dist_async", path=path, shared_memory=memory)
+
+
+@WAYS
+def test_the_copies_of_two_workers(path: str, memory: str) -> None:
+    """Of a key that both servers have half of, each worker copies the other's half, and its server for the other."""
+
+    def body(store: Any, gpu: FakeGpu) -> None:
+        n = 4 * LONG
+        store.init("w", gpu.array(np.ones(n, F32)))
+        store.set_optimizer(optimizers.create("sgd"))
+        grad, out = gpu.array(np.ones(n, F32)), gpu.array(np.zeros(n, F32))
+        store.barrier()
+
+        def calls() -> None:
+            for _ in range(2):
+                store.push("w", grad)
+                store.pull("w", out)
+            store.barrier()
+
+        client = 0 if path == "mpi" else 2 * n  # bytes of a half
+        assert copies(store, calls) == (2 * client + 2 * 2 * n, 2 * client + 2 * 2 * n)
+        store.barrier()
+
+    run(2, 0, body, name="dist_async", path=path, shared_memory=memory, bigarray_bound_elems=1)
 
 
 def test_an_answer_waits_for_its_copy_and_other_keys_do_not_wait_for_it() -> None:
