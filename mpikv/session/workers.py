@@ -209,7 +209,8 @@ class Workers(Session):
         items, links, compresses = [], self.members.links, self.compressions.any
         for new in values:
             dtype, codec = new.value.dtype, IDENTITY.name
-            compiled.prepare_key(dtype, new.value.nbytes)
+            if dtype.itemsize == 2:  # half precision
+                compiled.prepare_key(dtype, new.value.nbytes)
             if compresses and not new.sparse:  # rows travel as they are
                 travels = self.compressions.of(new.key, dtype, links=links).for_shape(new.shape)
                 codec = travels.text

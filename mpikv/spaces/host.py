@@ -101,7 +101,10 @@ class HostSpace:
 
     def copy(self, out: HostArray, values: HostArray | int) -> None:
         """See `Space`."""
-        cast_into(out, values)
+        if getattr(values, "dtype", None) == out.dtype:
+            np.copyto(out, values)
+        else:
+            cast_into(out, values)
 
     def cast(self, values: HostArray, dtype: np.dtype[Any]) -> HostArray:
         """See `Space`."""
