@@ -180,6 +180,7 @@ def test_keys_of_half_precision_are_rounded_and_widened_as_numpy_does_it(
     half: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the largest number come infinities. One NaN is as good as another."""
+    pytest.importorskip("numba")
     values = _near_halves(half)
     with np.errstate(all="ignore"):
         expected = values.astype(half)
