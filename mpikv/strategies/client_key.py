@@ -44,36 +44,42 @@ class Route(NamedTuple):
     n_bytes: int
 
 
+class Messages(NamedTuple):
+    """In place of an array: a push that has been encoded already, or memory for an answer that is decoded elsewhere.
+
+    by_piece: the bytes on their way of elements [begin, end).
+    """
+
+    by_piece: Mapping[Span, HostArray]
+
+
 class Value:
     """Where the answers to a pull of one key go: `array`, (n,) in the key's dtype, piece by piece.
 
     encoded: how they come; None: as they are, straight into the array.
     """
 
-    def __init__(self, array: HostArray, encoded: Pieces | None) -> None:
+    def __init__(self, array: HostArray | Messages, encoded: Pieces | None) -> None:
         self.array, self._encoded = array, encoded
         self._data: list[tuple[Span, HostArray]] = []
 
     def piece(self, begin: int, end: int) -> HostArray:
         """Memory for the answer to elements [begin, end)."""
+        if isinstance(self.array, Messages):
+            return self.array.by_piece[begin, end]
         if self._encoded is None:
             return self.array[begin:end]
         data: HostArray = np.empty(self._encoded.wire_bytes((begin, end)), np.uint8)
         self._data.append(((begin, end), data))
         return data
 
-    def complete(self) -> HostArray:
+    def complete(self) -> HostArray | Messages:
         """The array, when all answers are there."""
         for piece, data in self._data:
             assert self._encoded is not None
+            assert not isinstance(self.array, Messages)
             self._encoded.put(data, self.array[slice(*piece)])
         return self.array
-
-
-class EncodedTotal(NamedTuple):
-    """A push that has been encoded already. messages: by the elements [begin, end) that they are of."""
-
-    messages: Mapping[Span, HostArray]
 
 
 class ClientKey:
@@ -81,7 +87,8 @@ class ClientKey:
 
     codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do. space: what
     they are in on this worker; None: host memory.
-    encoded: its pushes, and what their codec remembers of them. returned: its answers.
+    encoded: its pushes, and what their codec remembers of them. returned: its answers, for arrays in host memory;
+    returned_here: for arrays in `space`.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class ClientKey:
         self.info, self.compression = info, codecs(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
         self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
+        self.returned_here = pieces_in(space, info, self.compression.pull)
         self.choice, self._timed = choice, False
         self.pushed = 0
         self.move(placement)
@@ -116,10 +124,10 @@ class ClientKey:
         """Whether answers to a pull come as they are: also before this worker's first push."""
         return self._comes_as_it_is or not self.pushed
 
-    def encode(self, total: HostArray | EncodedTotal, begin: int, end: int, *, plain: bool = False) -> HostArray:
+    def encode(self, total: HostArray | Messages, begin: int, end: int, *, plain: bool = False) -> HostArray:
         """What travels of elements [begin, end) of a push. plain: the values as they are."""
-        if isinstance(total, EncodedTotal):
-            return total.messages[begin, end]
+        if isinstance(total, Messages):
+            return total.by_piece[begin, end]
         if self.sends_as_it_is or plain:
             return total[begin:end]
         return self.encoded.encode(total, (begin, end))
@@ -127,6 +135,10 @@ class ClientKey:
     def encodes_on_device(self, *, plain: bool) -> bool:
         """Whether a push is encoded in device memory, before its messages. plain: it travels as it is."""
         return isinstance(self.encoded, DevicePieces) and not plain
+
+    def decodes_on_device(self, *, plain: bool) -> bool:
+        """Whether the answer to a pull is decoded in device memory, behind its messages. plain: it comes as it is."""
+        return isinstance(self.returned_here, DevicePieces) and not plain
 
     # --- encoded or as it is, of a key that has the choice
 
@@ -162,7 +174,7 @@ class ClientKey:
     def _pieces(self) -> list[Span]:
         return [part for route in self.routes for part in route.parts]
 
-    def value(self, array: HostArray, *, plain: bool) -> Value:
+    def value(self, array: HostArray | Messages, *, plain: bool) -> Value:
         """Where the answers to a pull go. plain: they come as they are."""
         return Value(array, None if plain else self.returned)
 

@@ -9,7 +9,8 @@ shard of such a key goes one of three ways (`DeviceCalls.direct`, `DeviceCalls.h
   GPU each (transports/handed.py). Only a shard that travels by itself, uncompressed.
 - *Staged*: it is copied to page-locked memory and sent from there; the answer comes into the same memory and is copied
   up. Where the shard goes through the memory that a host's ranks share, the page-locked memory is part of that. A
-  push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages.
+  push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages; an answer for arrays on the
+  GPU alone that a codec decodes there is copied up as its messages.
 
 Nobody waits for a copy. A call begins its copies when it is made, and its messages leave when the store's stream has
 come so far. Until then the call stands in a line, and so does every call that is made after it, also of keys in host
@@ -30,6 +31,7 @@ from collections.abc import Callable, Sequence
 
 from mpikv import wire
 from mpikv.arrays import HostArray
+from mpikv.collectives.stages import Span
 from mpikv.engine.request import Completion, Predicate, Request, Steps
 from mpikv.hostmemory.allocator import Segment
 from mpikv.spaces.base import SpaceArray
@@ -37,8 +39,9 @@ from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
 from mpikv.spaces.pinned import length_of
 from mpikv.strategies.base import Sink
-from mpikv.strategies.client_key import ClientKey, EncodedTotal, Route
+from mpikv.strategies.client_key import ClientKey, Messages, Route
 from mpikv.strategies.exchange import Client, Item
+from mpikv.strategies.pieces import Pieces
 
 
 class Staging:
@@ -141,14 +144,14 @@ class DeviceCalls:
 class _Into:
     """A `Target` for messages alone."""
 
-    def __init__(self, memory: SpaceArray) -> None:
+    def __init__(self, memory: SpaceArray | Messages) -> None:
         self._memory = memory
 
-    def buffer(self) -> SpaceArray:
+    def buffer(self) -> SpaceArray | Messages:
         """The memory."""
         return self._memory
 
-    def deliver(self, value: SpaceArray) -> None:
+    def deliver(self, value: SpaceArray | Messages) -> None:
         """Whoever made the call does, once all of a key is here."""
 
 
@@ -173,12 +176,15 @@ class _KeyCall:
         if total is None and DEVICE in self._places:
             self._on_device = calls.space.empty(info.n_elems, info.dtype)
         encodes = total is not None and item.key.encodes_on_device(plain=item.pushes_plain)
-        up = DEVICE in self._places and (bool(self._staged) or HOST in self._places)
+        decodes = self._places == {DEVICE} and item.key.decodes_on_device(plain=item.answered_plain)
+        up = DEVICE in self._places and (bool(self._staged) or HOST in self._places) and not decodes
         if up or (total is not None and self._staged and not encodes):
             self._on_host = self._take(info.n_elems * info.dtype.itemsize).view(info.dtype)
         # What a message is received into: this worker's own arrays, the memory for copies, or the GPU's.
         only_host = None if self._sink is None or DEVICE in self._places else self._sink.buffer()
         self._result = self._on_host if only_host is None else only_host
+        if decodes:
+            self._result = Messages(self._memory_of(item.key.returned_here))
         directly = self._on_device if self._places == {DEVICE} else self._result
         self.arrivals: list[Request] = []
         if total is not None and (direct or handed):
@@ -210,14 +216,18 @@ class _KeyCall:
         self._memory.append(memory)
         return memory[:n_bytes]
 
-    def _encoded(self, key: ClientKey, total: SpaceArray) -> EncodedTotal:
+    def _encoded(self, key: ClientKey, total: SpaceArray) -> Messages:
         """The messages of a push, which are encoded on the GPU and on their way to the host."""
-        parts = [part for route in self._staged for part in route.parts]
-        messages = {part: self._take(key.encoded.wire_bytes(part)) for part in parts}
+        messages = self._memory_of(key.encoded)
         for part, message in messages.items():
             data: SpaceArray = key.encoded.encode(total, part)
             self._calls.space.fetch(message, data)
-        return EncodedTotal(messages)
+        return Messages(messages)
+
+    def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:
+        """For the messages of all pieces that are staged."""
+        parts = [part for route in self._staged for part in route.parts]
+        return {part: self._take(pieces.wire_bytes(part)) for part in parts}
 
     @property
     def _shared(self) -> bool:
@@ -228,7 +238,10 @@ class _KeyCall:
         space = self._calls.space
         if DEVICE in self._places:
             assert self._sink is not None
-            if self._on_host is not None:
+            if isinstance(self._result, Messages):
+                for (begin, end), message in self._result.by_piece.items():
+                    self._item.key.returned_here.put(message, self._on_device[begin:end])
+            elif self._on_host is not None:
                 every = HOST in self._places
                 for begin, end in [(0, self._on_host.size)] if every else _runs(self._staged):
                     space.bring(self._on_device[begin:end], self._on_host[begin:end])

@@ -240,22 +240,38 @@ def test_optimizers_and_their_states(path: str, memory: str, kind: str, tmp_path
 
 @pytest.mark.parametrize("memory", ["auto", "off"])
 @pytest.mark.parametrize(
-    "codec", [{"type": "fp16", "pull": "fp16"}, {"type": "2bit"}, {"type": "int8"}, {"type": "topk"}]
+    ("codec", "dtype"),
+    [
+        ({"type": "fp16", "pull": "fp16"}, F32),
+        ({"type": "2bit"}, F32),
+        ({"type": "int8"}, F32),
+        ({"type": "topk"}, F32),
+        ({"type": "none", "pull": "bf16"}, np.dtype(np.float16)),
+        ({"type": "2bit", "pull": "int8"}, F32),
+        ({"type": "int8", "pull": "2bit"}, np.dtype(np.float16)),
+        ({"type": "int8", "pull": "topk"}, F32),
+    ],
+    ids=str,
 )
-def test_compressed_values(codec: dict[str, Any], memory: str, tmp_path: Any) -> None:
-    """They are encoded in the order of the pushes: the same bits, also of what is still owed."""
+def test_compressed_values(codec: dict[str, Any], dtype: np.dtype[Any], memory: str, tmp_path: Any) -> None:
+    """They are encoded in the order of the pushes: the same bits, also of what is still owed, and of the answers."""
     n, params = 2 * LONG + 3, {**codec, "force": True}
 
     def train(store: Any, put: Any, get: Any, file: str) -> Any:
         store.set_gradient_compression(params)
-        store.init(["w", "s"], [put(np.zeros(n, F32)), put(np.zeros(5, F32))])
-        store.set_optimizer(optimizers.create("sgd", learning_rate=0.125))
+        store.init(["w", "s"], [put(np.zeros(n, dtype)), put(np.zeros(5, dtype))])
+        if codec.get("pull") in (None, "fp16", "bf16"):
+            store.set_optimizer(optimizers.create("sgd", learning_rate=0.125))
         for step in range(3):
-            store.push(["w", "s"], [put(values_of(store.rank, step, size) / 3) for size in (n, 5)])
+            store.push(["w", "s"], [put((values_of(store.rank, step, size) / 3).astype(dtype)) for size in (n, 5)])
         store.save_optimizer_states(file)
-        outs = [put(values_of(store.rank, 4, size) / 3) for size in (n, 5)]
+        outs = [put((values_of(store.rank, 4, size) / 3).astype(dtype)) for size in (n, 5)]
+        others = [[put(np.zeros(size, F32)), np.zeros(size, dtype)] for size in (n, 5)]
         store.pushpull(["w", "s"], outs)
-        return [get(out).tobytes() for out in outs], store.stats()["encoded_bytes"]
+        store.pull(["w", "s"], others)
+        store.barrier()
+        found = [*outs, *(one for pair in others for one in pair)]
+        return [np.asarray(get(out)).tobytes() for out in found], store.stats().get("encoded_bytes")
 
     files = [str(tmp_path / one) for one in "hd"]
     expected = on_host(2, 2, lambda store: train(store, np.array, np.array, files[0]), shared_memory=memory)
@@ -263,7 +279,9 @@ def test_compressed_values(codec: dict[str, Any], memory: str, tmp_path: Any) ->
         found = run(
             2,
             2,
-            lambda store, gpu: train(store, gpu.array, lambda array: array.get(), files[1]),
+            lambda store, gpu: train(
+                store, gpu.array, lambda array: array if isinstance(array, np.ndarray) else array.get(), files[1]
+            ),
             path=path,
             shared_memory=memory,
         )
@@ -275,13 +293,14 @@ def test_compressed_values(codec: dict[str, Any], memory: str, tmp_path: Any) ->
 
 
 @pytest.mark.parametrize("memory", ["auto", "off"])
+@pytest.mark.parametrize("pull", ["none", "fp16", "int8", "topk"])
 @pytest.mark.parametrize("codec", ["fp16", "2bit", "int8"])
-def test_the_copies_of_compressed_values(codec: str, memory: str) -> None:
-    """Down goes what travels, in one copy for each message; up the answer."""
+def test_the_copies_of_compressed_values(codec: str, pull: str, memory: str) -> None:
+    """Down goes what travels, in one copy for each message; up the answer: whole, or what travels of it."""
     one = registry.create(codec)
 
     def body(store: Any, gpu: FakeGpu) -> None:
-        store.set_gradient_compression({"type": codec, "force": True})
+        store.set_gradient_compression({"type": codec, "pull": pull, "force": True})
         for n in (4 * LONG + 3, 1000):
             key = f"w{n}"
             store.init(key, gpu.array(np.zeros(n, F32)))
@@ -292,10 +311,17 @@ def test_the_copies_of_compressed_values(codec: str, memory: str) -> None:
             down = sum(one.wire_bytes(part, F32) for part in parts)
             grad, out = gpu.array(np.ones(n, F32)), gpu.array(np.zeros(n, F32))
             assert copies(store, lambda: store.push(key, grad)) == (down, 0)  # noqa: B023 - called at once
-            assert copies(store, lambda: store.pull(key, out)) == (0, 4 * n)  # noqa: B023
-            before = store.stats()["copies_down"]
+            encoded = pull in ("fp16", "int8")  # topk decodes on the host
+            up = sum(registry.create(pull).wire_bytes(part, F32) for part in parts) if encoded else 4 * n
+            assert copies(store, lambda: store.pull(key, out)) == (0, up)  # noqa: B023
+            assert copies(store, lambda: store.pull(key, [out, np.zeros(n, F32)])) == (0, 4 * n)  # noqa: B023
+            before = store.stats()
             store.push(key, grad)
-            assert store.stats()["copies_down"] - before == len(parts)
+            store.pull(key, out)
+            after = store.stats()
+            assert after["copies_down"] - before["copies_down"] == len(parts)
+            if encoded:
+                assert after["copies_up"] - before["copies_up"] == len(parts)
 
     run(2, 2, body, path="staged", shared_memory=memory)
 
