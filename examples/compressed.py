@@ -1,9 +1,9 @@
-"""The options of the examples for gradient compression, momentum that goes with it, and what a run says of it.
+"""The options of the examples for gradient compression, what workers push because of it, and what a run says of it.
 
-Codecs that send few values, or coarse ones, and the rest in later pushes, reach a better accuracy where each worker
-keeps the momentum of its own gradients and pushes that, and the optimizer has none (`WorkerMomentum`). Without
-compression both are the same training, but for steps after a change of the learning rate.
-Source: momentum correction in Lin et al., "Deep Gradient Compression", ICLR 2018.
+Codecs that send few values, or coarse ones, and the rest in later pushes, reach a better accuracy where an optimizer
+with a memory works before them and not behind them. So each worker keeps the momentum of its own gradients and pushes
+that (`WorkerMomentum`), or pushes the steps that Adam makes of its own gradients (`WorkerAdam`), and the store adds
+them up by plain SGD.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from typing import Any
 
 from mpikv import KVStore
 
-LATE = frozenset({"2bit", "topk"})  # codecs that send most of a gradient in later pushes
+# of each optimizer that can do so, the codecs for which workers keep its memory: those that send most of a push later
+LATE = {"sgd": frozenset({"2bit", "topk"}), "adam": frozenset({"1bit", "2bit", "topk"})}
 WHOLE_ELEMS = 1000  # pieces of topk up to which all is sent: biases, the last layer; 1 % of a bias is one value
+
+
+def _listed(optimizer: str) -> str:
+    return f"{', '.join(sorted(LATE[optimizer]))} with {optimizer}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +36,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gc-threshold",
         type=float,
         metavar="T",
-        help="of 2bit and 1bit (0.5; of 2bit with sgd half of --batch-size, as pushes are sums over a batch)",
+        help="of 2bit and 1bit (0.5; of 2bit with sgd half of --batch-size, as pushes are sums over a batch, and with"
+        " adam 1)",
     )
     add("--gc-pull", metavar="TYPE", help="of what comes back, such as fp16 (as it is)")
     add(
         "--gc-momentum",
         choices=("worker", "store"),
-        help="who keeps sgd's momentum: each worker, of its gradients, and pushes that, or the optimizer on the store"
-        f" (worker for {', '.join(sorted(LATE))}, else store)",
+        help="who keeps sgd's momentum, or adam's means: each worker, of its gradients, and pushes what it makes of"
+        f" them, or the optimizer on the store (worker for {' and '.join(map(_listed, LATE))}, else store)",
     )
     add("--gc-force", action="store_true", help="also where it saves no time, as on one host")
 
@@ -52,24 +58,26 @@ def compression_params(parser: argparse.ArgumentParser, options: argparse.Namesp
         parser.error(f"--gc-type {text}: {error}")
     if options.gc_threshold is not None:
         params["threshold"] = options.gc_threshold
-    elif params.get("type") == "2bit" and options.optimizer == "sgd":
-        params.setdefault("threshold", options.batch_size / 2)
+    elif params.get("type") == "2bit" and options.optimizer in LATE:
+        params.setdefault("threshold", options.batch_size / 2 if options.optimizer == "sgd" else 1.0)
     elif params.get("type") == "topk":
         params.setdefault("whole_elems", WHOLE_ELEMS)
     if options.gc_pull is not None:
         params["pull"] = options.gc_pull
     if options.gc_force:
         params["force"] = True
-    if options.gc_momentum == "worker" and options.optimizer != "sgd":
-        parser.error(f"--gc-momentum worker is for --optimizer sgd, not {options.optimizer}")
+    if options.gc_momentum == "worker" and options.optimizer not in LATE:
+        parser.error(f"--gc-momentum worker is for --optimizer {' and '.join(LATE)}, not {options.optimizer}")
     return None if params == {"type": "none"} else params
 
 
 class WorkerMomentum:
     """velocity = momentum * velocity + gradient, of which each worker keeps its own and pushes it as its gradient.
 
-    Weight decay is no part of it, and becomes so much larger as a velocity is than one gradient. Velocities are not
-    saved: a run that is resumed begins with none, and is not the same one bit for bit.
+    Without compression that is the same training, but for steps after a change of the learning rate. Weight decay is no
+    part of it, and becomes so much larger as a velocity is than one gradient. Velocities are not saved: a run that is
+    resumed begins with none, and is not the same one bit for bit.
+    Source: momentum correction in Lin et al., "Deep Gradient Compression", ICLR 2018.
     """
 
     def __init__(self, momentum: float) -> None:
@@ -90,15 +98,58 @@ class WorkerMomentum:
         gradient[...] = velocity * share
 
 
-def worker_momentum(options: argparse.Namespace, optimizer_params: dict[str, Any]) -> WorkerMomentum | None:
-    """The momentum that workers keep, if they do; then it is taken from the optimizer's arguments."""
-    momentum = optimizer_params.get("momentum", 0.0)
+class WorkerAdam:
+    """What Adam subtracts from a weight, without the learning rate: each worker's of its own gradients, and pushed.
+
+    It is about 1 at first and less later, whatever the scale of the gradients is: so the default thresholds fit, and
+    +1 and -1 do. Behind a codec Adam divides by the noise that the codec makes. Without compression it is not quite the
+    training that Adam makes of all gradients together, whose second moment is that of a larger batch. Not saved, as
+    velocities are not.
+    Source: Kingma and Ba, ICLR 2015; that what is compressed must come behind Adam's division: Tang et al., "1-bit
+    Adam", ICML 2021, which keeps the second moment as it is after a warm-up where this one lets it go on.
+    """
+
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-8
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas  # whose steps are added up before they are compressed: their mean is what is wanted
+        self._means: dict[Any, tuple[int, Any, Any]] = {}
+
+    def apply(self, name: Any, gradient: Any, share: float = 1.0) -> None:
+        """Write the step into `gradient`. See `WorkerMomentum.apply`. Computed in float32."""
+        whole = (gradient.float() if hasattr(gradient, "float") else gradient.astype("float32")) / share
+        t, mean, var = self._means.get(name) or (0, whole * 0, whole * 0)
+        self._means[name] = t + 1, mean, var
+        mean *= self.beta1
+        mean += (1 - self.beta1) * whole
+        var *= self.beta2
+        var += (1 - self.beta2) * whole * whole
+        root = (var / (1 - self.beta2 ** (t + 1))) ** 0.5
+        gradient[...] = mean / (1 - self.beta1 ** (t + 1)) / (root + self.epsilon) * (share / self._replicas)
+
+
+def on_workers(
+    options: argparse.Namespace, params: dict[str, Any], replicas: int
+) -> tuple[str, WorkerMomentum | WorkerAdam | None]:
+    """The optimizer of the store, and what each worker does before it pushes, if that is anything.
+
+    params: the optimizer's arguments, which are changed to fit. replicas: devices of a worker that have each
+    a gradient of their own.
+    """
+    optimizer: str = options.optimizer
     compression = options.compression or {"type": "none"}
-    where = options.gc_momentum or ("worker" if compression["type"] in LATE else "store")
-    if where == "store" or options.optimizer != "sgd" or not 0 < momentum < 1:
-        return None
-    optimizer_params.update(momentum=0.0, wd=optimizer_params["wd"] / (1 - momentum))
-    return WorkerMomentum(momentum)
+    late = compression["type"] in LATE.get(optimizer, ())
+    if (options.gc_momentum or ("worker" if late else "store")) == "store":
+        return optimizer, None
+    if optimizer == "adam":
+        # Trainer.step divides by the images of all workers, but a step is no sum over images.
+        params.update(rescale_grad=options.batch_size)
+        return "sgd", WorkerAdam(replicas)
+    momentum = params.get("momentum", 0.0)
+    if not 0 < momentum < 1:
+        return optimizer, None
+    params.update(momentum=0.0, wd=params["wd"] / (1 - momentum))
+    return optimizer, WorkerMomentum(momentum)
 
 
 def print_saving(store: KVStore) -> None:

@@ -19,7 +19,7 @@ waits, worker 0 evaluates alone, with its own.
 
 Saving. --save writes weights, running means, the optimizer's states and the place in the data into one file after every
 epoch, whole or not at all; --resume goes on from there as if nothing had happened, bit for bit with as many workers and
-devices (and a synchronous store), and also with others; but momentum that workers keep (--gc-momentum) begins anew.
+devices (and a synchronous store), and also with others; but what workers keep (--gc-momentum) begins anew.
 MPIKV_STOP_SIGNALS=TERM makes a signal end the run after the step in which it comes, saved in --save's file, or in
 MPIKV_STOP_FILE=FILE, from which the next run goes on by itself.
 
@@ -130,7 +130,7 @@ class Run:
     images: ImageSet
     nets: list[nn.Module]
     trainer: Trainer
-    momentum: compressed.WorkerMomentum | None = None
+    memory: compressed.WorkerMomentum | compressed.WorkerAdam | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -163,7 +163,7 @@ class Run:
     def gradients(self, x: np.ndarray, y: np.ndarray) -> float:
         """Add up the gradients of this batch in the first replica, as sums over the images; the sum of the losses.
 
-        Where workers keep the momentum, the gradients become velocities (compressed.WorkerMomentum).
+        Where workers keep the optimizer's memory, what is pushed becomes what they make of it (compressed.py).
         """
         self.trainer.zero_grad()
         losses = []
@@ -176,9 +176,9 @@ class Run:
         for net in self.nets[1:]:
             for first, other in zip(self.nets[0].parameters(), net.parameters(), strict=True):
                 first.grad += other.grad.to(first.device)
-        if self.momentum is not None:
+        if self.memory is not None:
             for name, parameter in self.nets[0].named_parameters():
-                self.momentum.apply(name, parameter.grad)
+                self.memory.apply(name, parameter.grad)
         return sum(float(loss) for loss in losses)  # only now: float() waits for a GPU
 
     @torch.no_grad()
@@ -303,8 +303,8 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     net = NETWORKS[options.model](images.channels, 10).to(options.devices[0])
     store.init("correct", np.zeros(1, dtype=np.int64))
     params = optimizer_params(options)
-    momentum = compressed.worker_momentum(options, params)
-    trainer = Trainer(net, options.optimizer, params, store, options.compression)
+    optimizer, memory = compressed.on_workers(options, params, 1)
+    trainer = Trainer(net, optimizer, params, store, options.compression)
     problem: Exception | None = None
     try:
         if options.resume and trainer.resume(options.resume) == 0:
@@ -314,7 +314,7 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     end_if_wrong(store, "checkpoint", problem)
     trainer.resume()  # where a signal has stopped this run before: MPIKV_STOP_FILE
     replicas = [copy.deepcopy(net).to(device) for device in options.devices[1:]]
-    return Run(options, store, images, [net, *replicas], trainer, momentum)
+    return Run(options, store, images, [net, *replicas], trainer, memory)
 
 
 def main() -> None:

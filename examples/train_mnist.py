@@ -153,7 +153,7 @@ class Run:
     images: Images
     network: Network
     trainer: Trainer
-    momentum: compressed.WorkerMomentum | None = None
+    memory: compressed.WorkerMomentum | compressed.WorkerAdam | None = None
 
     @property
     def asynchronous(self) -> bool:
@@ -177,9 +177,9 @@ class Run:
 
     def ready(self, parameter: Parameter, replica: int, together: int, *, last: bool) -> None:
         """A replica has written the gradient of this parameter; last: all others have, too."""
-        if self.momentum is not None:
+        if self.memory is not None:
             share = together / (self.options.batch_size * self.store.num_workers)
-            self.momentum.apply((parameter.name, replica), parameter.list_grad()[replica], share)
+            self.memory.apply((parameter.name, replica), parameter.list_grad()[replica], share)
         if last:
             self.trainer.push_grad(parameter, batch_size=together)
 
@@ -280,8 +280,8 @@ def main() -> None:
         store.broadcast("first epoch", first_epoch, out=first_epoch)  # the others need not see the file
         store.init("correct", np.zeros(1, dtype=np.int64))
         params = optimizer_params(options)
-        momentum = compressed.worker_momentum(options, params)
-        trainer = Trainer(network.parameters, options.optimizer, params, store, options.compression)
+        optimizer, memory = compressed.on_workers(options, params, len(options.devices))
+        trainer = Trainer(network.parameters, optimizer, params, store, options.compression)
         if options.resume:
             checkpoint.load_states(options.resume, trainer, int(first_epoch[0]))
 
@@ -289,7 +289,7 @@ def main() -> None:
         trainer.resume()  # where a signal has stopped this run before
 
         start_s = time.perf_counter()
-        result, after = Run(options, store, images, network, trainer, momentum).train()
+        result, after = Run(options, store, images, network, trainer, memory).train()
         if store.rank == 0:
             if options.dump_weights:
                 checkpoint.write_weights(options.dump_weights, network.parameters)

@@ -1,4 +1,4 @@
-"""examples/compressed.py: momentum that workers keep is that of the optimizer, and which codecs get it."""
+"""examples/compressed.py: what workers keep is what the optimizer would, and which codecs make them do so."""
 
 from __future__ import annotations
 
@@ -55,28 +55,77 @@ def test_each_gradient_has_a_velocity_of_its_own() -> None:
             assert gradient.tolist() == [expected] * 2
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_steps_of_workers_are_those_of_adam(library: str, dtype: str) -> None:
+    """The store's optimizer, for one worker; a last step of an epoch with half as many images; two replicas."""
+    arrays = pytest.importorskip(library)
+    make = {"numpy": "array", "torch": "tensor"}[library]
+    rate, replicas = 0.125, 2
+    adam = optimizers.create("adam", learning_rate=rate)
+    sgd = optimizers.create("sgd", learning_rate=rate, rescale_grad=64)
+    expected, weight = np.zeros(3), np.zeros(3)
+    adam_state, sgd_state = adam.init(expected), sgd.init(weight)
+    worker = compressed.WorkerAdam(replicas)
+    for step, share in enumerate((1.0, 1.0, 0.5, 1.0)):
+        gradient = np.array([step + 1, -2.0, 64 * (step - 1)])  # of whole batches; each replica has the same
+        adam_state = adam.update("w", expected, gradient, adam_state)
+        total = np.zeros(3)
+        for replica in range(replicas):
+            pushed = getattr(arrays, make)(gradient * share, dtype=getattr(arrays, dtype))
+            worker.apply(("w", replica), pushed, share)
+            total += np.asarray(pushed)
+        sgd.rescale_grad = 64 / (64 * share)
+        sgd_state = sgd.update("w", weight, total, sgd_state)
+        np.testing.assert_allclose(weight, expected, rtol=1e-3 if dtype == "float16" else 1e-6)
+    assert expected.all()
+
+
 @pytest.mark.parametrize(
     ("line", "optimizer", "moves"),
     [
         (["--gc-type", "topk"], "sgd", True),
         (["--gc-type", "2bit"], "sgd", True),
+        (["--gc-type", "1bit"], "sgd", False),
         (["--gc-type", '{"type": "randomk", "ratio": 0.1}'], "sgd", False),
         (["--gc-type", '{"type": "topk", "ratio": 0.1}'], "sgd", True),
         (["--gc-type", "topk", "--gc-momentum", "store"], "sgd", False),
-        (["--gc-type", "topk"], "adam", False),
         (["--gc-type", "int8"], "sgd", False),
         (["--gc-type", "int8", "--gc-momentum", "worker"], "sgd", True),
         (["--gc-momentum", "worker"], "sgd", True),
         ([], "sgd", False),
+        (["--gc-type", "1bit"], "adam", True),
+        (["--gc-type", "topk"], "adam", True),
+        (["--gc-type", "topk", "--gc-momentum", "store"], "adam", False),
+        (["--gc-type", "powersgd"], "adam", False),
+        (["--gc-momentum", "worker"], "adam", True),
+        ([], "adam", False),
+        (["--gc-type", "topk"], "lamb", False),
     ],
     ids=str,
 )
-def test_which_runs_keep_momentum_on_the_workers(line: list[str], optimizer: str, moves: bool) -> None:
-    params = {"learning_rate": 0.05, "momentum": 0.75, "wd": 0.5}
-    found = compressed.worker_momentum(options(*line, optimizer=optimizer), params)
-    assert (found is not None) == moves
-    assert params == {"learning_rate": 0.05, "momentum": 0.0, "wd": 2.0} if moves else params["momentum"] == 0.75
-    assert compressed.worker_momentum(options(*line), {"learning_rate": 0.05, "momentum": 0.0, "wd": 0.5}) is None
+def test_which_runs_keep_the_optimizers_memory_on_the_workers(line: list[str], optimizer: str, moves: bool) -> None:
+    given = {"learning_rate": 0.05, "momentum": 0.75, "wd": 0.5}
+    if optimizer != "sgd":
+        del given["momentum"]
+    params = dict(given)
+    of_store, memory = compressed.on_workers(options(*line, optimizer=optimizer), params, replicas=4)
+    if not moves:
+        assert (of_store, memory, params) == (optimizer, None, given)
+        return
+    assert of_store == "sgd"
+    if optimizer == "sgd":
+        assert isinstance(memory, compressed.WorkerMomentum)
+        assert params == {"learning_rate": 0.05, "momentum": 0.0, "wd": 2.0}
+    else:
+        assert isinstance(memory, compressed.WorkerAdam)
+        assert params == {"learning_rate": 0.05, "wd": 0.5, "rescale_grad": 64}
+
+
+def test_without_momentum_workers_keep_none() -> None:
+    params = {"learning_rate": 0.05, "momentum": 0.0, "wd": 0.5}
+    assert compressed.on_workers(options("--gc-type", "topk"), params, 1) == ("sgd", None)
+    assert params == {"learning_rate": 0.05, "momentum": 0.0, "wd": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -97,12 +146,15 @@ def test_what_is_asked_of_the_store(line: list[str], expected: dict[str, Any] | 
     assert options(*line).compression == expected
 
 
-def test_other_optimizers_have_the_stores_threshold() -> None:
-    """Adam makes steps of a length of its own: with 32 it was far behind."""
-    assert options("--gc-type", "2bit", optimizer="adam").compression == {"type": "2bit"}
+@pytest.mark.parametrize(
+    ("optimizer", "expected"), [("adam", {"type": "2bit", "threshold": 1}), ("lamb", {"type": "2bit"})]
+)
+def test_steps_have_a_threshold_of_their_own(optimizer: str, expected: dict[str, Any]) -> None:
+    """Adam's are 1 at first, of whatever gradients."""
+    assert options("--gc-type", "2bit", optimizer=optimizer).compression == expected
 
 
-def test_momentum_of_workers_is_for_sgd(capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_keep_the_memory_of_two_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        options("--gc-momentum", "worker", optimizer="adam")
-    assert "--gc-momentum worker is for --optimizer sgd, not adam" in capsys.readouterr().err
+        options("--gc-momentum", "worker", optimizer="lamb")
+    assert "--gc-momentum worker is for --optimizer sgd and adam, not lamb" in capsys.readouterr().err
