@@ -233,9 +233,9 @@ class Placement(NamedTuple):
     """One key's. Part i of its flat value, `[bounds[i], bounds[i+1])`, belongs to `owners[i]`; it may be empty.
 
     owners: numbers among the servers, or among the workers where they own the keys. algorithm: how workers add, "" for
-    servers. part_elems: the most elements that travel to or from a server in one piece; 0 for workers. host: of a
-    `staged` one the path on the host. plain: of an `encoded` one the path and the algorithm of rounds whose values
-    travel as they are; None: its own.
+    servers. part_elems: the most elements that travel to or from a server in one piece; 0 for workers. plain: of an
+    `encoded` one the path and the algorithm of rounds whose values travel as they are; None: its own. host: of a
+    `staged` one, and of one whose rounds as they are go so, the path on the host.
     """
 
     path: Path
@@ -291,8 +291,9 @@ def place(
         bounds = whole_bounds(info.n_elems, size, info.id % size) if whole else _in_steps(info, size, wire)
         algorithm = "gather" if gathers else "owners"
         if here:
-            plain = None if wire.force or way != "host" else _plain_way(members, info, on_host, bounds)
-            return Placement("encoded", algorithm, tuple(range(size)), bounds, plain=plain)
+            plain = None if wire.force else _plain_way(members, info, on_host, bounds)
+            host = on_host if plain is not None and plain[0] == "staged" else None
+            return Placement("encoded", algorithm, tuple(range(size)), bounds, host=host, plain=plain)
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if way == "nccl":
         algorithm = "nccl"
@@ -318,15 +319,16 @@ def place(
 def _plain_way(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:
     """The path and the algorithm of an encoded key's rounds as they are; None: the path of encoded ones.
 
-    They are those of a key without compression, but with these bounds. on_host: its path.
+    They are those of a key without compression, but with these bounds. on_host: its path, or what it would be there.
     """
-    if on_host == "native" or sum_dtype(info.dtype) != info.dtype:  # it may have no communicator; halves go encoded
-        return None
+    way = members.device_path_of(info)
+    if on_host == "native" or way == "nccl" or sum_dtype(info.dtype) != info.dtype:
+        return None  # it may have no communicator; halves go encoded
     size = len(members.workers)
     algorithm = choose(info.n_bytes, size, members.config.host_algorithm, members.worker_hosts)
     if bounds[most_owners(algorithm, size)] != info.n_elems:
         algorithm = "ring"  # whose ranks may all be owners
-    return on_host, algorithm
+    return on_host if way == "host" else way, algorithm
 
 
 def _encodes(members: Members, info: KeyInfo, wire: Wire, on_host: Path, updated: bool) -> bool:

@@ -69,6 +69,7 @@ class Encoded(Alone):
     """See `Way`. pushed, returned: what travels to the owners and back."""
 
     changes = False
+    _ways = WAYS  # those of rounds as they are
     _adding = DecodingGroup
     _receives_in_place = True  # what comes as it is, in the value
 
@@ -87,7 +88,7 @@ class Encoded(Alone):
         # The way of rounds as they are, which has this value; None: they go as encoded ones do.
         self._ordinary: Way | None = None
         if (plain := placement.as_it_is) is not None:
-            self._ordinary = WAYS[plain.path](means, info, plain, place)
+            self._ordinary = self._ways[plain.path](means, info, plain, place)
             if not self._ordinary.shared:
                 self._ordinary.value = self.value
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
@@ -172,13 +173,13 @@ class Encoded(Alone):
     def _add_as_they_are(
         self, ordinary: Way, values: HostArray, combine: np.ufunc, comparison: Comparison | None
     ) -> Steps[HostArray]:
-        """The ordinary way, with what the codec owes; `values` are the caller's, and stay as they are."""
+        """The ordinary way, with what the codec owes; `values` stay as they are, unless this way changes them, too."""
         given = self.pushed.with_owed(values) if self._measured else values
-        if given is values and ordinary.changes:
-            given = values.copy()
+        mine = self.changes or given is not values
+        if ordinary.changes and not mine:
+            given, mine = values.copy(), True
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
-        mine = given is not values
         totals = yield from ordinary.reduce_scatter(given, combine, comparison, changeable=mine)
         return given if totals is None else totals
 

@@ -2,7 +2,7 @@
 
 As on the host (encoded.py), by the same messages and with the same bits; but pieces are encoded, decoded and added on
 the GPU (device_pieces.py), and the optimizer runs there. So n bytes of values do not cross to the host, only what
-travels of them. Rounds as they are go straight to the owners, too.
+travels of them. Rounds as they are go the way of a key on a GPU without compression.
 
 Cost: that on the host, with a GPU's speed; down what is sent, up what is received. Memory beside it, on the GPU: the
 sum.
@@ -10,24 +10,27 @@ sum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from mpikv.codecs.base import Codec
 from mpikv.collectives.broadcast import broadcast
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
-from mpikv.placement import Placement
+from mpikv.placement import Path, Placement
 from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.encoded import Encoded
 from mpikv.strategies.pieces import Pieces
-from mpikv.strategies.ways import Means
+from mpikv.strategies.staged import Staged
+from mpikv.strategies.ways import WAYS, Make, Means
 
 
 class EncodedOnDevice(Encoded):
     """See `Way`."""
 
     changes = True
+    _ways: Mapping[Path, Make] = {**WAYS, "staged": Staged}
     _receives_in_place = False
 
     def _pieces(self, info: KeyInfo, codec: Codec) -> Pieces:

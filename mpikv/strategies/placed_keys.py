@@ -390,7 +390,7 @@ def _is_encoded(placement: Placement) -> bool:
 
 def _goes_hosted(placement: Placement) -> bool:
     """Whether values of an encoded key go through the memory of hosts in rounds in which they travel as they are."""
-    return placement.plain is not None and placement.plain[0] == "hosted"
+    return placement.plain is not None and "hosted" in (placement.plain[0], placement.host)
 
 
 def _is_in_memory(way: Way) -> bool:

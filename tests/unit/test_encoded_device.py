@@ -48,11 +48,20 @@ def numbers(n: int, worker: int, round_: int, dtype: Any = F32) -> np.ndarray:
     return (rng.standard_normal(n) * 10.0 ** rng.integers(-3, 3, n)).astype(dtype)
 
 
-def run(workers: int, body: Any, codec: Any, *, path: str = "", force: bool = True, **config: Any) -> list[Any]:
-    """Of workers that are each on a host of its own. path: of keys on GPUs; "": they are in host memory."""
+def run(
+    workers: int,
+    body: Any,
+    codec: Any,
+    *,
+    path: str = "",
+    force: bool = True,
+    hosts: str = "abcdefgh",
+    **config: Any,
+) -> list[Any]:
+    """Of workers on these hosts. path: of keys on GPUs; "": they are in host memory."""
     settings = Config(timeout_s=20.0, bucket_bytes=0, device_path=path or "auto", **config)
     compression = make({**CODECS.get(codec, {"type": codec}), "force": force})
-    arguments: dict[str, Any] = {"config": settings, "compression": compression, "hosts": "abcdefgh"[:workers]}
+    arguments: dict[str, Any] = {"config": settings, "compression": compression, "hosts": hosts[:workers]}
     if not path:
         return spawn_stores("dist_sync", workers, body, **arguments)
     gpu = FakeGpu()
@@ -161,27 +170,47 @@ def test_what_is_copied_is_what_travels(codec: str, path: str, optimizer: str) -
         assert (algorithm == "gather") == ("back" not in codec and not optimizer)
 
 
-@pytest.mark.parametrize("codec", ["2bit", "fp16"])
-def test_values_that_travel_as_they_are_pay_what_is_owed(codec: str) -> None:
-    """Rounds whose codec is suspended; and half precision, which cannot say all that it is owed."""
+@pytest.mark.grid
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("path", ["staged", "mpi"])
+@pytest.mark.parametrize("codec", ["2bit", "int8", "fp16, back as bf16"])
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+@pytest.mark.parametrize("optimizer", ["", "sgd"])
+def test_values_that_travel_as_they_are_pay_what_is_owed(
+    codec: str, path: str, hosts: str, optimizer: str, dtype: Any
+) -> None:
+    """They go as keys without compression do; half precision cannot say all that it is owed."""
 
-    def body(store: Any, *, dtype: Any) -> Any:
-        found = []
+    def body(store: Any) -> Any:
         store.init("w", np.zeros(LARGE, dtype))
+        if optimizer:
+            store.set_optimizer(optimizers.create(optimizer, learning_rate=0.1))
+        device = getattr(store, "_gpu", None)
+        found, copies = [], []
         for round_ in range(20):
             value = numbers(LARGE, store.rank, round_, dtype)
-            store.pushpull("w", value)
-            found.append(value.tobytes())
-        choice = store.stats()["compressed_keys"]["w"]
-        return found, choice["looks"]
+            array, before = value if device is None else device.array(value), store.stats()
+            getattr(store, "_store", store).pushpull("w", array)
+            after = store.stats()
+            found.append((value if device is None else array.get()).tobytes())
+            copies.append(
+                [after.get(name, 0) - before.get(name, 0) for name in ("copies_down_bytes", "copies_up_bytes")]
+            )
+        return found, store.stats().get("compressed_keys", {}).get("w", {}).get("looks"), copies[-1]
 
-    for dtype in (F32, F16):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("mpikv.codecs.choice.Choice._decide", decided_for_plain)
-            found = run(2, lambda store: body(store, dtype=dtype), codec, path="staged", force=False)  # noqa: B023
-            expected = run(2, lambda store: body(store, dtype=dtype), codec, force=False)  # noqa: B023
-        assert found == expected
-        assert [looks for _, looks in found] == [1, 1]
+    workers = len(hosts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpikv.codecs.choice.Choice._decide", decided_for_plain)
+        found = run(workers, body, codec, path=path, force=False, hosts=hosts)
+        expected = run(workers, body, codec, force=False, hosts=hosts)
+    assert [one[:2] for one in found] == [one[:2] for one in expected]
+    if dtype == F32 or hosts == "ab":
+        assert {looks for _, looks, _ in found} == {1}
+    if dtype == F32:  # halves go to their owners in every round
+        plain = run(workers, body, "none", path=path, hosts=hosts)
+        # of all workers together: without compression those of a host own as much as those of another one
+        totals = [np.sum([copies for *_, copies in one], axis=0).tolist() for one in (found, plain)]
+        assert totals[0] == totals[1]
 
 
 def decided_for_plain(choice: Any, seconds: list[float]) -> None:
