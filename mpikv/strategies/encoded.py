@@ -122,7 +122,9 @@ class Encoded(Alone):
     def held_bytes(self) -> int:
         """The value, what the codecs remember, and exact values."""
         exact = 0 if self._exact is None else self._exact.nbytes
-        ordinary = self._ordinary.held_bytes if self._ordinary is not None and self._ordinary.shared else 0
+        ordinary = 0
+        if self._ordinary is not None:  # which counts the value, too, unless it is shared memory's
+            ordinary = self._ordinary.held_bytes - (0 if self._ordinary.shared else self.value.nbytes)
         return super().held_bytes + self.pushed.held_bytes + self.returned.held_bytes + exact + ordinary
 
     def cut(self, placement: Placement) -> None:
