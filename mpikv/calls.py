@@ -29,7 +29,7 @@ from mpikv.errors import KeyNotInitialized, ShapeMismatch, UnsupportedError
 from mpikv.keys import Key, KeyInfo, check_key
 from mpikv.reductions import SUM, Reduction, named
 from mpikv.row_sparse import is_sparse
-from mpikv.session.base import Session
+from mpikv.session.base import Pending, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.callers import on_gpu
 from mpikv.spaces.named import DEVICE, HOST
@@ -275,6 +275,29 @@ class CallForms:
 
     def prepare(self, items: list[Item], targets: Targets, op: Reduction) -> PreparedCall | None:
         """Return a shorter way for a call with these arguments, if there is one. Raises what is wrong with them."""
+        found = self._known(items, targets)
+        return None if found is None else self._strategy.prepare(*found, op)
+
+    def begin(self, items: list[Item], targets: Targets, op: Reduction, priority: int) -> list[Pending] | None:
+        """Begin a call with one array for each key, which the result comes to; None, with nothing done: it is another.
+
+        Raises what is wrong with the arguments.
+        """
+        if not all(
+            len(item.arrays) == len(outs) == 1 and item.arrays[0] is outs[0]
+            for item, (_, outs) in zip(items, targets, strict=True)
+        ):
+            return None
+        found = self._known(items, targets)
+        return None if found is None else self._strategy.begin(*found[:2], op, priority)
+
+    def _known(
+        self, items: list[Item], targets: Targets
+    ) -> tuple[list[KeyInfo], list[SpaceArray], list[list[SpaceArray]]] | None:
+        """The keys of a call, their values and where results go, as arrays of their spaces. None: not all can be those.
+
+        Raises what is wrong with the arguments.
+        """
         outs = {info.key: arrays for info, arrays in targets}
         arrays = [array for item in items for array in (*item.arrays, *outs[item.key])]
         if {len(item.arrays) for item in items} != {1}:
@@ -293,9 +316,8 @@ class CallForms:
             known = {id(array): host_view(array, "pushpull") for array in arrays}
         for info, item in zip(infos, items, strict=True):
             self.check_value("pushpull", info, item.arrays[0], dtype=True)
-        return self._strategy.prepare(
+        return (
             infos,
             [known[id(item.arrays[0])] for item in items],
             [[known[id(array)] for array in outs[item.key]] for item in items],
-            op,
         )

@@ -143,10 +143,24 @@ class AllreduceStrategy(Strategy):
 
         None where other arrays than these are to be added.
         """
-        paths = {self._queues[info.id].way.placement.path for info in infos}
-        if self.keys.direct is not None and paths == {"direct"}:
+        if self.keys.direct is not None and self._paths(infos) == {"direct"}:
             return self.keys.direct.prepare(infos, values, outs, op)
-        if paths != {"ipc"} and any(info.space == DEVICE for info in infos):
+        return self._in_place(infos, values, outs, op)
+
+    def begin(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], op: Reduction, priority: int
+    ) -> list[Pending] | None:
+        """Rounds in the caller's arrays."""
+        rounds = self._in_place(infos, values, [[value] for value in values], op)
+        return None if rounds is None else rounds.start(priority)
+
+    def _paths(self, infos: Sequence[KeyInfo]) -> set[str]:
+        return {self._queues[info.id].way.placement.path for info in infos}
+
+    def _in_place(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
+    ) -> Rounds | None:
+        if any(info.space == DEVICE for info in infos) and self._paths(infos) != {"ipc"}:
             return None
         flat = flattened(infos, values, outs)
         return None if flat is None else Rounds(self._exchange_in_place, self._session, infos, flat, op)
@@ -160,7 +174,7 @@ class AllreduceStrategy(Strategy):
             running = self._push(queue, info, round_._replace(op=op, priority=priority))
             if running is not None:
                 queue.running = self._session.engine.take(running)
-        return self._deliver(info, sink, "pushpull")
+            return self._deliver(info, sink, "pushpull")  # the lock, once given back, may be busy for milliseconds
 
     def allocate(self, text: str, n_bytes: int) -> HostArray | None:
         """Memory in a block of the host's, of which a part belongs to this worker."""

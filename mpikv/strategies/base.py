@@ -151,6 +151,15 @@ class Strategy(ABC):
         """A shorter way for a blocking `pushpull` of one array per key; None where there is none. Local."""
         return None
 
+    def begin(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], op: Reduction, priority: int
+    ) -> list[Pending] | None:
+        """A `pushpull` of one array per key, in its place, which nobody touches until it is done.
+
+        None, with nothing done, where the arrays cannot be used in their place.
+        """
+        return None
+
     def bucket(self, keys: Sequence[Key]) -> Travelling | None:
         """Let keys that are always pushed together, in this order, travel together; None: each travels alone.
 

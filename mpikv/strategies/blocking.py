@@ -1,8 +1,9 @@
-"""A blocking `pushpull` through the keys' queues, straight from the caller's own arrays.
+"""A `pushpull` through the keys' queues, straight from the caller's own arrays.
 
 A caller that blocks until the call has ended does not change its arrays meanwhile, so that a round can add where the
 values are, or where the result goes, and needs no copy. For large values this counts: the first use of new memory takes
-some times as long as the copy, and the link waits for it.
+some times as long as the copy, and the link waits for it. Nor does a caller that has its result in place of the value
+and waits later (`pushpull_async`).
 
 Cost: no copy of a value that is pushed in place, one into the result otherwise; on a host whose workers share memory
 none but theirs (collectives/hosted).
@@ -44,12 +45,15 @@ class Rounds:
         self._start, self._session = start, session
         self._entries: list[Any] = [(info, *one, op) for info, one in zip(infos, flat, strict=True)]
 
+    def start(self, priority: int = 0) -> list[Pending]:
+        """Push all keys."""
+        with self._session.gathering():
+            return [self._start(priority, *entry) for entry in self._entries]
+
     def run(self, priority: int = 0) -> bool:
         """Push all keys, then wait for all. Blocks."""
         refused: ConfigError | None = None
-        with self._session.gathering():
-            started = [self._start(priority, *entry) for entry in self._entries]
-        for pending in started:
+        for pending in self.start(priority):
             try:
                 self._session.wait(pending)
             except ConfigError as error:

@@ -54,7 +54,7 @@ def _until(request: Request) -> Steps[None]:
 
 
 class PreparedExchange:
-    """A blocking `pushpull` of known arrays."""
+    """A `pushpull` of known arrays."""
 
     valid = True
 
@@ -68,6 +68,10 @@ class PreparedExchange:
     ) -> None:
         self._strategy, self._op = strategy, op
         self._entries = [Entry(info, value, sink) for info, (value, _), sink in zip(infos, flat, sinks, strict=True)]
+
+    def start(self, priority: int) -> list[Pending]:
+        """Push, and begin to pull."""
+        return self._strategy.exchange(self._entries, priority, self._op)
 
     def run(self, priority: int = 0) -> bool:
         """Push and pull."""
@@ -304,6 +308,13 @@ class PsStrategy(Strategy):
             return None
         sinks = [Sink(info, out, self._session.spaces) for info, out in zip(infos, outs, strict=True)]
         return PreparedExchange(self, infos, flat, sinks, op)
+
+    def begin(
+        self, infos: Sequence[KeyInfo], values: Sequence[Any], op: Reduction, priority: int
+    ) -> list[Pending] | None:
+        """As `prepare`."""
+        call = self.prepare(infos, values, [[value] for value in values], op)
+        return None if call is None else call.start(priority)
 
     def blocking(self, entries: Sequence[Entry], priority: int, op: Reduction) -> None:
         """A `pushpull` by whoever waits for it, without the engine's thread."""

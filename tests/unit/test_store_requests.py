@@ -9,6 +9,7 @@ import pytest
 from store_modes import FEW, FEW_ASYNC, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import MpikvError, Request, StallError, optimizers, wire
+from mpikv.spaces.host import HostSpace
 
 EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
 SYNC_KINDS = pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
@@ -131,6 +132,42 @@ def test_pushpulls_under_way_in_one_key(mode):
 
     expected = [[float(mode.workers * (i + 1))] * 4 for i in range(6)]
     assert mode.run(body, late=True) == [expected] * mode.workers
+
+
+@pytest.mark.parametrize(
+    "mode", [mode for mode in FEW if mode.name.startswith("dist") and not mode.device], ids=mode_id
+)
+def test_a_result_in_place_of_the_value_is_made_there(mode, monkeypatch):
+    """Without a copy of what is pushed, of one key and of several; the result is also right where others are copied."""
+    copied, total = [], HostSpace.total
+
+    def counting(self, arrays, what, **options):
+        copied.append(what)
+        return total(self, arrays, what, **options)
+
+    monkeypatch.setattr(HostSpace, "total", counting)
+
+    def body(store):
+        store.set_optimizer(optimizers.create("test"))
+        keys, values = ["a", "b", "c"], [full(1, LARGE), full(2), full(3, 2 * LARGE)]
+        store.init(keys, [np.zeros_like(value) for value in values])
+        store.barrier()
+        before = len(copied)
+        store.pushpull_async("a", values[0]).wait()
+        store.pushpull_async(keys[1:], values[1:]).wait()
+        store.barrier()
+        in_place = len(copied) - before
+        store.barrier()
+        store.pushpull_async("b", full(2), elsewhere := full(0)).wait()
+        store.barrier()
+        return [set(value.tolist()) for value in values], in_place, len(copied) - before > 0, elsewhere[0]
+
+    found = mode.run(body)
+    W = mode.workers
+    if mode.synchronous:
+        assert [one[0] for one in found] == [[{1.0 * W}, {2.0 * W}, {3.0 * W}]] * W
+        assert [one[3] for one in found] == [4.0 * W] * W
+    assert [one[1:3] for one in found] == [(0, True)] * W
 
 
 @SYNC_KINDS
