@@ -328,25 +328,29 @@ def test_another_rate_is_an_error_on_all(way: Way) -> None:
 @SOME_WAYS
 def test_a_key_that_is_refused_while_the_other_keys_of_the_call_are_pushed(way: Way, monkeypatch) -> None:
     """Worker 0 is slow: it has pushed the first key, the others all. It pushes the rest all the same."""
-    deliver, armed = AllreduceStrategy._deliver, threading.Event()
+    exchange, armed, late = AllreduceStrategy._exchange_in_place, threading.Event(), threading.Event()
 
-    def late(strategy, info, sink, waiting):
+    def slow(strategy, priority, info, *arguments):
+        pending = exchange(strategy, priority, info, *arguments)
         queue = strategy._queues[info.id]
         if armed.is_set() and strategy._session.rank == 0 and info.key == "w":
             deadline = time.monotonic() + TEST_TIMEOUT_S
             while not queue.running.done:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
-        return deliver(strategy, info, sink, waiting)
+            late.set()
+        return pending
 
     def odd(optimizer, rank):
         optimizer.learning_rate = 0.2 if rank == 1 else 0.1
         if rank == 0:
             armed.set()
 
-    monkeypatch.setattr(AllreduceStrategy, "_deliver", late)
+    monkeypatch.setattr(AllreduceStrategy, "_exchange_in_place", slow)
     without_bundles(monkeypatch)  # which leave at the end of a call
     refused_step(way, odd)
+    by_rounds = not way.servers and (way.hosts or way.algorithm != "auto")  # others go to servers, or directly
+    assert late.is_set() == bool(by_rounds)
 
 
 @pytest.mark.grid
