@@ -14,7 +14,7 @@ from typing import Any
 
 from mpikv import KVStore
 
-# of each optimizer that can do so, the codecs for which workers keep its memory: those that send most of a push later
+# of each optimizer whose memory workers can keep, the codecs with which they do: its steps are better before those
 LATE = {"sgd": frozenset({"2bit", "topk"}), "adam": frozenset({"1bit", "2bit", "topk"})}
 WHOLE_ELEMS = 1000  # pieces of topk up to which all is sent: biases, the last layer; 1 % of a bias is one value
 
@@ -128,9 +128,10 @@ class WorkerAdam:
         gradient[...] = mean / (1 - self.beta1 ** (t + 1)) / (root + self.epsilon) * (share / self._replicas)
 
 
-def on_workers(
-    options: argparse.Namespace, params: dict[str, Any], replicas: int
-) -> tuple[str, WorkerMomentum | WorkerAdam | None]:
+Memory = WorkerMomentum | WorkerAdam
+
+
+def on_workers(options: argparse.Namespace, params: dict[str, Any], replicas: int) -> tuple[str, Memory | None]:
     """The optimizer of the store, and what each worker does before it pushes, if that is anything.
 
     params: the optimizer's arguments, which are changed to fit. replicas: devices of a worker that have each

@@ -130,7 +130,7 @@ class Run:
     images: ImageSet
     nets: list[nn.Module]
     trainer: Trainer
-    memory: compressed.WorkerMomentum | compressed.WorkerAdam | None = None
+    memory: compressed.Memory | None = None
 
     @property
     def asynchronous(self) -> bool:

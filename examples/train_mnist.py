@@ -153,7 +153,7 @@ class Run:
     images: Images
     network: Network
     trainer: Trainer
-    memory: compressed.WorkerMomentum | compressed.WorkerAdam | None = None
+    memory: compressed.Memory | None = None
 
     @property
     def asynchronous(self) -> bool:

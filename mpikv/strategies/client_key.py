@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -87,8 +88,7 @@ class ClientKey:
 
     codecs: makes its codecs of their text. choice: whether its values travel encoded; None: they always do. space: what
     they are in on this worker; None: host memory.
-    encoded: its pushes, and what their codec remembers of them. returned: its answers, for arrays in host memory;
-    returned_here: for arrays in `space`.
+    encoded: its pushes, and what their codec remembers of them. returned: its answers, for arrays in host memory.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ClientKey:
         self.info, self.compression = info, codecs(info.codec)
         self.sends_as_it_is, self._comes_as_it_is = self.compression.push == IDENTITY, self.compression.pull == IDENTITY
         self.encoded, self.returned = pieces_in(space, info, self.compression.push), Pieces(info, self.compression.pull)
-        self.returned_here = pieces_in(space, info, self.compression.pull)
+        self._space = space
         self.choice, self._timed = choice, False
         self.pushed = 0
         self.move(placement)
@@ -135,6 +135,11 @@ class ClientKey:
     def encodes_on_device(self, *, plain: bool) -> bool:
         """Whether a push is encoded in device memory, before its messages. plain: it travels as it is."""
         return isinstance(self.encoded, DevicePieces) and not plain
+
+    @cached_property
+    def returned_here(self) -> Pieces:
+        """Its answers, for arrays in `space`."""
+        return pieces_in(self._space, self.info, self.compression.pull)
 
     def decodes_on_device(self, *, plain: bool) -> bool:
         """Whether the answer to a pull is decoded in device memory, behind its messages. plain: it comes as it is."""
