@@ -126,6 +126,7 @@ def test_the_copies_of_two_workers(path: str, memory: str) -> None:
         store.barrier()
 
         def calls() -> None:
+            store.barrier()  # the other's pushes reach this server once both have begun to count
             for _ in range(2):
                 store.push("w", grad)
                 store.pull("w", out)
