@@ -1,7 +1,7 @@
 """Codecs in device memory: encoded and decoded there, by programs of the space.
 
 A codec that can do so says how (`Codec.on_device`). Most say what becomes of one element, in operations on whole arrays
-that `spaces.tracing` understands (`Elements`); `int8` has a form of its own, for its blocks. They do what the codec
+that `spaces.tracing` understands (`Elements`); `int8` and `topk` have forms of their own. They do what the codec
 does with arrays of NumPy, bit for bit, error feedback and the check for what is not finite included; but a NaN that is
 sent may have another sign and payload.
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpikv.arrays import sum_dtype
+from mpikv.arrays import HostArray, sum_dtype
 from mpikv.spaces.program import Layout, Numbers, Program
 from mpikv.spaces.tracing import trace, where_positive
 
@@ -47,6 +47,10 @@ class OnDevice(ABC):
     @abstractmethod
     def decode(self, space: DeviceSpace, data: DeviceArray, out: DeviceArray, *, add: bool) -> None:
         """Write the values into `out`, in the dtype of sums, or add them to it."""
+
+    def check(self, data: HostArray, n_elems: int) -> None:
+        """Raise MpikvError for a message, in host memory, that cannot come from `encode` of n values."""
+        return
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32
 from mpikv.codecs.sparse import Sparse
+from mpikv.codecs.topk_device import Largest
 from mpikv.errors import MpikvError
+from mpikv.spaces.routine import MAGNITUDE, largest_positions
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
-_MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as an integer it is in the same order, NaN on top
 _SAMPLE_ELEMS = 1 << 13
 _MOST_ELEMS = (1 << 32) - 1  # of a piece: positions are uint32
 
@@ -61,6 +62,10 @@ class TopK(Sparse):
         if n_elems <= self.whole_elems:
             return n_elems * _VALUE.itemsize
         return shares.count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
+
+    def on_device(self, dtype: np.dtype[Any]) -> Largest:
+        """Found and added there."""
+        return Largest(dtype, False, self, self.ratio, self.whole_elems)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Find the largest. Raises ValueError for 2^32 values and more."""
@@ -91,16 +96,11 @@ def largest(values: HostArray, k: int) -> HostArray:
     """Return the positions, in increasing order, of the k largest magnitudes in float32; of equal ones the first."""
     if k >= values.size:
         return np.arange(values.size)
-    magnitudes = values.view(np.int32) & _MAGNITUDE
+    magnitudes = values.view(np.int32) & MAGNITUDE
     candidates = np.flatnonzero(magnitudes >= _near(magnitudes, k))
     if candidates.size < k:
         candidates = np.arange(values.size)
-    found = magnitudes[candidates]
-    kth = np.partition(found, found.size - k)[found.size - k]
-    chosen = found > kth
-    chosen[np.flatnonzero(found == kth)[: k - np.count_nonzero(chosen)]] = True
-    positions: HostArray = candidates[chosen]
-    return positions
+    return largest_positions(values, k, candidates)
 
 
 def _near(magnitudes: HostArray, k: int) -> int:

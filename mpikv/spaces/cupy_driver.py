@@ -26,6 +26,7 @@ from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.spaces import source as kernels
 from mpikv.spaces.driver import Event, OutOfDeviceMemory
 from mpikv.spaces.program import Entry, Program
+from mpikv.spaces.routine import Routine
 
 ALLOCATION_BYTES = 2 << 20
 """Allocations are multiples of it, since CUDA may take shorter ones out of one block, and another process that opens
@@ -261,21 +262,20 @@ class CupyDriver:
             self._start(("strided", itemsize), n_elems, 1, kernels.strided_table(to, source, shape), stream)
 
     def launch(
-        self, program: Program, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
+        self, program: Program | Routine, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
     ) -> None:
         """See `Driver`."""
         self.launch_many(program, [(n_elems, addresses, numbers)], stream)
 
-    def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
+    def launch_many(self, program: Program | Routine, entries: Sequence[Entry], stream: int) -> None:
         """See `Driver`. As many keys in a launch as the arguments of a kernel have room for, some dozens."""
         entries = [entry for entry in entries if entry[0]]
         if all(one.last is None for one in program.arguments):
             return
         room = 1 if len(entries) == 1 else kernels.most_entries(program)
-        per_thread = kernels.elements_per_thread(program)
         for i in range(0, len(entries), room):
             some = entries[i : i + room]
-            n_threads = max(-(-n_elems // per_thread) for n_elems, _, _ in some)
+            n_threads = max(kernels.threads(program, n_elems) for n_elems, _, _ in some)
             self._start((program, room), n_threads, len(some), kernels.table(program, some, room), stream)
 
     def _start(self, what: Any, n_threads: int, n_rows: int, table: HostArray, stream: int) -> None:

@@ -33,6 +33,7 @@ from mpikv.spaces.host import HostSpace
 from mpikv.spaces.pinned import KEPT_BYTES, Copies, Pinned
 from mpikv.spaces.pool import Chunk, Memory, Pool
 from mpikv.spaces.program import Program
+from mpikv.spaces.routine import Routine
 from mpikv.spaces.tracing import NotAProgram, Stage
 from mpikv.spaces.update_programs import Kind, UpdatePrograms
 
@@ -353,8 +354,8 @@ class DeviceSpace:
         """Write the values, floating point numbers, divided by a number in their dtype, into `out`."""
         self.launch(arithmetic.divide(values.dtype), [values, out], [values.dtype.type(divisor)])
 
-    def launch(self, what: Program, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
-        """Run a program on arrays of one length, in the store's stream."""
+    def launch(self, what: Program | Routine, arrays: Sequence[DeviceArray], numbers: Sequence[Any] = ()) -> None:
+        """Run a program or a routine in the store's stream, on as many elements as the first array has."""
         n_elems = arrays[0].size
         if n_elems:
             self._follow(*arrays)

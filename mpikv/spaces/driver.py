@@ -20,6 +20,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 from mpikv.spaces.program import Entry, Program
+from mpikv.spaces.routine import Routine
 
 Event = Any
 """A point in a stream's work, of the driver's own type."""
@@ -121,11 +122,11 @@ class Driver(Protocol):
         ...
 
     def launch(
-        self, program: Program, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
+        self, program: Program | Routine, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
     ) -> None:
-        """Run a program on each of n elements of the arrays at these addresses."""
+        """Run a program, or a routine, on n elements of the arrays at these addresses."""
         ...
 
-    def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
+    def launch_many(self, program: Program | Routine, entries: Sequence[Entry], stream: int) -> None:
         """Run a program on several lists of arrays, in as few launches as the driver can. Nothing orders them."""
         ...

@@ -138,8 +138,12 @@ class Program(NamedTuple):
         loaded = [one.dtype for one in self.arguments if one.first is not None]
         return [*loaded, *self.numbers, *(one.dtype for one in self.operations)]
 
+    def lengths(self, n_elems: int, numbers: Sequence[Any]) -> list[int]:
+        """How many items each array has, where it runs on n elements."""
+        return [argument.layout.length(n_elems) for argument in self.arguments]
+
     def run(self, arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
-        """Do it, with NumPy, in place. arrays: one for each argument, of `Layout.length`, maybe twice.
+        """Do it, with NumPy, in place. arrays: one for each argument, of `lengths`, maybe twice.
 
         There are as many elements as the first has items.
         """

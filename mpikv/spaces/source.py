@@ -34,6 +34,7 @@ from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.errors import UnsupportedError
 from mpikv.spaces.arithmetic import KEPT
 from mpikv.spaces.program import CAST, ROUND, SELECT, Argument, Entry, Operation, Program
+from mpikv.spaces.routine import Routine
 
 NAME = "mpikv_program"
 OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
@@ -154,22 +155,28 @@ template <typename T, typename V> INLINE T limited(V value, V low, V high) {
 """
 
 
-def source(program: Program, entries: int = 1, name: str = NAME) -> str:
+def source(program: Program | Routine, entries: int = 1, name: str = NAME) -> str:
     """The text of a kernel `name` for a table of so many entries, `most_entries` at most."""
     return f"{PREAMBLE}\n{kernel(program, entries, name)}"
 
 
-def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
+def kernel(program: Program | Routine, entries: int = 1, name: str = NAME) -> str:
     """`source` without what is the same for all programs."""
+    if isinstance(program, Routine):
+        body = program.text.replace("THREADS", str(THREADS)).rstrip("\n").split("\n")
+        return "\n".join([*_table_struct(program, entries, name), *_begin(program, name), *body, "}", ""])
+    return _of_elements(program, entries, name)
+
+
+def _of_elements(program: Program, entries: int, name: str) -> str:
+    """The kernel of a program."""
     arguments = program.arguments
-    used = [i for i, one in enumerate(arguments) if one.first is not None or one.last is not None]
+    used = _used(program)
     n_numbers = len(program.numbers)
     pack = elements_per_thread(program)
     stored = [_TYPES[one.dtype].stored for one in arguments]
-    const = ["" if one.last is not None else "const " for one in arguments]
     numbers = [f"{_TYPES[dtype].stored} n{i}" for i, dtype in enumerate(program.numbers)]
 
-    fields = [f"{const[i]}{stored[i]}* a{i};" for i in range(len(arguments))]
     parameters = [f"{stored[i]}{'&' if arguments[i].last is not None else ''} a{i}" for i in used] + numbers
     passed = [f"n{i}" for i in range(n_numbers)]
     packs = {
@@ -185,17 +192,12 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
     ]
     alone = [f"e{i}" if i in shared else _at(arguments[i], f"a{i}", "i") for i in used]
     lines = [
-        f"struct {name}_entry {{ {' '.join([*fields, 'long long n;', *(f'{one};' for one in numbers)])} }};",
-        f"struct {name}_table {{ {name}_entry entries[{entries}]; }};",
-        "",
+        *_table_struct(program, entries, name),
         f"INLINE void {name}_element({', '.join(parameters)}) {{",
         *(f"    {line}" for line in _body(program)),
         "}",
         "",
-        f'extern "C" __global__ void __launch_bounds__({THREADS}) {name}(const {name}_table table) {{',
-        *(f"    {const[i]}{stored[i]}* const a{i} = table.entries[blockIdx.y].a{i};" for i in used),
-        *(f"    const {one} = table.entries[blockIdx.y].n{i};" for i, one in enumerate(numbers)),
-        "    const long long n = table.entries[blockIdx.y].n;",
+        *_begin(program, name),
         "    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;",
         "    const long long step = (long long)gridDim.x * blockDim.x;",
         "    long long done = 0;",
@@ -233,6 +235,38 @@ def kernel(program: Program, entries: int = 1, name: str = NAME) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _used(program: Program | Routine) -> list[int]:
+    """Which arguments are read or written."""
+    return [i for i, one in enumerate(program.arguments) if one.first is not None or one.last is not None]
+
+
+def _pointers(program: Program | Routine) -> list[str]:
+    """The types of the arrays."""
+    return [f"{'' if one.last is not None else 'const '}{_TYPES[one.dtype].stored}*" for one in program.arguments]
+
+
+def _table_struct(program: Program | Routine, entries: int, name: str) -> list[str]:
+    """The argument of the kernel."""
+    fields = [f"{pointer} a{i};" for i, pointer in enumerate(_pointers(program))]
+    fields += ["long long n;", *(f"{_TYPES[dtype].stored} n{i};" for i, dtype in enumerate(program.numbers))]
+    return [
+        f"struct {name}_entry {{ {' '.join(fields)} }};",
+        f"struct {name}_table {{ {name}_entry entries[{entries}]; }};",
+        "",
+    ]
+
+
+def _begin(program: Program | Routine, name: str) -> list[str]:
+    """The kernel takes one entry of the table."""
+    pointers, entry = _pointers(program), "table.entries[blockIdx.y]"
+    return [
+        f'extern "C" __global__ void __launch_bounds__({THREADS}) {name}(const {name}_table table) {{',
+        *(f"    {pointers[i]} const a{i} = {entry}.a{i};" for i in _used(program)),
+        *(f"    const {_TYPES[dtype].stored} n{i} = {entry}.n{i};" for i, dtype in enumerate(program.numbers)),
+        f"    const long long n = {entry}.n;",
+    ]
 
 
 def _elements_of_an_item(program: Program) -> int:
@@ -422,8 +456,13 @@ def elements_per_thread(program: Program) -> int:
     return max(PACK_BYTES // max(sizes, default=PACK_BYTES), _elements_of_an_item(program))
 
 
+def threads(program: Program | Routine, n_elems: int) -> int:
+    """How many have something to do for so many elements; those of a routine are one block."""
+    return THREADS if isinstance(program, Routine) else -(-n_elems // elements_per_thread(program))
+
+
 @functools.lru_cache(KEPT)
-def entry_dtype(program: Program) -> np.dtype[Any]:
+def entry_dtype(program: Program | Routine) -> np.dtype[Any]:
     """An entry of the table: the addresses, the number of elements, the numbers, as C++ lays them out."""
     fields: list[tuple[str, Any]] = [(f"a{i}", np.uint64) for i in range(len(program.arguments))]
     fields.append(("n", np.int64))
@@ -433,16 +472,16 @@ def entry_dtype(program: Program) -> np.dtype[Any]:
 
 
 @functools.lru_cache(KEPT)
-def _table_dtype(program: Program, room: int) -> np.dtype[Any]:
+def _table_dtype(program: Program | Routine, room: int) -> np.dtype[Any]:
     return np.dtype([("entries", entry_dtype(program), (room,))], align=True)
 
 
-def most_entries(program: Program) -> int:
+def most_entries(program: Program | Routine) -> int:
     """How many entries a table can have room for."""
     return TABLE_BYTES // entry_dtype(program).itemsize
 
 
-def table(program: Program, entries: Sequence[Entry], room: int) -> HostArray:
+def table(program: Program | Routine, entries: Sequence[Entry], room: int) -> HostArray:
     """The argument of a kernel with room for so many entries: an array of one element, the table."""
     made = np.zeros(1, _table_dtype(program, room))
     rows = made["entries"][0]

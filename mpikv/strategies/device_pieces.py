@@ -63,21 +63,22 @@ class DevicePieces(Pieces):
                 self.space.launch(program, both, numbers)
         return values
 
-    def _here(self, data: Any) -> SpaceArray:
-        """What was encoded, on the GPU. data: the same, or a message that has come, which is in use until `end`."""
+    def _here(self, data: Any, n_elems: int) -> SpaceArray:
+        """What was encoded of n values, on the GPU. data: the same, or a message that has come, in use until `end`."""
         if not isinstance(data, np.ndarray):
             return data
+        self._on_device.check(data, n_elems)
         found = self.space.empty(data.nbytes, BYTE)
         self.space.bring(found, data)
         return found
 
     def decode(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        self._on_device.decode(self.space, self._here(data), out, add=False)
+        self._on_device.decode(self.space, self._here(data, out.size), out, add=False)
 
     def add(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        self._on_device.decode(self.space, self._here(data), out, add=True)
+        self._on_device.decode(self.space, self._here(data, out.size), out, add=True)
 
     # --- a round
 

@@ -19,6 +19,7 @@ from mpikv.arrays import HostArray
 from mpikv.errors import MpikvError
 from mpikv.spaces.driver import Driver, OutOfDeviceMemory
 from mpikv.spaces.program import Entry, Program
+from mpikv.spaces.routine import Routine
 from mpikv.testing.gpu_memory import AccessError, Device, Memory
 from mpikv.testing.gpu_process import Process
 from mpikv.testing.gpu_work import FakeEvent, Stream, Use
@@ -197,7 +198,7 @@ class HostDriver:
             self.counts["strided"] += 1
 
     def launch(
-        self, program: Program, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
+        self, program: Program | Routine, n_elems: int, addresses: Sequence[int], numbers: Sequence[Any], stream: int
     ) -> None:
         """See `Driver`. Arguments that overlap, one of them written, must be the same bytes and written once.
 
@@ -220,9 +221,10 @@ class HostDriver:
                 )
             arrays: list[HostArray] = []
             uses: list[Use] = []
-            for argument, address in zip(arguments, addresses, strict=True):
+            lengths = program.lengths(n_elems, numbers)
+            for argument, length, address in zip(arguments, lengths, addresses, strict=True):
                 at, writes = (address, (argument.dtype.itemsize,)), argument.last is not None
-                array, use = self.process.array(at, (argument.layout.length(n_elems),), argument.dtype, writes=writes)
+                array, use = self.process.array(at, (length,), argument.dtype, writes=writes)
                 arrays.append(array)
                 if use is not None:
                     _check_apart(use, uses)
@@ -232,7 +234,7 @@ class HostDriver:
             self._work.put(self._stream_of(stream), label, uses, lambda: program.run(arrays, given))
             self.counts["launches"] += 1
 
-    def launch_many(self, program: Program, entries: Sequence[Entry], stream: int) -> None:
+    def launch_many(self, program: Program | Routine, entries: Sequence[Entry], stream: int) -> None:
         """See `Driver`. Counts as one launch; the last entry is done first, since nothing orders them.
 
         >>> from mpikv.spaces import arithmetic

@@ -13,6 +13,7 @@ from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
 from mpikv.codecs.on_device import OnDevice, paying
 from mpikv.spaces.program import Program
+from mpikv.spaces.routine import Routine
 
 FLOATS = DTYPES[:4]
 CODECS = [
@@ -21,6 +22,8 @@ CODECS = [
     registry.create({"type": "2bit", "threshold": 1e-3}),
     registry.create({"type": "int8", "block": 16}),
     registry.create({"type": "int8", "block": 32, "error_feedback": False}),
+    registry.create({"type": "topk", "ratio": 0.05, "whole_elems": 7}),
+    registry.create({"type": "topk", "ratio": 0.3, "error_feedback": False}),
 ]
 
 
@@ -37,9 +40,21 @@ class ProgramsOfNumPy:
     def empty(self, n_elems: int, dtype: np.dtype[Any]) -> np.ndarray:
         return np.full(n_elems * dtype.itemsize, 0x7D, np.uint8).view(dtype)
 
-    def launch(self, program: Program, arrays: Sequence[np.ndarray], numbers: Sequence[Any]) -> None:
+    def zeros(self, n_elems: int, dtype: np.dtype[Any]) -> np.ndarray:
+        return np.zeros(n_elems, dtype)
+
+    def copy(self, out: np.ndarray, value: Any) -> None:
+        out[...] = value
+
+    def cast(self, values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return values.astype(dtype, copy=False)
+
+    def launch(self, program: Program | Routine, arrays: Sequence[np.ndarray], numbers: Sequence[Any]) -> None:
         n_elems = arrays[0].size
-        used = [array[: one.layout.length(n_elems)] for array, one in zip(arrays, program.arguments, strict=True)]
+        if not n_elems:
+            return
+        used = [array[:n] for array, n in zip(arrays, program.lengths(n_elems, numbers), strict=True)]
         before = [array.copy() for array in used]
         program.run(used, numbers)
         self.runs.append(Run(program, tuple(numbers), before, [array.copy() for array in used]))

@@ -24,6 +24,7 @@ from mpikv.errors import UnsupportedError
 from mpikv.reductions import REDUCTIONS
 from mpikv.spaces import arithmetic, source
 from mpikv.spaces.program import OPERATIONS, Program
+from mpikv.spaces.routine import LARGEST, Routine, largest_positions
 from mpikv.spaces.tracing import trace, trace_stages, where_positive
 
 FLOAT16, FLOAT32, FLOAT64, INT64 = (np.dtype(one) for one in (np.float16, np.float32, np.float64, np.int64))
@@ -31,8 +32,10 @@ BFLOAT16 = DTYPES[1]
 N = 251  # no multiple of any number of elements that a thread takes
 THREADS = 3
 
-# What CUDA has and C++ has not: one block at a time, whose threads run one after another.
+# What CUDA has and C++ has not: one block at a time, whose threads run one after another; those of a routine are threads
+# of the system, which wait for each other.
 SHIM = """
+#include <pthread.h>
 #include <cmath>
 #include <cstring>
 #define __global__
@@ -40,7 +43,13 @@ SHIM = """
 #define __forceinline__ inline
 #define __launch_bounds__(n)
 struct Index { unsigned int x, y, z; };
-static Index threadIdx, blockIdx, blockDim = {THREADS, 1, 1}, gridDim = {1, 1, 1};
+#define __shared__ static
+static pthread_barrier_t barrier;
+static inline void __syncthreads() { pthread_barrier_wait(&barrier); }
+static inline unsigned int atomicAdd(unsigned int* to, unsigned int n) { return __sync_fetch_and_add(to, n); }
+static thread_local Index threadIdx;
+static unsigned int next_thread;
+static Index blockIdx, blockDim = {THREADS, 1, 1}, gridDim = {1, 1, 1};
 static inline unsigned int __float_as_uint(float f) { unsigned int u; memcpy(&u, &f, 4); return u; }
 static inline float __uint_as_float(unsigned int u) { float f; memcpy(&f, &u, 4); return f; }
 """.replace("THREADS", str(THREADS))
@@ -52,6 +61,24 @@ extern "C" void run_NAME(const NAME_table* table, unsigned int entries) {
             NAME(*table);
 }
 """
+RUN_TOGETHER = """
+static void* thread_NAME(void* argument) {
+    const NAME_table* const table = static_cast<const NAME_table*>(argument);
+    threadIdx.x = __sync_fetch_and_add(&next_thread, 1u);
+    NAME(*table);
+    return 0;
+}
+extern "C" void run_NAME(const NAME_table* table, unsigned int entries) {
+    for (blockIdx.y = 0; blockIdx.y < entries; ++blockIdx.y) {
+        pthread_t threads[THREADS];
+        next_thread = 0;
+        pthread_barrier_init(&barrier, 0, THREADS);
+        for (int i = 0; i < THREADS; ++i) pthread_create(&threads[i], 0, thread_NAME, (void*)table);
+        for (int i = 0; i < THREADS; ++i) pthread_join(threads[i], 0);
+        pthread_barrier_destroy(&barrier);
+    }
+}
+""".replace("THREADS", str(THREADS))
 ROOM = 3
 
 
@@ -189,10 +216,11 @@ def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -
         name = f"strided_{itemsize}"
         parts.append(source.strided_source(itemsize, name) + RUN.replace("NAME", name))
     for one, name in names.items():
-        parts += [source.kernel(one, ROOM, name), RUN.replace("NAME", name)]
+        run_it = RUN_TOGETHER if isinstance(one, Routine) else RUN
+        parts += [source.kernel(one, ROOM, name), run_it.replace("NAME", name)]
     (folder / "kernels.cpp").write_text("\n".join(parts))
     library = folder / f"kernels{sysconfig.get_config_var('SHLIB_SUFFIX')}"
-    flags = ["-std=c++11", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+    flags = ["-std=c++11", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", "-pthread"]
     subprocess.run([compiler, *flags, "-o", library, folder / "kernels.cpp", "-lm"], check=True, timeout=200)
     loaded = ctypes.CDLL(str(library))
 
@@ -228,6 +256,43 @@ def test_a_kernel_has_the_bits_of_the_program(kind: str, runs: dict[str, list[Ru
             arrays = [placed(array, offset) for array in run.before]
             call(run.program, one_entry(run.program, arrays[0].size, arrays, run.numbers))
             assert all(map(same_bits, arrays, run.after)), source.kernel(run.program)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 100, 699, 700])
+@pytest.mark.parametrize("kind", ["hard", "equal", "few", "ordinary"])
+def test_the_largest_by_a_block_of_threads(kind: str, k: int, runs: dict[str, list[Run]], call: Call) -> None:
+    """Of equal ones the first, NaN before infinity, several arrays at once; compared with a sort."""
+    n, generator = 700, np.random.default_rng(k)
+    values = {
+        "hard": hard_values(n, FLOAT32, k),
+        "equal": np.full(n, -2.5, np.float32),
+        "few": generator.integers(-2, 3, n).astype(np.float32),
+        "ordinary": generator.standard_normal(n).astype(np.float32),
+    }[kind]
+    order = np.argsort(-(values.view(np.int32) & 0x7FFFFFFF).astype(np.int64), kind="stable")
+    expected = np.sort(order[:k])
+    assert largest_positions(values, k, np.arange(n)).tolist() == expected.tolist()
+    found = [(np.full(k + 1, 77, np.int32), np.full(k + 1, 77, np.float32)) for _ in range(2)]
+    call(LARGEST, source.table(LARGEST, [(n, addresses([values, *one]), [k]) for one in found], ROOM), 2)
+    for positions, sent in found:
+        assert positions.tolist() == [*expected, 77]
+        assert same_bits(sent[:k], values[expected])
+        assert sent[k] == 77
+
+
+def test_positions_beyond_the_array_are_left_out(runs: dict[str, list[Run]], call: Call) -> None:
+    """Of damaged data: nothing is written elsewhere."""
+    made = next(run.program for run in runs["codecs"] if isinstance(run.program, Routine) and len(run.before) == 3
+                and run.program is not LARGEST)  # fmt: skip
+    dtype = made.arguments[0].dtype
+    positions, values = np.array([1, -1, 3, 1 << 30], np.int32), np.arange(1, 5).astype(made.arguments[2].dtype)
+    for run_it in (
+        lambda out: made.run([out[:3], positions, values], [4]),
+        lambda out: call(made, source.table(made, [(3, addresses([out, positions, values]), [4])], ROOM)),
+    ):
+        out = np.zeros(5, dtype)
+        run_it(out)
+        assert out.tolist() == [0, 1, 0, 0, 0]
 
 
 def test_a_table_of_keys(runs: dict[str, list[Run]], call: Call) -> None:
