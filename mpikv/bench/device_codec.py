@@ -7,7 +7,7 @@ the host's, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from mpikv.bench.gpu import Gpu, device_store, open_gpu
 from mpikv.bench.session import Session
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
+from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
+from mpikv.codecs.sparse import Sparse
 from mpikv.keys import KeyInfo
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.pieces import Pieces
@@ -69,14 +71,23 @@ def _rows(session: Session, gpu: Gpu, space: Any, what: str, codec: Codec) -> It
     check = session.options.check
     wrong = session.job.comm.allreduce(int(check and not has_bits_of_host(space, codec, dtype)))
     n_elems = session.options.bytes // dtype.itemsize
-    piece, pieces = (0, n_elems), DevicePieces(_info(codec, n_elems, dtype), codec, space)
+    pieces = DevicePieces(_info(codec, n_elems, dtype), codec, space)
     values, out = space.zeros(n_elems, dtype), space.zeros(n_elems, sum_dtype(dtype))
-    data = pieces.encode(values, piece)
-    encoding_moves = values.nbytes + data.nbytes + 2 * pieces.held_bytes  # residuals are read and written
+    # Of codecs that choose among values the pieces of a store: each is the work of one block of threads.
+    chooses = isinstance(codec.codec if isinstance(codec, ErrorFeedback) else codec, Sparse)
+    parts = pieces.of((0, n_elems)) if chooses else [(0, n_elems)]
+    data = pieces.encode_all(values, parts)
+    n_sent = sum(one.nbytes for one in data.values())
+    encoding_moves = values.nbytes + n_sent + 2 * pieces.held_bytes  # residuals are read and written
+
+    def each(does: Callable[[Any, Any], None]) -> None:
+        for part, one in data.items():
+            does(one, out[slice(*part)])
+
     calls: dict[str, tuple[Any, int]] = {
-        "encode": (lambda: pieces.encode(values, piece), encoding_moves),
-        "decode": (lambda: pieces.decode(data, out), data.nbytes + out.nbytes),
-        "add": (lambda: pieces.add(data, out), data.nbytes + 2 * out.nbytes),
+        "encode": (lambda: pieces.encode_all(values, parts), encoding_moves),
+        "decode": (lambda: each(pieces.decode), n_sent + out.nbytes),
+        "add": (lambda: each(pieces.add), n_sent + 2 * out.nbytes),
     }
     if codec == IDENTITY:
         del calls["encode"]  # values travel from where they are

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpikv.arrays import sum_dtype
-from mpikv.codecs.on_device import FLOAT32, Made, OnDevice, finite
+from mpikv.codecs.on_device import FLOAT32, Made, OnDevice, Pushed, finite
 from mpikv.spaces.program import Layout
 from mpikv.spaces.tracing import rounded, trace, where_positive
 
@@ -119,20 +119,25 @@ class Blocks(OnDevice):
         scales = data[: data.size // FLOAT32.itemsize * FLOAT32.itemsize].view(FLOAT32)
         return scales, data[FLOAT32.itemsize :].view(CODE)
 
-    def encode(self, space: DeviceSpace, values: DeviceArray, data: DeviceArray, owed: Sequence[DeviceArray]) -> None:
+    def encode(self, space: DeviceSpace, pieces: Sequence[Pushed]) -> None:
         """See `OnDevice`."""
-        if not values.size:
-            return
-        groups = space.empty(-(-values.size // GROUP), FLOAT32)
-        blocks = space.empty(-(-values.size // self.block), FLOAT32)
-        scales, codes = self._of_data(data)
-        for (program, numbers), arrays in (
-            (self.magnitudes, [values, groups, *owed]),
-            (self.largest, [groups, blocks]),
-            (self.scales, [blocks, scales]),
-            (self.codes, [values, blocks, codes, *owed]),
+        made = [
+            (
+                one,
+                space.empty(-(-one.values.size // GROUP), FLOAT32),
+                space.empty(-(-one.values.size // self.block), FLOAT32),
+                *self._of_data(one.data),
+            )
+            for one in pieces
+            if one.values.size
+        ]
+        for (program, numbers), runs in (
+            (self.magnitudes, [[one.values, groups, *one.owed] for one, groups, *_ in made]),
+            (self.largest, [[groups, blocks] for _, groups, blocks, *_ in made]),
+            (self.scales, [[blocks, scales] for _, _, blocks, scales, _ in made]),
+            (self.codes, [[one.values, blocks, codes, *one.owed] for one, _, blocks, _, codes in made]),
         ):
-            space.launch(program, arrays, numbers)
+            space.launch_many(program, [(arrays, numbers) for arrays in runs])
 
     def decode(self, space: DeviceSpace, data: DeviceArray, out: DeviceArray, *, add: bool) -> None:
         """See `OnDevice`."""

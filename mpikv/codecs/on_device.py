@@ -5,7 +5,7 @@ that `spaces.tracing` understands (`Elements`); `int8` and `topk` have forms of 
 does with arrays of NumPy, bit for bit, error feedback and the check for what is not finite included; but a NaN that is
 sent may have another sign and payload.
 
-Cost: a program reads and writes each array once. Each is traced once for a key, in some 0.1 ms, and compiled once for a
+Cost: a program reads and writes each array once, for all pieces of a push in one launch. Each is traced once for a key, in some 0.1 ms, and compiled once for a
 codec and a dtype.
 """
 
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,14 @@ BYTE = np.dtype(np.uint8)
 Made = tuple[Program, Numbers]
 
 
+class Pushed(NamedTuple):
+    """A piece that is encoded. values: (n,) of the key's dtype. data: bytes, written. owed: the residual, if any."""
+
+    values: DeviceArray
+    data: DeviceArray
+    owed: Sequence[DeviceArray]
+
+
 @dataclass(frozen=True)
 class OnDevice(ABC):
     """A codec in device memory, for keys of one dtype. remembers: whether what is lost is added to the next push."""
@@ -41,8 +49,8 @@ class OnDevice(ABC):
     remembers: bool
 
     @abstractmethod
-    def encode(self, space: DeviceSpace, values: DeviceArray, data: DeviceArray, owed: Sequence[DeviceArray]) -> None:
-        """Write what travels of values, of `dtype`, into `data`, bytes. owed: the residual, where there is one."""
+    def encode(self, space: DeviceSpace, pieces: Sequence[Pushed]) -> None:
+        """Write what travels of these pieces, in as few launches as of one."""
 
     @abstractmethod
     def decode(self, space: DeviceSpace, data: DeviceArray, out: DeviceArray, *, add: bool) -> None:
@@ -96,10 +104,10 @@ class Elements(OnDevice):
         dtypes, layouts = [wide, self.wire], {1: Layout(bits=self.bits)}
         return trace(write, dtypes, layouts), trace(add, dtypes, layouts)
 
-    def encode(self, space: DeviceSpace, values: DeviceArray, data: DeviceArray, owed: Sequence[DeviceArray]) -> None:
+    def encode(self, space: DeviceSpace, pieces: Sequence[Pushed]) -> None:
         """See `OnDevice`."""
         program, numbers = self.encoding
-        space.launch(program, [values, data.view(self.wire), *owed], numbers)
+        space.launch_many(program, [([one.values, one.data.view(self.wire), *one.owed], numbers) for one in pieces])
 
     def decode(self, space: DeviceSpace, data: DeviceArray, out: DeviceArray, *, add: bool) -> None:
         """See `OnDevice`."""

@@ -2,7 +2,8 @@
 
 The formulas of topk.py. A piece that is sent as it is travels as by a codec of single elements.
 
-Cost: seven passes over the values, one of them of the threads of one block only (spaces/routine.py).
+Cost: some nine passes over the values, six of them by one block of threads for each piece (spaces/routine.py); the
+pieces of a push are worked on side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, sum_dtype
 from mpikv.codecs import shares
-from mpikv.codecs.on_device import FLOAT32, Elements, Made, OnDevice, finite
+from mpikv.codecs.on_device import FLOAT32, Elements, Made, OnDevice, Pushed, finite
 from mpikv.spaces import routine
 from mpikv.spaces.tracing import trace
 
@@ -67,23 +68,24 @@ class Largest(OnDevice):
         bound = k * routine.POSITION.itemsize
         return data[:bound].view(routine.POSITION), data[bound:].view(FLOAT32)
 
-    def encode(self, space: DeviceSpace, values: DeviceArray, data: DeviceArray, owed: Sequence[DeviceArray]) -> None:
+    def encode(self, space: DeviceSpace, pieces: Sequence[Pushed]) -> None:
         """See `OnDevice`."""
-        if values.size <= self.whole_elems:
-            self._whole.encode(space, values, data, owed)
-            return
-        if not values.size:
-            return
-        for residual in owed:
-            space.launch(self._totals[0], [residual, values], self._totals[1])
-        total = owed[0] if owed else space.cast(values, FLOAT32)
-        k = shares.count(self.ratio, values.size)
-        positions, found = self._sent(data, k)
-        space.launch(routine.LARGEST, [total, positions, found], [k])
-        for residual in owed:
-            zeros = space.zeros(k, FLOAT32)
-            space.launch(routine.put(FLOAT32, FLOAT32), [residual, positions, zeros], [k])
-            space.launch(self._kept[0], [residual], self._kept[1])
+        self._whole.encode(space, [one for one in pieces if one.values.size <= self.whole_elems])
+        chosen = [one for one in pieces if one.values.size > self.whole_elems]
+        counts = [shares.count(self.ratio, one.values.size) for one in chosen]
+        if self.remembers:
+            program, numbers = self._totals
+            space.launch_many(program, [([*one.owed, one.values], numbers) for one in chosen])
+        totals = [one.owed[0] if self.remembers else space.cast(one.values, FLOAT32) for one in chosen]
+        sent = [self._sent(one.data, k) for one, k in zip(chosen, counts, strict=True)]
+        found = zip(totals, sent, counts, strict=True)
+        space.launch_many(routine.LARGEST, [([total, *both], [k]) for total, both, k in found])
+        if self.remembers:
+            zeros = space.zeros(max(counts, default=0), FLOAT32)
+            taken = [([*one.owed, at, zeros[:k]], [k]) for one, (at, _), k in zip(chosen, sent, counts, strict=True)]
+            space.launch_many(routine.put(FLOAT32, FLOAT32), taken)
+            program, numbers = self._kept
+            space.launch_many(program, [(one.owed, numbers) for one in chosen])
 
     def decode(self, space: DeviceSpace, data: DeviceArray, out: DeviceArray, *, add: bool) -> None:
         """See `OnDevice`."""

@@ -361,6 +361,14 @@ class DeviceSpace:
             self._follow(*arrays)
             self.driver.launch(what, n_elems, [array.address for array in arrays], numbers, self.stream)
 
+    def launch_many(self, what: Program | Routine, runs: Sequence[tuple[Sequence[DeviceArray], Sequence[Any]]]) -> None:
+        """`launch` for several lists of arrays and their numbers, which nothing orders, in as few as can be."""
+        entries = [(arrays[0].size, [one.address for one in arrays], numbers) for arrays, numbers in runs]
+        for arrays, _ in runs:
+            self._follow(*arrays)
+        if any(n_elems for n_elems, _, _ in entries):
+            self.driver.launch_many(what, [one for one in entries if one[0]], self.stream)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """See `Space`: those that are the same program, as those of one optimizer mostly are, are one launch."""
@@ -370,10 +378,7 @@ class DeviceSpace:
         finally:
             gathered, self._together.runs = self._together.runs, None
             for what, runs in gathered.items():
-                for arrays, _ in runs:
-                    self._follow(*arrays)
-                entries = [(arrays[0].size, [one.address for one in arrays], numbers) for arrays, numbers in runs]
-                self.driver.launch_many(what, entries, self.stream)
+                self.launch_many(what, runs)
 
     def update(
         self,

@@ -40,6 +40,7 @@ from mpikv.spaces.named import DEVICE, HOST
 from mpikv.spaces.pinned import length_of
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey, Messages, Route
+from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.exchange import Client, Item
 from mpikv.strategies.pieces import Pieces
 
@@ -219,9 +220,9 @@ class _KeyCall:
     def _encoded(self, key: ClientKey, total: SpaceArray) -> Messages:
         """The messages of a push, which are encoded on the GPU and on their way to the host."""
         messages = self._memory_of(key.encoded)
-        for part, message in messages.items():
-            data: SpaceArray = key.encoded.encode(total, part)
-            self._calls.space.fetch(message, data)
+        assert isinstance(key.encoded, DevicePieces)
+        for part, data in key.encoded.encode_all(total, messages).items():
+            self._calls.space.fetch(messages[part], data)
         return Messages(messages)
 
     def _memory_of(self, pieces: Pieces) -> dict[Span, HostArray]:

@@ -8,7 +8,8 @@ All that a worker sends in one half of a round is encoded and copied down before
 less time than a network takes for a few of them. What has come is copied up and added as it comes, in the store's
 stream, which the host waits for once at the end: until then memory of messages is in use.
 
-Cost: a launch and a copy for each piece. Page-locked memory: what is sent and received in half a round.
+Cost: a copy for each piece, a launch or some for all that is encoded at once, and for each piece that is decoded.
+Page-locked memory: what is sent and received in half a round.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
-from mpikv.codecs.on_device import BYTE, FLOAT32, paying
+from mpikv.codecs.on_device import BYTE, FLOAT32, Pushed, paying
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
@@ -47,11 +48,27 @@ class DevicePieces(Pieces):
         residual: SpaceArray = self.space.zeros(n_elems, FLOAT32)
         return {"residual": residual}
 
-    def _encode(self, values: SpaceArray, state: Mapping[str, SpaceArray]) -> SpaceArray:
+    def encode(self, values: SpaceArray, piece: Span) -> SpaceArray:
+        """See `Pieces`."""
+        return self.encode_all(values, [piece])[piece]
+
+    def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
+        """What travels of some pieces, different ones, encoded in as few launches as one."""
+        states = {piece: self._state(piece) for piece in pieces}
         if self._codec == IDENTITY:
-            return values.view(BYTE)
-        data = self.space.empty(self._codec.wire_bytes(values.size, self._dtype), BYTE)
-        self._on_device.encode(self.space, values, data, list(state.values()))
+            return {piece: values[slice(*piece)].view(BYTE) for piece in states}
+        made = {
+            piece: Pushed(
+                values[slice(*piece)],
+                self.space.empty(self.wire_bytes(piece), BYTE),
+                cast(Sequence[DeviceArray], list(state.values())),
+            )
+            for piece, state in states.items()
+        }
+        self._on_device.encode(self.space, list(made.values()))
+        data: dict[Span, SpaceArray] = {piece: one.data for piece, one in made.items()}
+        for piece, one in data.items():
+            self._count(piece, one)
         return data
 
     def _paid(self, values: SpaceArray) -> SpaceArray:
@@ -138,10 +155,7 @@ class DeviceEncoding(Encoding):
         """See `Encoding`."""
         space, values = self.pieces.space, cast(DeviceArray, self._values)
         yield space.arrived(values)
-        sent: dict[Span, SpaceArray] = {}
-        for _, piece in self._outgoing:
-            if piece not in sent:
-                sent[piece] = self.pieces.encode(self._values, piece)
+        sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
         self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
         for piece, data in sent.items():

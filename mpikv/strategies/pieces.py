@@ -60,20 +60,25 @@ class Pieces:
 
     def encode(self, values: HostArray, piece: Span) -> HostArray:
         """What travels of a piece. values: (n,), in the key's dtype or a wider one that they were brought to."""
+        data = self._codec.encode(values[slice(*piece)].astype(self._dtype, copy=False), self._state(piece))
+        self._count(piece, data)
+        return data
+
+    def _state(self, piece: Span) -> State:
+        """That of a piece which is encoded."""
         if (state := self.states.get(piece)) is None:
             state = self.states[piece] = self._init(piece[1] - piece[0])
-        data = self._encode(values[slice(*piece)], state)
         self._owes = self._owes or "residual" in state
-        if self._codec != IDENTITY:
-            self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
-            self.encoded_bytes += data.nbytes
-        return data
+        return state
 
     def _init(self, n_elems: int) -> State:
         return self._codec.init(n_elems)
 
-    def _encode(self, values: HostArray, state: State) -> HostArray:
-        return self._codec.encode(values.astype(self._dtype, copy=False), state)
+    def _count(self, piece: Span, data: HostArray) -> None:
+        """A piece was encoded."""
+        if self._codec != IDENTITY:
+            self.encoded_from_bytes += (piece[1] - piece[0]) * self._dtype.itemsize
+            self.encoded_bytes += data.nbytes
 
     def with_owed(self, values: HostArray) -> HostArray:
         """Return the values of a round that travel as they are, with what earlier ones owe; then in new memory.

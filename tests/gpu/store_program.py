@@ -106,7 +106,8 @@ def modes(gpu: Any, path: str) -> None:
 
 def codecs(gpu: Any, path: str) -> None:
     """Pushes that are encoded on the GPU: by all workers to all, by owners, to a server."""
-    for codec, optimizer, servers in (("2bit", "", 0), ("fp16", "sgd", 0), ("int8", "adam", 0), ("int8", "sgd", 1)):
+    several = ("2bit", "", 0), ("fp16", "sgd", 0), ("int8", "adam", 0), ("int8", "sgd", 1), ("topk", "", 0)
+    for codec, optimizer, servers in several:
         dtype = np.dtype(np.float32)
         compare(gpu, path, BEGINS[1], dtype, optimizer, servers=servers, codec=codec)
 

@@ -11,7 +11,7 @@ from program_cases import DTYPES, Run, hard_values
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
-from mpikv.codecs.on_device import OnDevice, paying
+from mpikv.codecs.on_device import OnDevice, Pushed, paying
 from mpikv.spaces.program import Program
 from mpikv.spaces.routine import Routine
 
@@ -59,6 +59,12 @@ class ProgramsOfNumPy:
         program.run(used, numbers)
         self.runs.append(Run(program, tuple(numbers), before, [array.copy() for array in used]))
 
+    def launch_many(
+        self, program: Program | Routine, runs: Sequence[tuple[Sequence[np.ndarray], Sequence[Any]]]
+    ) -> None:
+        for arrays, numbers in runs:
+            self.launch(program, arrays, numbers)
+
 
 def on_device(codec: Codec, dtype: np.dtype[Any]) -> OnDevice:
     found = codec.on_device(dtype)
@@ -76,7 +82,7 @@ def runs(n: int) -> Iterator[Run]:
                 values, residual = (hard_values(n, one, seed) for one in (dtype, np.dtype(np.float32)))
                 if seed:
                     values, residual = (np.nan_to_num(one, posinf=1, neginf=-1) for one in (values, residual))
-                found.encode(space, values, data, [residual] if found.remembers else [])
+                found.encode(space, [Pushed(values, data, [residual] if found.remembers else [])])
                 for add in (False, True):
                     found.decode(space, data, hard_values(n, sum_dtype(dtype), 2), add=add)
     for dtype in FLOATS:

@@ -136,14 +136,15 @@ def test_bits_of_updates() -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [one for name in ("none", "fp16", "2bit", "int8") for _, one in variants(name)], ids=repr
+    "codec", [one for name in ("none", "fp16", "2bit", "int8", "topk") for _, one in variants(name)], ids=repr
 )
 @pytest.mark.parametrize("wrong", ["", "encode", "decode", "add", "residual"])
 def test_bits_of_codecs(wrong: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared, each by itself: what travels, what it comes to, and what is owed."""
     space, dtype = DeviceSpace(FakeGpu(eager=0.5)), np.dtype("float32")
     if wrong == "encode":
-        monkeypatch.setattr(DevicePieces, "_encode", lambda pieces, values, _: pieces.space.zeros(1, BYTE))
+        nothing = space.zeros(1, BYTE)
+        monkeypatch.setattr(DevicePieces, "encode_all", lambda _, values, parts: dict.fromkeys(parts, nothing))
     elif wrong == "residual":
         if not getattr(codec.on_device(dtype), "remembers", False):
             pytest.skip("nothing is owed")

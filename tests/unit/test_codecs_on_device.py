@@ -12,7 +12,7 @@ from program_cases import hard_values, same_bits
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
-from mpikv.codecs.on_device import paying
+from mpikv.codecs.on_device import Pushed, paying
 from mpikv.keys import KeyInfo
 from mpikv.strategies.pieces import Pieces
 
@@ -40,7 +40,7 @@ def test_encoded_decoded_and_what_is_owed(codec: Codec, dtype: Any, n: int) -> N
         with np.errstate(all="ignore"):
             expected = codec.encode(values.copy(), state).view(np.uint8)
         data = np.full_like(expected, 77)
-        found.encode(space, values, data, list(here.values()))  # type: ignore[arg-type]
+        found.encode(space, [Pushed(values, data, list(here.values()))])  # type: ignore[arg-type]
         wire = codec.wire_dtype(dtype) or np.dtype(np.uint8)
         assert same_bits(data.view(wire), expected.view(wire))
         assert all(same_bits(here[name], state[name]) for name in state)

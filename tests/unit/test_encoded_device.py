@@ -14,8 +14,11 @@ from store_modes import Mode
 from mpikv import optimizers
 from mpikv.codecs.compression import make
 from mpikv.config import Config
-from mpikv.keys import even_bounds
+from mpikv.errors import MpikvError
+from mpikv.keys import KeyInfo, even_bounds
+from mpikv.spaces.device import DeviceSpace
 from mpikv.strategies import pieces
+from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.encoded import Encoded
 from mpikv.strategies.encoded_device import EncodedOnDevice
 from mpikv.testing.device_transport import DeviceFabric
@@ -128,6 +131,46 @@ def test_codecs_whose_elements_hang_on_each_other_encode_on_the_host(codec: str)
     found, expected = run(2, body, codec, path="staged"), run(2, body, codec)
     assert [one[0] for one in found] == [one[0] for one in expected]
     assert EncodedOnDevice not in {one[2] for one in found}
+
+
+# Of a float32 key with a residual: the totals, the largest, zeros, those put there, what is not finite; `zeros` is one.
+LAUNCHES = {"fp16": 1, "2bit": 1, "1bit": 1, "int8": 4, "topk": 5}
+
+
+@pytest.mark.parametrize("codec", LAUNCHES)
+def test_the_pieces_of_a_push_are_encoded_together(codec: str) -> None:
+    gpu = FakeGpu()
+    space, one = DeviceSpace(gpu), make(CODECS[codec]).push
+    here = DevicePieces(KeyInfo("w", 0, (LARGE,), F32, codec), one, space)
+    host = pieces.Pieces(KeyInfo("w", 0, (LARGE,), F32, codec), one)
+    spans = here.of((0, LARGE))
+    assert len(spans) == 4
+    for round_ in range(3):
+        values = numbers(LARGE, 0, round_)
+        there, before = space.from_host(values), gpu.counts["launches"]
+        data = here.encode_all(there, spans)
+        if round_:  # the first begins with residuals of zeros
+            assert gpu.counts["launches"] - before == LAUNCHES[codec]
+        for span in spans:
+            expected = host.encode(values, span).view(np.uint8)
+            assert np.array_equal(space.to_host(data[span]), expected)
+    assert (here.encoded_from_bytes, here.encoded_bytes) == (host.encoded_from_bytes, host.encoded_bytes)
+
+
+def test_positions_that_cannot_be_are_refused() -> None:
+    """Before anything of the message is added."""
+    n, one = 1000, make({"type": "topk"}).push
+    space = DeviceSpace(FakeGpu())
+    here = DevicePieces(KeyInfo("w", 0, (n,), F32, "topk"), one, space)
+    out = space.zeros(n, F32)
+    for positions in ([*range(9), n], [1, *range(9)], [*range(9), -1]):
+        data = space.pinned.take(80)[:80]
+        data[:40].view(np.int32)[...] = positions
+        data[40:].view(F32)[...] = 1
+        for does in (here.decode, here.add):
+            with pytest.raises(MpikvError, match=r"TopK.*the positions do not increase, or go beyond the 1000 values"):
+                does(data, out)
+    assert not space.to_host(out).any()
 
 
 @codecs

@@ -32,8 +32,8 @@ BFLOAT16 = DTYPES[1]
 N = 251  # no multiple of any number of elements that a thread takes
 THREADS = 3
 
-# What CUDA has and C++ has not: one block at a time, whose threads run one after another; those of a routine are threads
-# of the system, which wait for each other.
+# What CUDA has and C++ has not: one block at a time, whose threads run one after another; those of a routine are
+# threads of the system, which wait for each other.
 SHIM = """
 #include <pthread.h>
 #include <cmath>
