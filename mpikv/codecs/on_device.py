@@ -5,8 +5,8 @@ that `spaces.tracing` understands (`Elements`); `int8` and `topk` have forms of 
 does with arrays of NumPy, bit for bit, error feedback and the check for what is not finite included; but a NaN that is
 sent may have another sign and payload.
 
-Cost: a program reads and writes each array once, for all pieces of a push in one launch. Each is traced once for a key, in some 0.1 ms, and compiled once for a
-codec and a dtype.
+Cost: a program reads and writes each array once, for all pieces of a push in one launch. Each is traced once for a key,
+in some 0.1 ms, and compiled once for a codec and a dtype.
 """
 
 from __future__ import annotations
