@@ -1,9 +1,9 @@
 """Codecs in device memory: encoded and decoded there, by programs of the space.
 
 A codec that can do so says how (`Codec.on_device`). Most say what becomes of one element, in operations on whole arrays
-that `spaces.tracing` understands (`Elements`); `int8` and `topk` have forms of their own. They do what the codec
-does with arrays of NumPy, bit for bit, error feedback and the check for what is not finite included; but a NaN that is
-sent may have another sign and payload.
+that `spaces.tracing` understands (`Elements`); `int8`, `topk` and `randomk` have forms of their own. They do what the
+codec does with arrays of NumPy, bit for bit, error feedback and the check for what is not finite included; but a NaN
+that is sent may have another sign and payload.
 
 Cost: a program reads and writes each array once, for all pieces of a push in one launch. Each is traced once for a key,
 in some 0.1 ms, and compiled once for a codec and a dtype.
@@ -12,7 +12,7 @@ in some 0.1 ms, and compiled once for a codec and a dtype.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,11 +34,25 @@ Made = tuple[Program, Numbers]
 
 
 class Pushed(NamedTuple):
-    """A piece that is encoded. values: (n,) of the key's dtype. data: bytes, written. owed: the residual, if any."""
+    """A piece that is encoded. values: (n,) of the key's dtype. data: bytes, written.
+
+    state: what the codec remembers: the residual in device memory, if there is one, anything else on the host.
+    """
 
     values: DeviceArray
     data: DeviceArray
-    owed: Sequence[DeviceArray]
+    state: Mapping[str, Any]
+
+    @property
+    def residual(self) -> DeviceArray:
+        """Where there is one."""
+        residual: DeviceArray = self.state["residual"]
+        return residual
+
+    @property
+    def owed(self) -> list[DeviceArray]:
+        """The residual, where there is one."""
+        return [self.residual] if "residual" in self.state else []
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ Source: Stich, Cordonnier and Jaggi, NeurIPS 2018; Steele, Lea and Flood, OOPSLA
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,9 @@ from mpikv.checks import whole
 from mpikv.codecs import shares
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import as_float32
+from mpikv.codecs.randomk_device import Drawn
 from mpikv.codecs.sparse import Sparse
+from mpikv.spaces.selection import drawn_positions, mix
 
 _PUSH, _VALUE = np.dtype("<u8"), np.dtype("<f4")
 _MASK = (1 << 64) - 1
@@ -57,6 +58,10 @@ class RandomK(Sparse):
         """Nothing was pushed."""
         return {"pushes": np.zeros(1, np.uint64)}
 
+    def on_device(self, dtype: np.dtype[Any]) -> Drawn:
+        """Drawn, collected and added there."""
+        return Drawn(dtype, False, self.ratio, mix(self.seed))
+
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Collect the values that this push sends. Raises ValueError for 2^32 values and more."""
         if values.size >= _LONGEST:
@@ -70,41 +75,10 @@ class RandomK(Sparse):
 
     def positions(self, push: int, n_elems: int) -> HostArray:
         """Return which of n values are sent by the push of this number, in increasing order."""
-        k = shares.count(self.ratio, n_elems)
-        bounds = _bounds(k, n_elems)
-        start = np.uint64((_mix(_mix(self.seed) + push)) & _MASK)
-        drawn = _mix_array(np.arange(k, dtype=np.uint64) + start) >> np.uint64(32)
-        lengths = np.diff(bounds).astype(np.uint64)
-        positions: HostArray = bounds[:-1] + (drawn * lengths >> np.uint64(32)).astype(np.int64)
-        return positions
+        return drawn_positions(mix(self.seed), push, shares.count(self.ratio, n_elems), n_elems)
 
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
         """Draw the positions again."""
         self.check_bytes(data, n_elems)
         push = int(data[: _PUSH.itemsize].view(_PUSH)[0])
         return self.positions(push, n_elems), data[_PUSH.itemsize :].view(_VALUE)
-
-
-@lru_cache(maxsize=64)
-def _bounds(k: int, n_elems: int) -> HostArray:
-    """Where the ranges begin, and where the last one ends."""
-    bounds = np.arange(k + 1, dtype=np.int64) * n_elems // max(k, 1)
-    bounds.flags.writeable = False
-    return bounds
-
-
-def _mix(number: int) -> int:
-    """The output function of SplitMix64."""
-    z = (number + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
-    return z ^ z >> 31
-
-
-def _mix_array(numbers: HostArray) -> HostArray:
-    """The same of each; products of arrays are taken modulo 2^64 in any case."""
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    mixed: HostArray = z ^ z >> np.uint64(31)
-    return mixed

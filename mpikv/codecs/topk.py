@@ -34,7 +34,7 @@ from mpikv.codecs.blocks import as_float32
 from mpikv.codecs.sparse import Sparse
 from mpikv.codecs.topk_device import Largest
 from mpikv.errors import MpikvError
-from mpikv.spaces.routine import MAGNITUDE, largest_positions
+from mpikv.spaces.selection import MAGNITUDE, largest_positions
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
 _SAMPLE_ELEMS = 1 << 13
@@ -65,7 +65,7 @@ class TopK(Sparse):
 
     def on_device(self, dtype: np.dtype[Any]) -> Largest:
         """Found and added there."""
-        return Largest(dtype, False, self, self.ratio, self.whole_elems)
+        return Largest(dtype, False, self.ratio, self.whole_elems, self)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Find the largest. Raises ValueError for 2^32 values and more."""

@@ -43,10 +43,12 @@ class DevicePieces(Pieces):
         self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
 
     def _init(self, n_elems: int) -> State:
-        if not self._on_device.remembers:
-            return {}
-        residual: SpaceArray = self.space.zeros(n_elems, FLOAT32)
-        return {"residual": residual}
+        """The residual is on the GPU; what else the codec remembers stays on the host."""
+        state = self._codec.init(n_elems)
+        if "residual" in state:
+            residual: SpaceArray = self.space.zeros(n_elems, FLOAT32)
+            state["residual"] = residual
+        return state
 
     def encode(self, values: SpaceArray, piece: Span) -> SpaceArray:
         """See `Pieces`."""
@@ -58,11 +60,7 @@ class DevicePieces(Pieces):
         if self._codec == IDENTITY:
             return {piece: values[slice(*piece)].view(BYTE) for piece in states}
         made = {
-            piece: Pushed(
-                values[slice(*piece)],
-                self.space.empty(self.wire_bytes(piece), BYTE),
-                cast(Sequence[DeviceArray], list(state.values())),
-            )
+            piece: Pushed(values[slice(*piece)], self.space.empty(self.wire_bytes(piece), BYTE), state)
             for piece, state in states.items()
         }
         self._on_device.encode(self.space, list(made.values()))
@@ -75,8 +73,8 @@ class DevicePieces(Pieces):
         """What is pushed is the store's own copy, which is changed."""
         program, numbers = paying(self._dtype)
         for piece, state in self.states.items():
-            for residual in state.values():
-                both: list[SpaceArray] = [values[slice(*piece)], residual]
+            if "residual" in state:
+                both: list[SpaceArray] = [values[slice(*piece)], state["residual"]]
                 self.space.launch(program, both, numbers)
         return values
 
@@ -130,9 +128,9 @@ class DevicePieces(Pieces):
         """See `Pieces`. Blocks until they have come to the host, or from there."""
         super().recut(_on_host(states), pieces)
         for state in self.states.values():
-            for name, array in state.items():
-                brought: SpaceArray = self.space.from_host(array)
-                state[name] = brought
+            if "residual" in state:
+                brought: SpaceArray = self.space.from_host(state["residual"])
+                state["residual"] = brought
 
     def states_on_host(self) -> Mapping[Span, State]:
         """See `Pieces`. Blocks until they have come there."""

@@ -24,6 +24,8 @@ CODECS = [
     registry.create({"type": "int8", "block": 32, "error_feedback": False}),
     registry.create({"type": "topk", "ratio": 0.05, "whole_elems": 7}),
     registry.create({"type": "topk", "ratio": 0.3, "error_feedback": False}),
+    registry.create({"type": "randomk", "ratio": 0.05, "seed": (1 << 64) - 3}),
+    registry.create({"type": "randomk", "ratio": 0.3, "error_feedback": False}),
 ]
 
 
@@ -82,7 +84,8 @@ def runs(n: int) -> Iterator[Run]:
                 values, residual = (hard_values(n, one, seed) for one in (dtype, np.dtype(np.float32)))
                 if seed:
                     values, residual = (np.nan_to_num(one, posinf=1, neginf=-1) for one in (values, residual))
-                found.encode(space, [Pushed(values, data, [residual] if found.remembers else [])])
+                state = {**codec.init(n), "residual": residual} if found.remembers else codec.init(n)
+                found.encode(space, [Pushed(values, data, state)])
                 for add in (False, True):
                     found.decode(space, data, hard_values(n, sum_dtype(dtype), 2), add=add)
     for dtype in FLOATS:

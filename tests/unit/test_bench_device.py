@@ -136,7 +136,9 @@ def test_bits_of_updates() -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [one for name in ("none", "fp16", "2bit", "int8", "topk") for _, one in variants(name)], ids=repr
+    "codec",
+    [one for name in ("none", "fp16", "2bit", "int8", "topk", "randomk") for _, one in variants(name)],
+    ids=repr,
 )
 @pytest.mark.parametrize("wrong", ["", "encode", "decode", "add", "residual"])
 def test_bits_of_codecs(wrong: str, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +150,9 @@ def test_bits_of_codecs(wrong: str, codec: Codec, monkeypatch: pytest.MonkeyPatc
     elif wrong == "residual":
         if not getattr(codec.on_device(dtype), "remembers", False):
             pytest.skip("nothing is owed")
-        spoilt = {(0, SHORT_ELEMS): {"residual": np.zeros(SHORT_ELEMS, dtype)}}
-        monkeypatch.setattr(DevicePieces, "states_on_host", lambda _: spoilt)
+        whole, found, nothing = (0, SHORT_ELEMS), DevicePieces.states_on_host, np.zeros(SHORT_ELEMS, dtype)
+        spoilt = {"residual": nothing}
+        monkeypatch.setattr(DevicePieces, "states_on_host", lambda one: {whole: {**found(one)[whole], **spoilt}})
     elif wrong:
         monkeypatch.setattr(DevicePieces, wrong, lambda *_: None)
     assert device_codec.has_bits_of_host(space, codec, dtype) == (not wrong)

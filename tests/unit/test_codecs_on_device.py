@@ -40,7 +40,7 @@ def test_encoded_decoded_and_what_is_owed(codec: Codec, dtype: Any, n: int) -> N
         with np.errstate(all="ignore"):
             expected = codec.encode(values.copy(), state).view(np.uint8)
         data = np.full_like(expected, 77)
-        found.encode(space, [Pushed(values, data, list(here.values()))])  # type: ignore[arg-type]
+        found.encode(space, [Pushed(values, data, here)])  # type: ignore[arg-type]
         wire = codec.wire_dtype(dtype) or np.dtype(np.uint8)
         assert same_bits(data.view(wire), expected.view(wire))
         assert all(same_bits(here[name], state[name]) for name in state)
@@ -71,7 +71,7 @@ def test_values_as_they_are_pay_what_is_owed(dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_which_codecs_work_in_device_memory(name: str) -> None:
-    can = name in {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk"}
+    can = name in {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk"}
     assert (registry.create(name).on_device(np.dtype(np.float32)) is not None) == can
 
 
