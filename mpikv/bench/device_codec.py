@@ -20,9 +20,8 @@ from mpikv.bench.gpu import Gpu, device_store, open_gpu
 from mpikv.bench.session import Session
 from mpikv.codecs import registry
 from mpikv.codecs.base import Codec
-from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
-from mpikv.codecs.sparse import Sparse
+from mpikv.codecs.sparse_device import SparseOnDevice
 from mpikv.keys import KeyInfo
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.pieces import Pieces
@@ -74,8 +73,7 @@ def _rows(session: Session, gpu: Gpu, space: Any, what: str, codec: Codec) -> It
     pieces = DevicePieces(_info(codec, n_elems, dtype), codec, space)
     values, out = space.zeros(n_elems, dtype), space.zeros(n_elems, sum_dtype(dtype))
     # Of codecs that choose among values the pieces of a store: each is the work of one block of threads.
-    chooses = isinstance(codec.codec if isinstance(codec, ErrorFeedback) else codec, Sparse)
-    parts = pieces.of((0, n_elems)) if chooses else [(0, n_elems)]
+    parts = pieces.of((0, n_elems)) if isinstance(codec.on_device(dtype), SparseOnDevice) else [(0, n_elems)]
     data = pieces.encode_all(values, parts)
     n_sent = sum(one.nbytes for one in data.values())
     encoding_moves = values.nbytes + n_sent + 2 * pieces.held_bytes  # residuals are read and written

@@ -2,7 +2,7 @@
 
 The formulas of randomk.py. The number of the push is kept in host memory, and travels in front of the values.
 
-Cost: six launches to encode, and two passes over the values; none where nothing is remembered.
+Cost: three launches to choose, of work on the values that are sent alone.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Drawn(SparseOnDevice):
     def _choose(
         self, space: DeviceSpace, pieces: Sequence[Pushed], totals: Sequence[DeviceArray], counts: Sequence[int]
     ) -> list[DeviceArray]:
-        pushes, values = zip(*(self._parts(one.data) for one in pieces), strict=True) if pieces else ((), ())
-        numbers = []
-        for one in pieces:
-            state = one.state["pushes"]
-            numbers.append([state.view(np.int64)[0]])
-            state += np.uint64(1)
-        space.launch_many(arithmetic.fill(routine.COUNT), [([to], n) for to, n in zip(pushes, numbers, strict=True)])
+        parts = [self._parts(one.data) for one in pieces]
         positions = [space.empty(k, routine.POSITION) for k in counts]
-        drawn = zip(totals, pushes, positions, counts, strict=True)
-        space.launch_many(selection.draw(FLOAT32), [(list(arrays), [self._number, k]) for *arrays, k in drawn])
-        taken = zip(totals, positions, values, counts, strict=True)
-        space.launch_many(routine.TAKE, [(list(arrays), [k]) for *arrays, k in taken])
+        sent, drawn, taken = [], [], []
+        for one, (push, values), total, at, k in zip(pieces, parts, totals, positions, counts, strict=True):
+            pushes = one.state["pushes"]
+            sent.append(([push], [pushes.view(np.int64)[0]]))
+            pushes += np.uint64(1)
+            drawn.append(([total, push, at], [self._number, k]))
+            taken.append(([total, at, values], [k]))
+        space.launch_many(arithmetic.fill(routine.COUNT), sent)
+        space.launch_many(selection.draw(FLOAT32), drawn)
+        space.launch_many(routine.TAKE, taken)
         return positions
 
     def _sent(self, space: DeviceSpace, data: DeviceArray, out: DeviceArray, k: int) -> tuple[DeviceArray, DeviceArray]:

@@ -1,6 +1,7 @@
 """What codecs have in common in device memory that send some of the values: see sparse.py.
 
-Cost: three launches to encode beside those that choose, three or four to decode.
+Cost: to encode four launches beside those that choose, and two passes over the values, where something is remembered;
+else none. Two or three launches to decode beside those that find the positions.
 """
 
 from __future__ import annotations

@@ -363,11 +363,12 @@ class DeviceSpace:
 
     def launch_many(self, what: Program | Routine, runs: Sequence[tuple[Sequence[DeviceArray], Sequence[Any]]]) -> None:
         """`launch` for several lists of arrays and their numbers, which nothing orders, in as few as can be."""
-        entries = [(arrays[0].size, [one.address for one in arrays], numbers) for arrays, numbers in runs]
+        runs = [run for run in runs if run[0][0].size]
         for arrays, _ in runs:
             self._follow(*arrays)
-        if any(n_elems for n_elems, _, _ in entries):
-            self.driver.launch_many(what, [one for one in entries if one[0]], self.stream)
+        entries = [(arrays[0].size, [one.address for one in arrays], numbers) for arrays, numbers in runs]
+        if entries:
+            self.driver.launch_many(what, entries, self.stream)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -35,6 +35,11 @@ class Routine(NamedTuple):
     text: str
 
 
+def k_of_n(n_elems: int, numbers: Sequence[Any]) -> list[int]:
+    """`Routine.lengths` of an array of n items and two of k, the first number."""
+    return [n_elems, int(numbers[0]), int(numbers[0])]
+
+
 _EACH = """\
     for (long long i = threadIdx.x; i < n0; i += blockDim.x) {
         const long long at = (unsigned int)a1[i];
@@ -61,7 +66,7 @@ def put(dtype: np.dtype[Any], values_dtype: np.dtype[Any]) -> Routine:
     return Routine(
         (Argument(dtype, None, 0), Argument(POSITION, 0, None), Argument(values_dtype, 0, None)),
         (COUNT,),
-        lambda n_elems, numbers: [n_elems, int(numbers[0]), int(numbers[0])],
+        k_of_n,
         _put,
         _EACH.replace("ASSIGNMENT", "a0[at] = a2[i]"),
     )
@@ -103,7 +108,7 @@ def _take(arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
 TAKE = Routine(
     (Argument(FLOAT32, 0, None), Argument(POSITION, 0, None), Argument(FLOAT32, None, 0)),
     (COUNT,),
-    lambda n_elems, numbers: [n_elems, *[int(numbers[0])] * 2],
+    k_of_n,
     _take,
     _EACH.replace("ASSIGNMENT", "a2[i] = a0[at]"),
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.spaces.program import Argument
-from mpikv.spaces.routine import COUNT, FLOAT32, POSITION, Routine
+from mpikv.spaces.routine import COUNT, FLOAT32, POSITION, Routine, k_of_n
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 """A float32 without its sign: as a whole number it is in the same order, NaN on top."""
@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 def largest_positions(values: HostArray, k: int, candidates: HostArray) -> HostArray:
     """Return the positions, in increasing order, of the k largest magnitudes in float32; of equal ones the first.
 
-    values: more than k. candidates: positions in increasing order, among which these are.
+    values: k or more. candidates: positions in increasing order, among which these are.
     """
     found = values[candidates].view(np.int32) & MAGNITUDE
     kth = np.partition(found, found.size - k)[found.size - k]
@@ -43,7 +43,7 @@ def _largest(arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
 LARGEST = Routine(
     (Argument(FLOAT32, 0, None), Argument(POSITION, None, 0), Argument(FLOAT32, None, 0)),
     (COUNT,),
-    lambda n_elems, numbers: [n_elems, int(numbers[0]), int(numbers[0])],
+    k_of_n,
     _largest,
     """\
     __shared__ unsigned int counts[256], above[THREADS], equal[THREADS], kth, left;

@@ -284,13 +284,12 @@ def test_the_largest_by_a_block_of_threads(kind: str, k: int, runs: dict[str, li
 def test_positions_beyond_the_array_are_left_out(runs: dict[str, list[Run]], call: Call) -> None:
     """Of damaged data: nothing is written elsewhere."""
     made = put(FLOAT32, FLOAT32)
-    dtype = made.arguments[0].dtype
-    positions, values = np.array([1, -1, 3, 1 << 30], np.int32), np.arange(1, 5).astype(made.arguments[2].dtype)
+    positions, values = np.array([1, -1, 3, 1 << 30], np.int32), np.arange(1, 5, dtype=np.float32)
     for run_it in (
         lambda out: made.run([out[:3], positions, values], [4]),
         lambda out: call(made, source.table(made, [(3, addresses([out, positions, values]), [4])], ROOM)),
     ):
-        out = np.zeros(5, dtype)
+        out = np.zeros(5, np.float32)
         run_it(out)
         assert out.tolist() == [0, 1, 0, 0, 0]
 
