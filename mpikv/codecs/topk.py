@@ -10,9 +10,10 @@ bytes, and to send one value of them in each push costs accuracy.
 NaN counts as larger than infinity, and that as larger than any number: they are sent first, as they are, so that
 whoever adds can see them. If there are more of them than k, error feedback forgets the rest.
 
-Finding them: a sample of the values tells which magnitude about k values have. The values from there on, some more than
-k, are collected in one pass, and the k-th of these few is found exactly. Where the sample was wrong, and fewer than k
-are found, all values are candidates; the result is the same.
+Finding them: a sample of the values tells which magnitude about k values have. The values above it, some more than k,
+are collected in one pass, and the k-th of these few is found exactly. Where fewer than k are above it, because many are
+equal to it, as the zeros of a sparse gradient, the first of those are the rest. Where the sample was wrong, and even
+these are fewer than k, the k-th of all is found; the result is the same.
 
 Wire: 8 k bytes; 4 n of a piece that is sent as it is. State: none. Cost: three passes over the values, and work on
 about 1.5 k of them.
@@ -97,14 +98,18 @@ def largest(values: HostArray, k: int) -> HostArray:
     if k >= values.size:
         return np.arange(values.size)
     magnitudes = values.view(np.int32) & MAGNITUDE
-    candidates = np.flatnonzero(magnitudes >= _near(magnitudes, k))
-    if candidates.size < k:
-        candidates = np.arange(values.size)
-    return largest_positions(values, k, candidates)
+    near = _near(magnitudes, k)
+    above = np.flatnonzero(magnitudes > near)
+    if above.size >= k:
+        return largest_positions(values, k, above)
+    equal = np.flatnonzero(magnitudes == near)[: k - above.size]
+    if above.size + equal.size < k:
+        return largest_positions(values, k, np.arange(values.size))
+    return np.sort(np.concatenate((above, equal)))
 
 
 def _near(magnitudes: HostArray, k: int) -> int:
-    """Guess a magnitude that a few more than k values reach."""
+    """Guess a magnitude that a few more than k values have, or more."""
     sample = magnitudes[:: -(-magnitudes.size // _SAMPLE_ELEMS)]
     expected = k * sample.size / magnitudes.size
     rank = int(expected + 4 * expected**0.5 + 4)  # four standard deviations of how many of a random sample reach it

@@ -36,6 +36,7 @@ from mpikv.codecs import (
 from mpikv.codecs.blocks import BLOCK_ELEMS
 from mpikv.codecs.compression import make, of_text
 from mpikv.codecs.residuals import cut_anew
+from mpikv.spaces import selection
 
 FIXTURES = Path(make_codecs.__file__).parent / "codecs"
 KEPT = {"powersgd_rows"}  # bytes of one codec more
@@ -258,6 +259,26 @@ def test_the_largest_where_the_sample_misleads(n: int) -> None:
         for k in (1, 7, n // 100, n // 3, n - 1, n):
             expected = np.sort(np.argsort(-np.abs(values), kind="stable")[:k])
             assert np.array_equal(topk.largest(values, k), expected)
+
+
+def test_equal_values_are_not_all_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The k-th is looked for among few values, or among none: not among the zeros of a sparse gradient."""
+    looked: list[int] = []
+
+    def counted(values: Any, k: int, candidates: Any) -> Any:
+        looked.append(candidates.size)
+        return selection.largest_positions(values, k, candidates)
+
+    monkeypatch.setattr(topk, "largest_positions", counted)
+    rng, n = np.random.default_rng(0), 1 << 17
+    normal = rng.standard_normal(n, np.float32)
+    rows = np.where(np.arange(n) % 400 == 7, normal, np.float32(0))
+    steps = rng.integers(0, 4, n).astype(np.float32)
+    for values in (normal, rows, steps, np.zeros_like(normal), np.full_like(normal, -2)):
+        expected = np.sort(np.argsort(-np.abs(values), kind="stable")[: n // 100])
+        assert np.array_equal(topk.largest(values, n // 100), expected)
+    assert len(looked) == 1  # of those that are all different
+    assert n // 100 <= looked[0] < n // 50
 
 
 def test_a_share_is_what_the_user_wrote() -> None:
