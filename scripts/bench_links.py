@@ -14,8 +14,9 @@ interfaces of all hosts counted while the key was exchanged, per host, relative 
 With several keys each algorithm has two rows: all keys in one call, and one key of the same bytes, `one buffer`.
 
 The row `plain sockets` is what this machine can do at all: the bytes of the bound, sent by every host to the next one
-through plain sockets at the same time. The pretended network runs on the same processors as the ranks, and with packets
-of 1500 bytes they are busy before the links are, from 3 hosts on with 2 processors; `--mtu 9000` leaves them room.
+through plain sockets at the same time; `plain sockets, to all`: the same bytes, in equal parts to all other hosts, as
+the owners of compressed keys send them. The pretended network runs on the same processors as the ranks, and with
+packets of 1500 bytes they are busy before the links are, from 3 hosts on with 2 processors; `--mtu 9000` leaves room.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def run_rank(options: argparse.Namespace) -> None:
     is_first = host_names.index(host_names[comm.Get_rank()]) == comm.Get_rank()  # of its host: counts its bytes
     stores = {name: kv.create("dist_sync", config=Config.from_environ().with_(algorithm=name)) for name in names}
     results: list[dict[str, Any]] = []
-    sockets = Neighbours(comm, host_names)
+    sockets = Sockets(comm, host_names)
     if comm.Get_rank() == 0:
         print(
             f"\n{h} hosts of {p // h} ranks, {options.rate:g} Mbit/s each way, {options.mpi}, median of {options.turns}"
@@ -109,6 +110,9 @@ def run_rank(options: argparse.Namespace) -> None:
             goodput = raw_tcp(comm, host_names.index(hosts[1])) if h > 1 else None
             contenders: dict[str, Callable[[], object]] = {
                 "plain sockets": partial(sockets.move, 2 * (h - 1) * n_bytes // h),
+                **(
+                    {"plain sockets, to all": partial(sockets.move, 2 * (h - 1) * n_bytes // h, h - 1)} if h > 2 else {}
+                ),
                 "MPI_Allreduce": partial(comm.Allreduce, MPI.IN_PLACE, value),
                 **calls,
             }
@@ -122,7 +126,7 @@ def run_rank(options: argparse.Namespace) -> None:
                 call()
                 seconds = comm.allreduce(time.perf_counter() - start_s, MPI.MAX)
                 out = comm.allreduce(sent_bytes() - before_bytes if is_first else 0) / h
-                if name != "plain sockets" and not (value == p * (p + 1) / 2).all():
+                if not name.startswith("plain sockets") and not (value == p * (p + 1) / 2).all():
                     raise SystemExit(f"{name} gave a wrong sum")
                 if turn:
                     times.setdefault(name, []).append(seconds)
@@ -164,33 +168,51 @@ def sent_bytes() -> int:
     return int(line.split(":")[1].split()[8])
 
 
-class Neighbours:
-    """Plain connections from the first rank of each host to that of the next. Collective."""
+class Sockets:
+    """Plain connections between the first ranks of all hosts. Collective."""
 
     def __init__(self, comm: Any, host_names: list[str]) -> None:
         first = [host_names.index(host) for host in dict.fromkeys(host_names)]
         self._comm, self._open = comm, comm.Get_rank() in first
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []  # to the next host and from the one before, and on
         address, token = None, os.urandom(TOKEN_BYTES)
         if self._open:
             server = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
-            address = server.getsockname()
+            address, at = server.getsockname(), first.index(comm.Get_rank())
         offers = comm.allgather((address, token))
+        for step in range(1, len(first)):
+            if self._open:
+                out = connect(*offers[first[(at + step) % len(first)]])
+                self._pairs.append((out, accept(server, token)))
+            comm.Barrier()
         if self._open:
-            after = first[(first.index(comm.Get_rank()) + 1) % len(first)]
-            self._out = connect(*offers[after])
-            self._in = accept(server, token)
             server.close()
 
-    def move(self, n_bytes: int) -> None:
-        """Send so many bytes to the next host and receive as many from the one before."""
-        if self._open:
-            sender = threading.Thread(target=self._out.sendall, args=(bytes(n_bytes),))
-            sender.start()
-            buffer, got = bytearray(1 << 18), 0
-            while got < n_bytes:
-                got += self._in.recv_into(buffer)
-            sender.join()
+    def move(self, n_bytes: int, n_peers: int = 1) -> None:
+        """Send so many bytes to the next hosts, in equal parts, while as many come from those before."""
+        each = n_bytes // n_peers
+        threads = [
+            threading.Thread(target=work, args=(end, each))
+            for pair in self._pairs[:n_peers]
+            for work, end in zip((send, receive), pair, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         quiet_barrier(self._comm)
+
+
+def send(connection: socket.socket, n_bytes: int) -> None:
+    """Send so many bytes."""
+    connection.sendall(bytes(n_bytes))
+
+
+def receive(connection: socket.socket, n_bytes: int) -> None:
+    """Receive so many bytes."""
+    buffer, got = bytearray(1 << 18), 0
+    while got < n_bytes:
+        got += connection.recv_into(buffer)
 
 
 def quiet_barrier(comm: Any) -> None:

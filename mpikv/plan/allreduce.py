@@ -16,7 +16,8 @@ hosts, n bytes:
                                                           piece encoded and decoded; w: of n/p, or n, encoded
 
 Here a is the latency (three times that of a message which is announced first) and the work of two cores for a message,
-b the link's and two cores' time for a byte. To that comes what cannot go on beside anything: copying into the first
+b the link's and two cores' time for a byte; the link's is longer where several hosts send to one at the same time, in
+naive, owners and gather (`costs.py`). To that comes what cannot go on beside anything: copying into the first
 bucket, and out of the last one.
 
 Sources: ring: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009), section 3; the other terms: Thakur,
@@ -82,6 +83,11 @@ class Bucket(NamedTuple):
     def encoded(self) -> bool:
         """Whether they travel encoded."""
         return self.placement.path == "encoded"
+
+    @property
+    def to_all(self) -> bool:
+        """Whether each worker sends to all others at the same time, and not to one after the other."""
+        return self.placement.algorithm in ("naive", "owners", "gather")
 
 
 class Busy(NamedTuple):
@@ -156,13 +162,14 @@ def predict(
     found = buckets_of(workload, hosts, algorithm, step)
     ranks = range(workers if workers <= EVERY_RANK else per_host)
     counts = [[counted(bucket, rank, hosts, step.speeds) for rank in ranks] for bucket in found]
-    busy = [_busy(bucket, one, link, costs) for bucket, one in zip(found, counts, strict=True)]
+    links = [link.to_all() if bucket.to_all and len(set(hosts)) > 2 else link for bucket in found]
+    busy = [_busy(*each, costs) for each in zip(found, counts, links, strict=True)]
     total = Busy()
     for one in busy:
         total = total.with_more(one)
     alone_s = [
-        alone_encoded(bucket, one, link, costs, step.speeds) if bucket.encoded else alone(bucket, hosts, link, costs)
-        for bucket, one in zip(found, counts, strict=True)
+        alone_encoded(bucket, one, its, costs, step.speeds) if bucket.encoded else alone(bucket, hosts, its, costs)
+        for bucket, one, its in zip(found, counts, links, strict=True)
     ]
     # In one call the buckets are filled in the order of the forward pass: the last one of the backward pass first.
     ends_s = costs.copy_byte_s * (found[-1].n_bytes + found[0].n_bytes) if found else 0.0

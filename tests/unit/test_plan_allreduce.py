@@ -6,11 +6,13 @@ import math
 
 import pytest
 
+from mpikv.codecs import compression
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.errors import ConfigError
 from mpikv.plan import allreduce
 from mpikv.plan.allreduce import alone, buckets_of, hosts_of
-from mpikv.plan.costs import MESSAGE_BYTES, Costs, Link
+from mpikv.plan.costs import MESSAGE_BYTES, TO_ALL_SHARE, Costs, Link
+from mpikv.plan.priced import Speed
 from mpikv.plan.workload import Workload, of_bytes, of_model
 
 FREE = Costs(message_s=0, byte_s=0, add_byte_s=0, copy_byte_s=0)
@@ -111,3 +113,33 @@ def test_buckets_are_those_of_a_trainer() -> None:
     assert sum(bucket.n_elems for bucket in found) == 11_689_512
     assert found[0].keys == (60,)  # the last layer's weight fills a bucket before its bias does
     assert {bucket.placement.algorithm for bucket in found} <= set(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "share"),
+    [
+        ("naive", 2, 1),
+        ("naive", 3, TO_ALL_SHARE),
+        ("naive", 5, TO_ALL_SHARE),
+        ("ring", 5, 1),
+        ("halving_doubling", 4, 1),
+    ],
+)
+def test_a_link_is_not_filled_where_all_send_to_all(algorithm: str, workers: int, share: float) -> None:
+    """But by two hosts it is, and where hosts send to one other at a time."""
+    found = allreduce.predict(of_bytes(30_000), workers, LINK, FREE, algorithm=algorithm)
+    (bucket,) = buckets_of(of_bytes(30_000), hosts_of(workers, 1), algorithm)
+    counts = [allreduce.counted(bucket, rank, hosts_of(workers, 1), {}) for rank in range(workers)]
+    filled_s = max(sum(half.link_s(LINK)[0] for half in halves) for halves in counts)
+    assert found.busy_s["link out"] == pytest.approx(filled_s / share)
+
+
+@pytest.mark.parametrize(("workers", "share"), [(2, 1), (4, TO_ALL_SHARE)])
+def test_neither_is_it_by_encoded_keys(workers: int, share: float) -> None:
+    """Nothing but the link costs time here: exactly its bytes, and the latencies of one way out and back."""
+    travels = compression.make("2bit")
+    step = allreduce.Step(travels, speeds=dict.fromkeys((travels.push, travels.pull), Speed(0, 0, 0)))
+    found = allreduce.predict(of_bytes(16 << 20), workers, LINK, FREE, step=step)
+    assert found.mode == "allreduce owners"
+    assert found.exchange_s == pytest.approx(found.busy_s["link out"] + 2 * LINK.latency_s)
+    assert found.busy_s["link out"] == pytest.approx(found.sent_bytes / LINK.bytes_per_s / share, rel=0.1)
