@@ -12,7 +12,9 @@ import argparse
 import json
 from typing import Any
 
-from mpikv import KVStore
+import numpy as np
+
+from mpikv import KVStore, arrays
 
 # of each optimizer whose memory workers can keep, the codecs with which they do: its steps are better before those
 LATE = {"sgd": frozenset({"2bit", "topk"}), "adam": frozenset({"1bit", "2bit", "topk"})}
@@ -71,40 +73,69 @@ def compression_params(parser: argparse.ArgumentParser, options: argparse.Namesp
     return None if params == {"type": "none"} else params
 
 
-class WorkerMomentum:
+class Memory:
+    """Arrays that a worker keeps for its own gradients. A Trainer saves and resumes them: `worker_state`."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, Any] = {}
+        self._loaded: dict[str, np.ndarray] = {}  # those that were saved, until they are first used
+
+    def apply(self, name: str, gradient: Any, share: float = 1.0) -> None:
+        """Write what is pushed into `gradient`, an array or a tensor. name: of which one it is, on which device.
+
+        share: how many images all workers have in this step, of those in a whole one. The store will divide by the
+        images of this step; what is kept is of whole ones.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._loaded, **self._arrays}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        self._arrays, self._loaded = {}, dict(state)
+
+    def kept(self, name: str, like: Any) -> Any:
+        """The array of this name; at first that which was saved, or zeros, where and as `like` is."""
+        if name not in self._arrays:
+            self._arrays[name] = like * 0
+            if name in self._loaded:
+                fill(self._arrays[name], self._loaded.pop(name), name)
+        return self._arrays[name]
+
+
+def fill(array: Any, values: np.ndarray, name: str) -> None:
+    """Write the values into an array, or a tensor on any device."""
+    host = array.cpu() if hasattr(array, "cpu") else array
+    arrays.write(host, values, name)
+    if host is not array:
+        array.copy_(host)
+
+
+class WorkerMomentum(Memory):
     """velocity = momentum * velocity + gradient, of which each worker keeps its own and pushes it as its gradient.
 
     Without compression that is the same training, but for steps after a change of the learning rate. Weight decay is no
-    part of it, and becomes so much larger as a velocity is than one gradient. Velocities are not saved: a run that is
-    resumed begins with none, and is not the same one bit for bit.
+    part of it, and becomes so much larger as a velocity is than one gradient.
     Source: momentum correction in Lin et al., "Deep Gradient Compression", ICLR 2018.
     """
 
     def __init__(self, momentum: float) -> None:
+        super().__init__()
         self.momentum = momentum
-        self._velocities: dict[Any, Any] = {}
 
-    def apply(self, name: Any, gradient: Any, share: float = 1.0) -> None:
-        """Write the velocity into `gradient`, an array or a tensor. name: of which one it is, on which device.
-
-        share: how many images all workers have in this step, of those in a whole one. The store will divide by the
-        images of this step; the velocity is that of whole ones.
-        """
-        velocity = self._velocities.get(name)
-        if velocity is None:
-            velocity = self._velocities[name] = gradient * 0
+    def apply(self, name: str, gradient: Any, share: float = 1.0) -> None:
+        velocity = self.kept(name, gradient)
         velocity *= self.momentum
         velocity += gradient / share
         gradient[...] = velocity * share
 
 
-class WorkerAdam:
+class WorkerAdam(Memory):
     """What Adam subtracts from a weight, without the learning rate: each worker's of its own gradients, and pushed.
 
     It is about 1 at first and less later, whatever the scale of the gradients is: so the default thresholds fit, and
     +1 and -1 do. Behind a codec Adam divides by the noise that the codec makes. Without compression it is not quite the
-    training that Adam makes of all gradients together, whose second moment is that of a larger batch. Not saved, as
-    velocities are not.
+    training that Adam makes of all gradients together, whose second moment is that of a larger batch.
     Source: Kingma and Ba, ICLR 2015; that what is compressed must come behind Adam's division: Tang et al., "1-bit
     Adam", ICML 2021, which keeps the second moment as it is after a warm-up where this one lets it go on.
     """
@@ -112,23 +143,22 @@ class WorkerAdam:
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8
 
     def __init__(self, replicas: int) -> None:
+        super().__init__()
         self._replicas = replicas  # whose steps are added up before they are compressed: their mean is what is wanted
-        self._means: dict[Any, tuple[int, Any, Any]] = {}
 
-    def apply(self, name: Any, gradient: Any, share: float = 1.0) -> None:
-        """Write the step into `gradient`. See `WorkerMomentum.apply`. Computed in float32."""
+    def apply(self, name: str, gradient: Any, share: float = 1.0) -> None:
+        """Computed in float32."""
         whole = (gradient.float() if hasattr(gradient, "float") else gradient.astype("float32")) / share
-        t, mean, var = self._means.get(name) or (0, whole * 0, whole * 0)
-        self._means[name] = t + 1, mean, var
+        mean, var = self.kept(f"{name} mean", whole), self.kept(f"{name} var", whole)
+        steps = self.kept(f"{name} steps", np.zeros(1, np.int64))
+        steps += 1
+        t = int(steps[0])
         mean *= self.beta1
         mean += (1 - self.beta1) * whole
         var *= self.beta2
         var += (1 - self.beta2) * whole * whole
-        root = (var / (1 - self.beta2 ** (t + 1))) ** 0.5
-        gradient[...] = mean / (1 - self.beta1 ** (t + 1)) / (root + self.epsilon) * (share / self._replicas)
-
-
-Memory = WorkerMomentum | WorkerAdam
+        root = (var / (1 - self.beta2**t)) ** 0.5
+        gradient[...] = mean / (1 - self.beta1**t) / (root + self.epsilon) * (share / self._replicas)
 
 
 def on_workers(options: argparse.Namespace, params: dict[str, Any], replicas: int) -> tuple[str, Memory | None]:

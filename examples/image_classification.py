@@ -304,7 +304,7 @@ def prepare(options: argparse.Namespace, store: KVStore) -> Run:
     store.init("correct", np.zeros(1, dtype=np.int64))
     params = optimizer_params(options)
     optimizer, memory = compressed.on_workers(options, params, 1)
-    trainer = Trainer(net, optimizer, params, store, options.compression)
+    trainer = Trainer(net, optimizer, params, store, options.compression, worker_state=memory)
     problem: Exception | None = None
     try:
         if options.resume and trainer.resume(options.resume) == 0:

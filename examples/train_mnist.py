@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import checkpoint
 import compressed
 import numpy as np
 from fetched import load_images
@@ -40,6 +39,7 @@ from usage import Parser
 from mpikv import KVStore, MpikvError, Parameter, Trainer, kv, optimizers
 from mpikv.data import Images, SplitSampler, split_and_load
 from mpikv.devices import use
+from mpikv.files import replace_file
 from mpikv.progress import Progress
 
 WITH_MOMENTUM = {"sgd", "nag", "signum", "dcasgd", "lars"}
@@ -81,7 +81,7 @@ def arguments() -> argparse.Namespace:
         const="auto",
         help="GPUs of each worker, as in 0,1; alone: the one that the store uses; then --num-devices does not count",
     )
-    add("--save", type=Path, metavar="FILE", help="write weights and optimizer states after every epoch")
+    add("--save", type=Path, metavar="FILE", help="write all that is needed to go on, after every epoch")
     add("--resume", type=Path, metavar="FILE", help="go on from what --save wrote")
     add("--dump-weights", type=Path, metavar="FILE", help="write the final weights as .npz")
     compressed.add_options(parser)
@@ -179,7 +179,7 @@ class Run:
         """A replica has written the gradient of this parameter; last: all others have, too."""
         if self.memory is not None:
             share = together / (self.options.batch_size * self.store.num_workers)
-            self.memory.apply((parameter.name, replica), parameter.list_grad()[replica], share)
+            self.memory.apply(f"{parameter.name} {replica}", parameter.list_grad()[replica], share)
         if last:
             self.trainer.push_grad(parameter, batch_size=together)
 
@@ -238,9 +238,8 @@ class Run:
                 break
             made, loss, speed = self.epoch(epoch, start, options.max_steps and options.max_steps - steps)
             steps, start = steps + made, 0
-            if options.save and steps != options.max_steps:
-                self.meet()
-                checkpoint.save(options.save, self.network.parameters, self.trainer, self.store.rank, epoch + 1)
+            if options.save:
+                self.trainer.save(options.save)
             result = self.accuracy()
             if self.store.rank == 0:
                 title = f"epoch {epoch + 1}/{options.num_epochs}"
@@ -256,6 +255,23 @@ class Run:
         if self.asynchronous:
             self.store.barrier()
             self.trainer.pull_weights()
+
+
+def resume(trainer: Trainer, file: Path, store: KVStore) -> None:
+    """Go on from a checkpoint, or end the job with one line where there is none. Collective; worker 0 reads."""
+    try:
+        problem = "" if trainer.resume(file) else f"{file}: there is no such file"
+    except (OSError, MpikvError) as error:
+        problem = str(error)
+    if problem:  # for all workers the same
+        raise SystemExit(f"train_mnist.py: --resume {problem}" if store.rank == 0 else 1)
+
+
+def write_weights(file: Path, network: Network) -> None:
+    """Write the weights as an .npz archive, whole or not at all. Local."""
+    weights = {name: parameter.data for name, parameter in network.parameters.items()}
+    on_host = {name: data.get() if hasattr(data, "get") else data for name, data in weights.items()}
+    replace_file(file, lambda stream: np.savez(stream, **on_host))
 
 
 def main() -> None:
@@ -274,25 +290,19 @@ def main() -> None:
             print(f"data: {images.source}", flush=True)
         network = NETWORKS[options.network](options.devices, options.seed, getattr(np, options.dtype))
 
-        first_epoch = np.zeros(1, dtype=np.int64)
-        if options.resume and store.rank == 0:
-            first_epoch[0] = checkpoint.load_weights(options.resume, network.parameters)
-        store.broadcast("first epoch", first_epoch, out=first_epoch)  # the others need not see the file
         store.init("correct", np.zeros(1, dtype=np.int64))
         params = optimizer_params(options)
         optimizer, memory = compressed.on_workers(options, params, len(options.devices))
-        trainer = Trainer(network.parameters, optimizer, params, store, options.compression)
+        trainer = Trainer(network.parameters, optimizer, params, store, options.compression, worker_state=memory)
         if options.resume:
-            checkpoint.load_states(options.resume, trainer, int(first_epoch[0]))
-
-        trainer.examples = int(first_epoch[0]) * len(images.train_x)
+            resume(trainer, options.resume, store)
         trainer.resume()  # where a signal has stopped this run before
 
         start_s = time.perf_counter()
         result, after = Run(options, store, images, network, trainer, memory).train()
         if store.rank == 0:
             if options.dump_weights:
-                checkpoint.write_weights(options.dump_weights, network.parameters)
+                write_weights(options.dump_weights, network)
             compressed.print_saving(store)
             print(f"accuracy {result:.4f} after {after} in {time.perf_counter() - start_s:.1f} s", flush=True)
 

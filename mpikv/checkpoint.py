@@ -1,7 +1,7 @@
 """A file with everything that a training run needs to go on: weights, optimizer states, number of steps and examples.
 
-One archive (optimizers/archive.py): the weights by their parameters' names, the file of states as bytes, and both
-numbers. It is written whole or not at all (files.py).
+One archive (optimizers/archive.py): the weights by their parameters' names, the file of states as bytes, both numbers,
+and what each worker keeps for itself (worker_states.py). It is written whole or not at all (files.py).
 
 Weights come back into a store through its own calls: for one round the keys get an optimizer that stores what is
 pushed. Worker 0 pushes the values, and the others -0.0, which changes no number it is added to, a zero's sign included.
@@ -33,18 +33,27 @@ KIND = "mpikv checkpoint"
 
 
 class Checkpoint(NamedTuple):
-    """What a file holds. examples: how many the steps were made of. states: the bytes of a file of states."""
+    """What a file holds. examples: how many the steps were made of. states: the bytes of a file of states.
+
+    of_workers: the bytes of what each worker keeps, or nothing.
+    """
 
     steps: int
     examples: float
     weights: dict[str, HostArray]
     states: HostArray
+    of_workers: Sequence[HostArray] = ()
 
 
 def write(path: str, checkpoint: Checkpoint) -> None:
     """Write a file, whole or not at all. Local. Raises OSError."""
-    content = {"steps": checkpoint.steps, "examples": checkpoint.examples, "names": list(checkpoint.weights)}
-    values = [*checkpoint.weights.values(), checkpoint.states]
+    content: dict[str, Any] = {
+        "steps": checkpoint.steps,
+        "examples": checkpoint.examples,
+        "names": list(checkpoint.weights),
+    }
+    content["workers"] = len(checkpoint.of_workers)
+    values = [*checkpoint.weights.values(), checkpoint.states, *checkpoint.of_workers]
     replace_file(path, lambda file: write_archive(file, KIND, content, values))
 
 
@@ -54,12 +63,14 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
         header, values = read_archive(file, KIND, path)
     steps: Any = header.get("steps")
     examples: Any = header.get("examples")
+    workers: Any = header.get("workers", 0)
     names = header.get("names")
     counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
-    if not counted or not isinstance(names, list) or len(values) != len(names) + 1:
-        what = f"{shown(names)} after {shown(steps)} steps with {shown(examples)} examples"
+    counted = counted and type(workers) is int and workers >= 0
+    if not counted or not isinstance(names, list) or len(values) != len(names) + 1 + workers:
+        what = f"{shown(names)} after {shown(steps)} steps of {shown(workers)} workers with {shown(examples)} examples"
         raise StatesFileError(f"{path}: damaged: {what} for {len(values)} arrays")
-    weights = dict(zip(names, values[:-1], strict=True))
+    weights = dict(zip(names, values, strict=False))
     lacking, foreign = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if lacking or foreign:
         raise StatesFileError(
@@ -70,7 +81,7 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
         if here != there:
             text = f"{there[1]} {there[0]} there and {here[1]} {here[0]} here"
             raise StatesFileError(f"{path}: parameter {shown(name)} is {text}")
-    return Checkpoint(steps, examples, weights, values[-1])
+    return Checkpoint(steps, examples, weights, values[len(names)], values[len(names) + 1 :])
 
 
 def weights_of(parameters: Mapping[str, Any]) -> dict[str, HostArray]:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from mpikv import checks, optimizers, trainer_rows
+from mpikv import checks, optimizers, trainer_rows, worker_states
 from mpikv import parameter as parameters
 from mpikv.checks import shown
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
@@ -41,6 +41,7 @@ from mpikv.trainer_rows import sparse_names
 from mpikv.trainer_shares import Share, Shares, positive
 from mpikv.trainer_store import place_gradients, store_of, updates_on_store
 from mpikv.worker_device import spaces_for
+from mpikv.worker_states import WorkerState
 
 
 class Handed(NamedTuple):
@@ -82,6 +83,9 @@ class Trainer(TrainerFiles):
 
     overlap: let the gradients of PyTorch parameters leave during the backward pass; see `no_sync`.
 
+    worker_state: what this worker keeps for itself and `save` and `resume` are to keep, too, such as velocities of its
+    own gradients: an object with `state_dict()`, arrays by name, and `load_state_dict(state)`, which gets NumPy arrays.
+
     Making a trainer is collective over the workers of a `dist` store, and worker 0's weights have reached every worker
     and device when it returns (**differs**: gluon sends them in the first step). Where the store makes the updates, its
     next step overwrites weights that the model changes later: load a checkpoint before making the trainer.
@@ -110,7 +114,9 @@ class Trainer(TrainerFiles):
         *,
         clip_global_norm: float | None = None,
         overlap: bool = False,
+        worker_state: WorkerState | None = None,
     ) -> None:
+        self._worker_state = worker_states.check(worker_state)
         self._params = named(params)
         self._optimizer = optimizers.create(optimizer, **checks.options("optimizer_params", optimizer_params))
         self._scale = self._optimizer.rescale_grad

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpikv import arrays, checkpoint, checks
+from mpikv import arrays, checkpoint, checks, worker_states
 from mpikv.checks import shown
 from mpikv.errors import ConfigError, MpikvError, StatesFileError
 from mpikv.files import check_regular
@@ -40,6 +41,7 @@ class TrainerFiles:
     _on_store: bool
     _local: LocalUpdates
     _trained: list[str]
+    _worker_state: worker_states.WorkerState | None
     _steps: int
     _examples: float = 0
     _begun = False  # whether this object has made a step
@@ -150,10 +152,10 @@ class TrainerFiles:
     def save(self, fname: str | os.PathLike[str]) -> None:
         """Write weights, optimizer states and the numbers of steps and examples into one file, whole or not at all.
 
-        `resume` reads the file. Collective, blocks. Worker 0 writes, and of parameters that are not trained it writes
-        its own values. In an asynchronous store the file has what all pushes that any worker has made before led to,
-        and worker 0's numbers. Raises OSError, also where `fname` is no regular file, and UnsupportedError, on every
-        worker; a file that is there already then stays as it was.
+        `resume` reads the file. Collective, blocks. Worker 0 writes, with what every worker's `worker_state` has; of
+        parameters that are not trained it writes its own values. In an asynchronous store the file has what all pushes
+        that any worker has made before led to, and worker 0's numbers. Raises OSError, also where `fname` is no regular
+        file, and UnsupportedError, on every worker; a file that is there already then stays as it was.
 
         >>> trainer = mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd')
         >>> trainer.step()
@@ -174,13 +176,17 @@ class TrainerFiles:
             if self._on_store:
                 self.save_states(states)
             of_codecs = () if self._on_store else self._of_codecs()
+            of_workers = worker_states.gather(self._store, self._worker_state, "save")
 
             def write() -> None:
                 if not self._on_store:
                     self._local.save_states(states, of_codecs)
                 weights = checkpoint.weights_of(self._data())
                 checkpoint.write(
-                    path, checkpoint.Checkpoint(self._steps, self._examples, weights, checkpoint.states_of(states))
+                    path,
+                    checkpoint.Checkpoint(
+                        self._steps, self._examples, weights, checkpoint.states_of(states), of_workers
+                    ),
                 )
 
             self._decide("save", write)
@@ -192,9 +198,10 @@ class TrainerFiles:
         """Go on from what `save` wrote: read weights, states and attributes; return the number of steps.
 
         fname: by default what `MPIKV_STOP_FILE` names. Where there is no such file, or no name, nothing changes, and
-        the call returns 0. It comes before the first step. Any number of workers, servers and devices may read.
-        Collective, blocks; worker 0 reads (with update_on_kvstore=False all workers do). Raises StatesFileError on
-        every worker for a file that is damaged or of another model, and has changed nothing then.
+        the call returns 0. It comes before the first step. Any number of workers, servers and devices may read. What
+        workers kept for themselves (`worker_state`) comes back to as many workers; others begin with none, which
+        worker 0 says. Collective, blocks; worker 0 reads (with update_on_kvstore=False all workers do). Raises
+        StatesFileError on every worker for a file that is damaged or of another model, and has changed nothing then.
 
         >>> mpikv.Trainer([mpikv.Parameter(np.ones(2))], 'sgd').resume('no-such-file')
         0
@@ -227,6 +234,7 @@ class TrainerFiles:
             self._restore(found[0] if found else None)
         except StatesFileError as error:
             raise StatesFileError(STATES_PLACE.sub(path, str(error))) from None
+        self._give_back(found[0].of_workers if found else (), path)
         self._steps, self._examples = progress
         return self._steps
 
@@ -239,6 +247,16 @@ class TrainerFiles:
             self.load_states(states)  # before anything is changed: they may be another optimizer's
             self._restore_weights(found.weights if found is not None else self._data())
             self.load_states(states)  # the weights came without any
+
+    def _give_back(self, of_workers: Sequence[Any], path: str) -> None:
+        """Bring what workers kept for themselves to them. of_workers: empty on those that did not read it."""
+        first, num_workers = (True, 1) if self._store is None else (self._store.rank == 0, self._store.num_workers)
+        if of_workers and len(of_workers) != num_workers:
+            if first and self._worker_state is not None:
+                told = f"mpikv: {path} has what each of {len(of_workers)} workers kept (worker_state)"
+                print(f"{told}, and {num_workers} go on: they begin with none of it", file=sys.stderr, flush=True)
+            of_workers = ()
+        worker_states.spread(self._store, self._worker_state, of_workers, path)
 
     def _restore_weights(self, weights: Mapping[str, Any]) -> None:
         """Bring weights to the owners and into the parameters. Of several workers' weights worker 0's count."""

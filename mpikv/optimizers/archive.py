@@ -46,13 +46,13 @@ _DAMAGE = (
     struct.error,
 )
 # Beside the dtypes of weights: a user's own state may count and flag.
-_DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
+DTYPES = (*SUPPORTED_DTYPES, *(np.dtype(name) for name in ("bool", "int16", "uint16", "uint32", "uint64")))
 
 
 def write_archive(file: IO[bytes], kind: str, content: dict[str, Any], arrays: Sequence[HostArray]) -> None:
     """Write a header of `kind` and `content` (JSON), and the arrays. UnsupportedError for an array of another dtype."""
     for array in arrays:
-        if array.dtype not in _DTYPES:
+        if array.dtype not in DTYPES:
             raise UnsupportedError(f"an array of dtype {array.dtype} cannot be saved in a file of states")
     described = [{"dtype": str(array.dtype), "shape": list(array.shape)} for array in arrays]
     header = {"format": kind, "version": VERSION, "arrays": described, **content}
@@ -121,7 +121,7 @@ def _read(archive: zipfile.ZipFile, kind: str, origin: str, length: int) -> tupl
 def _array(archive: zipfile.ZipFile, i: int, described: dict[str, Any], origin: str) -> HostArray:
     name = f"{i}.npy"
     dtype, shape = dtype_of(described["dtype"]), tuple(described["shape"])
-    if dtype not in _DTYPES or not all(type(extent) is int and extent >= 0 for extent in shape):
+    if dtype not in DTYPES or not all(type(extent) is int and extent >= 0 for extent in shape):
         damaged(origin, f"damaged: {name} is said to be {described['dtype']} of shape {described['shape']}")
     stored = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
     n_bytes = prod(shape) * stored.itemsize

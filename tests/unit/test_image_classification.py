@@ -128,6 +128,24 @@ def test_a_resumed_run_is_the_same_run(
         assert same(state, wanted)
 
 
+@pytest.mark.parametrize("more", [["topk", "--optimizer", "sgd"], ["1bit", "--num-devices", 2]], ids=str)
+def test_what_workers_keep_is_resumed(
+    more: list[object], data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Velocities, and Adam's means: bit for bit by as many workers; others are told that they begin with none."""
+    line = ["--model", "small", "--batch-size", 8, "--epochs", 2, "--gc-force", "--gc-type", *more]
+    through = train(data, 2, *line)
+    train(data, 2, *line, "--max-steps", 3, "--save", tmp_path / "run")
+    again = train(data, 2, *line, "--resume", tmp_path / "run")
+    assert [found[:3] for found in again] == [found[:3] for found in through]
+    for (*_, state), (*_, wanted) in zip(again, through, strict=True):
+        assert same(state, wanted)
+    told = "what each of 2 workers kept (worker_state), and 1 go on: they begin with none of it"
+    assert told not in capfd.readouterr().err
+    assert train(data, 1, *line, "--resume", tmp_path / "run")[0][1:3] == (through[0][1] * 2 - 3, 160)
+    assert capfd.readouterr().err.count(told) == 1
+
+
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_run_that_is_told_to_stop_saves_what_it_has(
     kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,106 @@
+"""What each worker keeps for itself, on its way between the workers and a checkpoint.
+
+A program may keep something on each worker that is another worker's only by accident: velocities of its own gradients,
+the state of its random numbers. It has PyTorch's two methods for that: `state_dict()`, arrays by name, and
+`load_state_dict(state)`. Worker 0 writes what all have, each worker's as an archive of its own (optimizers/archive.py),
+and a run with as many workers gives each its own back.
+
+Cost: two messages for each worker, and memory on worker 0 for what all of them keep.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpikv import wire
+from mpikv.arrays import HostArray, host_view
+from mpikv.checks import shown
+from mpikv.collectives import blobs
+from mpikv.errors import StatesFileError, UnsupportedError
+from mpikv.kvstore import KVStore
+from mpikv.optimizers.archive import DTYPES, read_archive, write_archive
+from mpikv.session.workers import Workers
+
+KIND = "mpikv state of a worker"
+
+
+class WorkerState(Protocol):
+    """Something that one worker keeps."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return arrays by name, of any library."""
+
+    def load_state_dict(self, state: dict[str, HostArray]) -> None:
+        """Take NumPy arrays that `state_dict` has returned in another process."""
+
+
+def check(kept: Any) -> WorkerState | None:
+    """Return it, or None. Raises TypeError for what has not both methods."""
+    for name in ("state_dict", "load_state_dict"):
+        if kept is not None and not callable(getattr(kept, name, None)):
+            raise TypeError(f"worker_state: {shown(kept)} has no method {name}")
+    found: WorkerState | None = kept
+    return found
+
+
+def gather(store: KVStore | None, kept: WorkerState | None, call: str) -> list[HostArray]:
+    """Return the bytes of every worker's, at worker 0; elsewhere, and where no worker keeps anything, nothing.
+
+    Collective, blocks.
+    """
+    mine = _to_bytes(kept, call)
+    found: Sequence[bytes] = [mine]
+    if store is not None and isinstance(store.session, Workers):
+        session = store.session
+        gathering = session.engine.start(blobs.gather(session.group, mine, 0, wire.TAG_STATES), "states")
+        session.wait_for(gathering, call)
+        found = gathering.result or ()
+    return [np.frombuffer(data, np.uint8) for data in found] if any(found) else []
+
+
+def spread(store: KVStore | None, kept: WorkerState | None, saved: Sequence[HostArray], path: str) -> None:
+    """Give each worker what it kept. saved: what `gather` returned, at worker 0. Collective, blocks.
+
+    As many workers as there were, or `saved` is empty. Raises StatesFileError for what is damaged, and what
+    `load_state_dict` raises, on this worker.
+    """
+    mine = saved[0].tobytes() if saved else b""
+    if store is not None and isinstance(store.session, Workers):
+        session = store.session
+        given = [one.tobytes() for one in saved] or [b""] * session.num_workers
+        parts = given if session.rank == 0 else None
+        scattering = session.engine.start(blobs.scatter(session.group, parts, 0, wire.TAG_STATES), "states")
+        session.wait_for(scattering, "resume")
+        mine = scattering.result or b""
+    if not mine or kept is None:
+        return
+    header, values = read_archive(io.BytesIO(mine), KIND, path)
+    names: Any = header.get("names")
+    if not isinstance(names, list) or len(names) != len(values):
+        raise StatesFileError(f"{path}: damaged: {shown(names)} for {len(values)} arrays of a worker")
+    kept.load_state_dict(dict(zip(names, values, strict=True)))
+
+
+def _to_bytes(kept: WorkerState | None, call: str) -> bytes:
+    if kept is None:
+        return b""
+    state = {
+        name: _on_host(value, f"{call}: {shown(name)} of worker_state") for name, value in kept.state_dict().items()
+    }
+    file = io.BytesIO()
+    write_archive(file, KIND, {"names": list(state)}, list(state.values()))
+    return file.getvalue()
+
+
+def _on_host(value: Any, what: str) -> HostArray:
+    if hasattr(value, "cpu"):  # a tensor, on whatever device
+        value = value.detach().cpu()
+    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else host_view(value, what)
+    if array.dtype not in DTYPES:
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise UnsupportedError(f"{what} has dtype {array.dtype}; a checkpoint holds {names}")
+    return array
