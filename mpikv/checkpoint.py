@@ -51,8 +51,8 @@ def write(path: str, checkpoint: Checkpoint) -> None:
         "steps": checkpoint.steps,
         "examples": checkpoint.examples,
         "names": list(checkpoint.weights),
+        "workers": len(checkpoint.of_workers),
     }
-    content["workers"] = len(checkpoint.of_workers)
     values = [*checkpoint.weights.values(), checkpoint.states, *checkpoint.of_workers]
     replace_file(path, lambda file: write_archive(file, KIND, content, values))
 

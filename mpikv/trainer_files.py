@@ -179,6 +179,7 @@ class TrainerFiles:
             of_workers = worker_states.gather(self._store, self._worker_state, "save")
 
             def write() -> None:
+                worker_states.check_all(of_workers)
                 if not self._on_store:
                     self._local.save_states(states, of_codecs)
                 weights = checkpoint.weights_of(self._data())

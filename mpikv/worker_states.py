@@ -26,6 +26,7 @@ from mpikv.optimizers.archive import DTYPES, read_archive, write_archive
 from mpikv.session.workers import Workers
 
 KIND = "mpikv state of a worker"
+WRONG = b"!"  # before the text of what is wrong with a worker's; an archive begins in another way
 
 
 class WorkerState(Protocol):
@@ -50,9 +51,12 @@ def check(kept: Any) -> WorkerState | None:
 def gather(store: KVStore | None, kept: WorkerState | None, call: str) -> list[HostArray]:
     """Return the bytes of every worker's, at worker 0; elsewhere, and where no worker keeps anything, nothing.
 
-    Collective, blocks.
+    Collective, blocks. What is wrong with one of them `check_all` says, where all workers hear of it.
     """
-    mine = _to_bytes(kept, call)
+    try:
+        mine = _to_bytes(kept, call)
+    except (TypeError, UnsupportedError) as error:
+        mine = WRONG + str(error).encode()
     found: Sequence[bytes] = [mine]
     if store is not None and isinstance(store.session, Workers):
         session = store.session
@@ -60,6 +64,13 @@ def gather(store: KVStore | None, kept: WorkerState | None, call: str) -> list[H
         session.wait_for(gathering, call)
         found = gathering.result or ()
     return [np.frombuffer(data, np.uint8) for data in found] if any(found) else []
+
+
+def check_all(gathered: Sequence[HostArray]) -> None:
+    """Raise UnsupportedError where some worker keeps what is no array, or has another dtype. Local."""
+    for worker, data in enumerate(gathered):
+        if data[:1].tobytes() == WRONG:
+            raise UnsupportedError(f"worker {worker}: {data[1:].tobytes().decode()}")
 
 
 def spread(store: KVStore | None, kept: WorkerState | None, saved: Sequence[HostArray], path: str) -> None:

@@ -135,17 +135,26 @@ def test_what_is_none() -> None:
         trainer_of(None, type("Half", (), {"state_dict": dict})())
 
 
-def test_what_cannot_be_saved_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    kept = Kept(a=np.ones(2))
-    trainer = trainer_of(None, kept)
-    trainer.save(tmp_path / "run")
-    before = (tmp_path / "run").read_bytes()
-    for wrong, error in (("text", TypeError), (np.array(["text"]), UnsupportedError)):
-        kept.state["wrong"] = wrong
-        with pytest.raises(error, match="wrong"):
-            trainer.save(tmp_path / "run")
-    assert (tmp_path / "run").read_bytes() == before
+@pytest.mark.parametrize("wrong", ["text", np.array(["text"]), np.ones(2, np.complex64)], ids=str)
+@pytest.mark.parametrize("on_store", [True, False])
+def test_what_cannot_be_saved(on_store: bool, wrong: Any, tmp_path: Path) -> None:
+    """Every worker hears of it, goes on, and the file is as it was."""
+    path = tmp_path / "run"
+
+    def body(store: Any) -> int:
+        kept = Kept(a=np.ones(2))
+        trainer = trainer_of(store, kept, on_store=on_store)
+        trainer.save(path)
+        if store.rank == 1:
+            kept.state["b"] = wrong
+        with pytest.raises(UnsupportedError, match="worker 1: save: 'b' of worker_state"):
+            trainer.save(path)
+        trainer.step(1)
+        return trainer.steps
+
+    assert spawn_stores("dist_sync", 3, body) == [1] * 3
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
+    assert trainer_of(None, None).resume(path) == 0
 
 
 def test_checkpoints_of_no_workers_and_damaged_ones(tmp_path: Path) -> None:
