@@ -2,7 +2,7 @@
 
 Whatever takes them for NumPy's arrays fails: a box refuses `np.asarray`, operations with NumPy's arrays, and operations
 without `out`. The space counts what crosses between it and the host, and takes arrays of the caller's in its memory
-(`FakeDeviceArray`) only as `callers` has seen them.
+(`ForeignArray`) only as `callers` has seen them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import threading
 from typing import Any, NamedTuple
 
 import numpy as np
+from foreign_arrays import ForeignArray, ForeignDevice
 
 from mpikv.arrays import sum_devices
 from mpikv.spaces.host import HostSpace
-from mpikv.testing.fake_device import FakeDevice, FakeDeviceArray
 
 
 class Box(np.lib.mixins.NDArrayOperatorsMixin):
@@ -78,7 +78,7 @@ class BoxedSpace:
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
-        self.fake = FakeDevice()  # where the caller's arrays are
+        self.fake = ForeignDevice()  # where the caller's arrays are
         self.to_hosts = self.from_hosts = self.seen = 0
         self._host = HostSpace()
 
@@ -88,7 +88,7 @@ class BoxedSpace:
         self.to_hosts = self.from_hosts = 0
         return found
 
-    def array(self, values: Any) -> FakeDeviceArray:
+    def array(self, values: Any) -> ForeignArray:
         """An array of the caller's, in this memory."""
         return self.fake.asarray(values)
 
@@ -120,7 +120,7 @@ class BoxedSpace:
     def callers(self, arrays: Any) -> list[Any]:
         found: list[Any] = []
         for array in arrays:
-            if isinstance(array, (Box, FakeDeviceArray)):
+            if isinstance(array, (Box, ForeignArray)):
                 self.seen += 1
                 memory = array._memory if isinstance(array, Box) else array.memory
                 found.append(Seen(memory, threading.get_ident()))
@@ -130,7 +130,7 @@ class BoxedSpace:
 
     def _here(self, array: Any) -> Any:
         """The memory of one of the caller's, which has come here."""
-        assert not isinstance(array, (Box, FakeDeviceArray)), "not seen in the call"
+        assert not isinstance(array, (Box, ForeignArray)), "not seen in the call"
         if isinstance(array, Seen):
             return array.memory
         self.from_hosts += 1
@@ -141,7 +141,7 @@ class BoxedSpace:
         return self._box(sum_devices([self._here(one) for one in arrays], what, on_device=on_device, combine=combine))
 
     def write(self, out: Any, values: Any, what: str) -> None:
-        assert not isinstance(out, (Box, FakeDeviceArray)), "not seen in the call"
+        assert not isinstance(out, (Box, ForeignArray)), "not seen in the call"
         memory = self._open(values)
         if isinstance(out, Seen):
             np.copyto(out.memory, memory.reshape(out.memory.shape), casting="unsafe")

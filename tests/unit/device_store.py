@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from foreign_arrays import ForeignArray
 
 from mpikv.arrays import SUPPORTED_DTYPES
-from mpikv.testing.fake_device import FakeDeviceArray
 from mpikv.testing.fake_gpu import FakeGpu
 
 
@@ -115,7 +115,7 @@ class _Moved:
             return type(value)(self.up(one) for one in value)
         if isinstance(value, dict):
             return {key: self.up(one) for key, one in value.items()}
-        if type(value) is FakeDeviceArray:  # of the simpler device, which no GPU knows
+        if type(value) is ForeignArray:  # of the simpler device, which no GPU knows
             return self._pairs.setdefault(id(value), (value, self._gpu.array(value.memory)))[1]
         if type(value) is not np.ndarray or value.dtype not in SUPPORTED_DTYPES:
             return value
@@ -125,7 +125,7 @@ class _Moved:
         """The same, of arrays that are written to."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.out(one) for one in value)
-        if type(value) not in (np.ndarray, FakeDeviceArray) or not value.flags.writeable:
+        if type(value) not in (np.ndarray, ForeignArray) or not value.flags.writeable:
             return value
         made = self.up(value)
         if made is not value:
@@ -135,7 +135,7 @@ class _Moved:
     def down(self) -> None:
         """Bring back what was written."""
         for value, made in self._outs.values():
-            memory = value.memory if type(value) is FakeDeviceArray else value
+            memory = value.memory if type(value) is ForeignArray else value
             memory[...] = made.get().reshape(memory.shape)
         self._outs.clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign_arrays import ForeignArray, ForeignDevice
 
 from mpikv.arrays import (
     SUPPORTED_DTYPES,
@@ -20,7 +21,6 @@ from mpikv.arrays import (
     write,
 )
 from mpikv.errors import UnsupportedError
-from mpikv.testing.fake_device import FakeDevice, FakeDeviceArray
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -51,7 +51,7 @@ class Far(Tensor):
 
 
 def make(kind, array):
-    return {"numpy": lambda: array, "device": lambda: FakeDevice().asarray(array), "dlpack": lambda: Tensor(array)}[
+    return {"numpy": lambda: array, "device": lambda: ForeignDevice().asarray(array), "dlpack": lambda: Tensor(array)}[
         kind
     ]()
 
@@ -67,11 +67,11 @@ KINDS = pytest.mark.parametrize("kind", ["numpy", "device", *(["dlpack"] if DLPA
 
 def test_kinds():
     array = np.zeros(2)
-    assert [is_array(value) for value in (array, np.float32(1), Tensor(array), FakeDevice().asarray(array))] == [
+    assert [is_array(value) for value in (array, np.float32(1), Tensor(array), ForeignDevice().asarray(array))] == [
         True
     ] * 4
     assert [is_array(value) for value in (1.0, [array], None, "x", (array,), {"a": array})] == [False] * 6
-    assert is_device(FakeDevice().asarray(array))
+    assert is_device(ForeignDevice().asarray(array))
     assert not is_device(array)
     assert not is_device(Tensor(array))
 
@@ -117,7 +117,7 @@ def test_other_libraries_are_read_only_for_an_old_numpy():
 
 def test_bfloat16():
     values = np.arange(4).astype(BFLOAT16)
-    for array in (values, FakeDevice().asarray(values)):
+    for array in (values, ForeignDevice().asarray(values)):
         assert host_view(array, "x").dtype == BFLOAT16
         assert shape_and_dtype(array, "x") == ((4,), BFLOAT16)
         assert flat_copy(array, "x").tolist() == [0, 1, 2, 3]
@@ -126,7 +126,7 @@ def test_bfloat16():
 
 
 def test_shape_and_dtype_of_a_device_array_move_nothing():
-    device = FakeDevice()
+    device = ForeignDevice()
     shape_and_dtype(device.asarray(np.zeros((2, 3), np.float16)), "x")
     check_writable(device.asarray(np.zeros(2)), "x")
     assert device.gets == device.sets == 0
@@ -172,13 +172,13 @@ def test_write_to_views_in_other_dtypes():
     target = np.zeros((3, 4), np.float32)
     write(target[:, ::2], np.arange(6, dtype=np.float64), "x")
     assert target.tolist() == [[0, 0, 1, 0], [2, 0, 3, 0], [4, 0, 5, 0]]
-    device = FakeDevice().asarray(np.zeros((2, 3), np.float16))
+    device = ForeignDevice().asarray(np.zeros((2, 3), np.float16))
     write(device, np.arange(6, dtype=np.int64), "x")
     assert device.memory.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_write_to_a_strided_device_array():
-    whole = FakeDevice().asarray(np.zeros((2, 4), np.float32))
+    whole = ForeignDevice().asarray(np.zeros((2, 4), np.float32))
     write(whole[:, ::2], np.arange(4, dtype=np.float32), "x")
     assert whole.memory.tolist() == [[0, 0, 1, 0], [2, 0, 3, 0]]
 
@@ -203,7 +203,7 @@ def test_sum_of_integers_wraps_in_their_own_dtype():
 
 
 def test_sum_on_the_device_is_one_transfer():
-    device = FakeDevice()
+    device = ForeignDevice()
     arrays = [device.asarray(np.ones(3, np.float32)) for _ in range(4)]
     assert sum_devices(arrays, "x", on_device=True).tolist() == [4] * 3
     assert device.gets == 1
@@ -218,7 +218,7 @@ def test_sum_dtypes():
 
 
 def test_the_fake_is_as_strict_as_cupy():
-    device = FakeDevice()
+    device = ForeignDevice()
     array = device.asarray(np.zeros((2, 3), np.float32))
     for wrong, error in (
         (np.zeros((2, 3)), TypeError),
@@ -231,4 +231,4 @@ def test_the_fake_is_as_strict_as_cupy():
         array[:, ::2].set(np.zeros((2, 2), np.float32))
     with pytest.raises(TypeError, match="Implicit conversion"):
         np.asarray(array)
-    assert isinstance(array + array, FakeDeviceArray)
+    assert isinstance(array + array, ForeignArray)

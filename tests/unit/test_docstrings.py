@@ -39,7 +39,6 @@ MODULES = (
     "mpikv.clock",
     "mpikv.testing.device_transport",
     "mpikv.testing.fake_array",
-    "mpikv.testing.fake_device",
     "mpikv.testing.fake_gpu",
     "mpikv.testing.groups",
     "mpikv.testing.ranks",

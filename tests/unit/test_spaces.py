@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from boxed_space import Box, BoxedSpace
+from foreign_arrays import ForeignDevice
 from store_modes import DTYPES, Mode
 
 from mpikv import optimizers, spec
@@ -19,7 +20,6 @@ from mpikv.spaces import host
 from mpikv.spaces.base import Space
 from mpikv.spaces.host import HostSpace
 from mpikv.spaces.named import Spaces
-from mpikv.testing.fake_device import FakeDevice
 from mpikv.testing.stores import spawn_stores
 
 FLOAT32 = np.dtype(np.float32)
@@ -106,7 +106,7 @@ def test_scale_keeps_the_dtype(space: Space) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_callers_arrays(space: Space, on_device: bool) -> None:
     """Of NumPy and of devices, in any order of memory, read when they are ready, added in the order given."""
-    device = FakeDevice()
+    device = ForeignDevice()
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     arrays = [device.asarray(values), np.asfortranarray(values), device.asarray(values)]
     callers = space.callers(arrays)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from foreign_arrays import ForeignArray, ForeignDevice
 from store_modes import FEW, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
-from mpikv.testing.fake_device import FakeDevice, FakeDeviceArray
 
 EVERY_KIND = pytest.mark.parametrize("mode", FEW, ids=mode_id)
 SYNC_KINDS = pytest.mark.parametrize("mode", [Mode("local", 1), *FEW_DIST_SYNC], ids=mode_id)
@@ -185,7 +185,7 @@ def test_lengths_and_kinds_of_values(mode):
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.1.0", reason="an older NumPy takes DLPack for read-only")
 def test_arrays_of_other_libraries(mode):
     def body(store):
-        device = FakeDevice()
+        device = ForeignDevice()
         store.init("a", device.asarray(ones(2, 3)))
         store.init("s", Tensor(ones()))
         target = device.asarray(np.zeros((2, 3), np.float64))
@@ -217,7 +217,7 @@ def test_subclasses_of_ndarray(mode):
 
 @EVERY_KIND
 def test_an_array_that_cannot_be_written_harms_only_its_pull(mode):
-    class Broken(FakeDeviceArray):
+    class Broken(ForeignArray):
         def set(self, arr):
             raise RuntimeError("no memory left")
 
@@ -230,7 +230,7 @@ def test_an_array_that_cannot_be_written_harms_only_its_pull(mode):
     def body(store):
         store.set_optimizer(optimizers.create("test"))
         store.init("a", full := np.zeros(20, np.float32))
-        out = Broken(FakeDevice(), np.zeros(20, np.float32))
+        out = Broken(ForeignDevice(), np.zeros(20, np.float32))
         store.push("a", full + 1)
         if store.rank == 0:
             for call in (lambda: store.pull("a", out), lambda: store.pull_async("a", out).wait()):
@@ -245,7 +245,7 @@ def test_an_array_that_cannot_be_written_harms_only_its_pull(mode):
 
 def test_sum_on_the_device_crosses_once():
     for name, gets in (("device", 1), ("local", 3)):
-        device = FakeDevice()
+        device = ForeignDevice()
         store = kv.create(name)
         store.init("a", np.zeros(4, np.float16))
         values = [device.asarray(np.full(4, v, np.float16)) for v in (2048, 1, 1)]

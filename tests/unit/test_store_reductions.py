@@ -7,13 +7,13 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign_arrays import ForeignDevice
 from store_modes import DTYPES, FEW_ON_DEVICE, LOCAL, Mode, every_way, mode_id
 
 from mpikv import KVStore, UnsupportedError, kv, optimizers
 from mpikv.config import Config
 from mpikv.errors import MpikvError
 from mpikv.reductions import BY_CODE, REDUCTIONS, named
-from mpikv.testing.fake_device import FakeDevice
 from mpikv.testing.stores import spawn_stores
 
 F32 = np.float32
@@ -180,7 +180,7 @@ def test_bits_that_depend_on_the_order_are_the_same_everywhere():
 def test_arrays_of_devices():
     def body(store):
         store.init("a", np.zeros(3, F32))
-        device = FakeDevice()
+        device = ForeignDevice()
         for op, wanted in (("sum", 4), ("mean", 4), ("min", 1), ("max", 3), ("prod", 3)):
             value = [device.asarray(np.full(3, factor, F32)) for factor in (3, 1)]
             store.pushpull("a", value, op=op)

@@ -6,11 +6,11 @@ import frameworks
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign_arrays import ForeignArray, ForeignDevice
 from store_modes import DTYPES, FEW, FEW_DIST_SYNC, Mode, mode_id
 
 from mpikv import UnsupportedError, optimizers
 from mpikv.errors import ShapeMismatch
-from mpikv.testing.fake_device import FakeDevice, FakeDeviceArray
 
 F32 = np.float32
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -105,7 +105,7 @@ def test_arrays_that_can_be_written_to_are_where_others_cannot(mode):
     def body(store):
         W = store.num_workers
         store.init(["a", "b", "c"], [np.zeros(2, F32)] * 3)
-        read_only, plain, device = frozen([1, 2]), np.ones(2, F32), FakeDevice().asarray(np.ones(2, F32))
+        read_only, plain, device = frozen([1, 2]), np.ones(2, F32), ForeignDevice().asarray(np.ones(2, F32))
         for _ in range(3):
             plain[:] = 1
             device.set(np.ones(2, F32))
@@ -136,7 +136,7 @@ def test_results_in_the_library_of_another_array(torch, jax, mode):
         store.set_optimizer(optimizers.create("test"))
         values = [np.arange(4, dtype=F32).reshape(2, 2), np.arange(3).astype(BFLOAT16), np.array(5, np.int32)]
         store.init(["w", "h", "n"], values)
-        tensor, array, device = torch.zeros(1), jax.numpy.zeros(1), FakeDevice().asarray(np.zeros(1))
+        tensor, array, device = torch.zeros(1), jax.numpy.zeros(1), ForeignDevice().asarray(np.zeros(1))
         for key, value in zip(["w", "h", "n"], values, strict=True):
             found = store.pull(key, like=tensor)
             assert (found.dtype, tuple(found.shape)) == (getattr(torch, value.dtype.name), value.shape)
@@ -147,7 +147,7 @@ def test_results_in_the_library_of_another_array(torch, jax, mode):
         both = store.pull(["w", "n"], like=tensor)
         assert [one.tolist() for one in both] == [values[0].tolist(), 5]
         mixed = store.pull(["w", "w", "n"], like=[tensor, [array, device], np.zeros(())])
-        assert [type(one) for one in (mixed[0], mixed[1][1], mixed[2])] == [torch.Tensor, FakeDeviceArray, np.ndarray]
+        assert [type(one) for one in (mixed[0], mixed[1][1], mixed[2])] == [torch.Tensor, ForeignArray, np.ndarray]
         assert isinstance(mixed[1][0], jax.Array)
         assert mixed[1][1].fake is device.fake
         one_key = store.pull("w", like=[tensor, tensor])

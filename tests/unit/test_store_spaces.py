@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from boxed_space import Box, BoxedSpace
+from foreign_arrays import ForeignDevice
 from store_modes import DTYPES, Mode
 
 from mpikv import KVStore, Parameter, ShapeMismatch, Trainer, UnsupportedError, optimizers, spec
@@ -18,7 +19,6 @@ from mpikv.session.rules import RULES
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST, Spaces
 from mpikv.strategies.base import Entry, Sink
-from mpikv.testing.fake_device import FakeDevice
 from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.testing.stores import spawn_stores
 
@@ -60,7 +60,7 @@ def test_all_keys_of_a_device_store_are_on_the_device() -> None:
 @NAMES
 def test_without_a_device_all_keys_are_in_host_memory(name: str) -> None:
     store = local_store(name, spec.parse(name))
-    store.init(["h", "d"], [numbers(), FakeDevice().asarray(numbers())])
+    store.init(["h", "d"], [numbers(), ForeignDevice().asarray(numbers())])
     assert [space_of(store, key) for key in "hd"] == [HOST, HOST]
 
 
@@ -444,7 +444,7 @@ def test_a_function_as_the_optimizer(dtype: str, tmp_path: Any) -> None:
 
 def test_an_optimizer_takes_no_arrays_of_other_libraries() -> None:
     optimizer = optimizers.create("sgd")
-    for wrong in ([1.0], FakeDevice().asarray([1.0]), object()):
+    for wrong in ([1.0], ForeignDevice().asarray([1.0]), object()):
         with pytest.raises(TypeError, match="sgd: weight is a NumPy array, not"):
             optimizer.init(wrong)
         with pytest.raises(TypeError, match="sgd: grad is a NumPy array, not"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import frameworks
 import numpy as np
 import pytest
+from foreign_arrays import ForeignDevice
 from store_modes import Mode
 
 from mpikv.arrays import (
@@ -19,7 +20,6 @@ from mpikv.arrays import (
 )
 from mpikv.errors import UnsupportedError
 from mpikv.tensors import new_like
-from mpikv.testing.fake_device import FakeDevice
 
 DTYPES = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 SHAPES = pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (0, 2)])
@@ -235,7 +235,7 @@ def test_new_arrays(request, library, dtype, shape):
         found = new_like(values, np.float32(1), "x")
         assert found is values
     else:
-        device = FakeDevice()
+        device = ForeignDevice()
         found = new_like(values, device.asarray(np.zeros(1)), "x")
         assert found.fake is device
         np.testing.assert_array_equal(found.get(), values)

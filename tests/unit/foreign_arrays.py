@@ -1,8 +1,9 @@
-"""Device arrays that live in host memory, for tests where there is no GPU.
+"""Device arrays that the library can only copy to the host and back: those of a device that is no GPU of the store.
 
-They show `__cuda_array_interface__` and have the part of CuPy's array that the library uses, as strict as CuPy is: no
-silent conversion to NumPy, `set` takes one dtype and shape only and refuses a strided target, `astype` copies. A
-`FakeDevice` counts what crosses between it and the host.
+They lie in host memory, show `__cuda_array_interface__` and have the part of CuPy's array that the library then uses,
+as strict as CuPy is: no silent conversion to NumPy, `set` takes one dtype and shape only and refuses a strided target,
+`astype` copies. A `ForeignDevice` counts what crosses between it and the host. Arrays on the GPU that the store uses,
+with streams and an order of work, are those of `mpikv.testing.fake_gpu`.
 
 Source of the rules: CuPy 13, cupy/_core/core.pyx (ndarray.get, ndarray.set, ndarray.__array__).
 """
@@ -17,37 +18,22 @@ import numpy.typing as npt
 HostArray = npt.NDArray[Any]
 
 
-class FakeDevice:
-    """A device; `gets` and `sets` count the copies to and from the host.
-
-    >>> from mpikv.testing.fake_device import FakeDevice
-    >>> device = FakeDevice()
-    >>> device.asarray([1.0, 2.0]).get(), device.gets
-    (array([1., 2.]), 1)
-    """
+class ForeignDevice:
+    """A device; `gets` and `sets` count the copies to and from the host."""
 
     def __init__(self) -> None:
         self.gets = 0
         self.sets = 0
 
-    def asarray(self, array: npt.ArrayLike) -> FakeDeviceArray:
+    def asarray(self, array: npt.ArrayLike) -> ForeignArray:
         """Return a copy of a host array on this device."""
-        return FakeDeviceArray(self, np.array(array))
+        return ForeignArray(self, np.array(array))
 
 
-class FakeDeviceArray:
-    """An array on a `FakeDevice`. Tests may look at `memory`, the library must not.
+class ForeignArray:
+    """An array on a `ForeignDevice`. Tests may look at `memory`, the library must not."""
 
-    >>> from mpikv.testing.fake_device import FakeDevice
-    >>> array = FakeDevice().asarray(np.zeros((2, 3)))
-    >>> array.shape, array.dtype, array.size, array.ndim, array.flags.c_contiguous, array.device is array.fake
-    ((2, 3), dtype('float64'), 6, 2, True, True)
-    >>> array.set(np.ones((2, 3)))
-    >>> array.astype('float32').copy().get().sum().item()
-    6.0
-    """
-
-    def __init__(self, device: FakeDevice, memory: HostArray) -> None:
+    def __init__(self, device: ForeignDevice, memory: HostArray) -> None:
         self.fake = device
         self.memory = memory
 
@@ -77,7 +63,7 @@ class FakeDeviceArray:
         return self.memory.flags
 
     @property
-    def device(self) -> FakeDevice:
+    def device(self) -> ForeignDevice:
         """As in the array API."""
         return self.fake
 
@@ -117,30 +103,30 @@ class FakeDeviceArray:
         self.fake.sets += 1
         self.memory[...] = arr
 
-    def astype(self, dtype: npt.DTypeLike) -> FakeDeviceArray:
+    def astype(self, dtype: npt.DTypeLike) -> ForeignArray:
         """Return a copy in another dtype, on the device."""
-        return FakeDeviceArray(self.fake, self.memory.astype(dtype))
+        return ForeignArray(self.fake, self.memory.astype(dtype))
 
-    def copy(self) -> FakeDeviceArray:
+    def copy(self) -> ForeignArray:
         """Return a copy in C order on the device."""
-        return FakeDeviceArray(self.fake, self.memory.copy(order="C"))
+        return ForeignArray(self.fake, self.memory.copy(order="C"))
 
-    def __getitem__(self, index: Any) -> FakeDeviceArray:
-        return FakeDeviceArray(self.fake, np.asarray(self.memory[index]))
+    def __getitem__(self, index: Any) -> ForeignArray:
+        return ForeignArray(self.fake, np.asarray(self.memory[index]))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.memory[index] = self._operand(value)
 
-    def __iadd__(self, other: Any) -> FakeDeviceArray:
+    def __iadd__(self, other: Any) -> ForeignArray:
         self.memory += self._operand(other)
         return self
 
-    def __add__(self, other: Any) -> FakeDeviceArray:
-        return FakeDeviceArray(self.fake, np.asarray(self.memory + self._operand(other)))
+    def __add__(self, other: Any) -> ForeignArray:
+        return ForeignArray(self.fake, np.asarray(self.memory + self._operand(other)))
 
     @staticmethod
     def _operand(value: Any) -> Any:
-        if isinstance(value, FakeDeviceArray):
+        if isinstance(value, ForeignArray):
             return value.memory
         if isinstance(value, np.ndarray) and value.ndim > 0:
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")
@@ -151,6 +137,6 @@ class _Namespace:
     """The array API's functions, of which there is one."""
 
     @staticmethod
-    def asarray(obj: HostArray, /, *, device: FakeDevice) -> FakeDeviceArray:
+    def asarray(obj: HostArray, /, *, device: ForeignDevice) -> ForeignArray:
         """A copy of a host array on a device."""
         return device.asarray(obj)
