@@ -81,6 +81,6 @@ def in_place_round(
     if queue.way.shared:
         return Round(value, callers=True, changeable=in_place, outs=outs), Sink(info, (), spaces)
     if in_place or not queue.way.changes:
-        return Round(value, callers=True), Sink(info, outs, spaces)
+        return Round(value, callers=True, changeable=in_place), Sink(info, outs, spaces)
     queue.space.copy(outs[0], value)
     return Round(outs[0], callers=True), Sink(info, outs, spaces)

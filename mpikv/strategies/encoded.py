@@ -22,7 +22,7 @@ of other ways are (collectives/labelled).
 Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
 each element encoded once and decoded once; `gather` (W-1) w bytes, decoded W times. Memory: the codec's states, the sum
 of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned. In
-a round as it is a copy of what is pushed, unless the host's workers read it where it is.
+rounds as they are a copy of what is pushed, unless that may be changed, or the host's workers read it where it is.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Encoded(Alone):
             if not self._ordinary.shared:
                 self._ordinary.value = self.value
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
+        self._copy: HostArray | None = None  # of what is pushed, while rounds travel as they are
 
     def _pieces(self, info: KeyInfo, codec: Codec) -> Pieces:
         return Pieces(info, codec)
@@ -103,7 +104,9 @@ class Encoded(Alone):
         self._plain = plain or (choice is not None and choice.plain)
         if choice is not None:
             choice.begin(self._clock.now_s())
-        if self._plain and self._ordinary is not None:
+        if not self._plain:
+            self._copy = None
+        elif self._ordinary is not None:
             self._ordinary.begin(plain=True)
 
     def _new_choice(self) -> Choice | None:
@@ -121,7 +124,7 @@ class Encoded(Alone):
     @property
     def held_bytes(self) -> int:
         """The value, what the codecs remember, and exact values."""
-        exact = 0 if self._exact is None else self._exact.nbytes
+        exact = sum(0 if array is None else array.nbytes for array in (self._exact, self._copy))
         ordinary = 0
         if self._ordinary is not None:  # which counts the value, too, unless it is shared memory's
             ordinary = self._ordinary.held_bytes - (0 if self._ordinary.shared else self.value.nbytes)
@@ -166,24 +169,31 @@ class Encoded(Alone):
     ) -> Steps[HostArray | None]:
         """In new memory; for values that come from a GPU, in `values`, which it copies from."""
         if self._plain and self._ordinary is not None:
-            return self._add_as_they_are(self._ordinary, values, combine, comparison)
+            return self._add_as_they_are(self._ordinary, values, combine, comparison, changeable=changeable)
         if self._parts.landed is None:
             return self._add(values, combine, comparison)
         steps = self._add_in_place(values, combine, comparison)
         return whole(self._parts, steps, values, needed=(0, values.size), completed=[self.updates])
 
     def _add_as_they_are(
-        self, ordinary: Way, values: HostArray, combine: np.ufunc, comparison: Comparison | None
+        self, ordinary: Way, values: HostArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[HostArray]:
-        """The ordinary way, with what the codec owes; `values` stay as they are, unless this way changes them, too."""
+        """The ordinary way, with what the codec owes; `values` stay as they are, unless they are `changeable`."""
         given = self.pushed.with_owed(values) if self._measured else values
-        mine = self.changes or given is not values
+        mine = changeable or given is not values
         if ordinary.changes and not mine:
-            given, mine = values.copy(), True
+            given, mine = self._copied(values), True
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
         totals = yield from ordinary.reduce_scatter(given, combine, comparison, changeable=mine)
         return given if totals is None else totals
+
+    def _copied(self, values: HostArray) -> HostArray:
+        """A copy that may be changed, in memory that is kept for it: new memory takes longer than the copy."""
+        if self._copy is None:
+            self._copy = np.empty_like(values)
+        self._copy[...] = values
+        return self._copy
 
     def _complete_as_it_is(self, ordinary: Way, comparison: Comparison | None) -> Steps[None]:
         """The value is this worker's own; through the memory of its host it is completed there, and copied."""

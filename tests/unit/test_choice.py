@@ -289,6 +289,39 @@ class GivenTimes:
         raise AssertionError("nobody sleeps by it")
 
 
+@pytest.mark.parametrize("call", ["in place", "elsewhere", "push"])
+def test_rounds_as_they_are_copy_what_may_not_be_changed(call: str) -> None:
+    """Only that; into one array, which is held while rounds travel so. The caller's values stay as they were."""
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(67, np.float32))
+        way = store.strategy.keys.queues[store.session.infos["w"].id].way
+        way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 2.0)
+        copies, results = [], []
+        for round_ in range(2 * EACH + 3):
+            grad = np.full(67, store.rank + round_, np.float32)
+            out = grad if call == "in place" else np.zeros(67, np.float32)
+            if call == "push":
+                store.push("w", grad)
+                store.pull("w", out)
+            else:
+                store.pushpull("w", grad, out)
+            copies.append(way._copy)
+            assert call == "in place" or (grad == store.rank + round_).all()
+            results.append(out)
+        return copies, store.stats()["compressed_keys"]["w"]["travels"], [result[0] for result in results[-2:]]
+
+    config = Config(timeout_s=20.0)
+    found = spawn_stores("dist_sync", 2, body, hosts="ab", config=config, compression=make(TWO_BITS))
+    for copies, travels, results in found:
+        assert travels == "as it is"
+        assert results == [2 * round_ + 1 for round_ in (2 * EACH + 1, 2 * EACH + 2)]
+        kept = [copy for copy in copies if copy is not None]
+        assert len(kept) == (EACH + 2 if call == "elsewhere" else 0)  # the first pays what is owed, in new memory
+        assert len({id(copy) for copy in kept}) <= 1
+        assert all(copy is None for copy in copies[:EACH])
+
+
 def train(compression: Any, seconds: Times, rounds: int, *, hosts: str = "abc", optimizer: bool = False) -> list[Any]:
     """Rounds of whole numbers on workers of several hosts: what a worker had of each, what it owes at last, stats."""
 
