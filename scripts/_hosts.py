@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, n_hosts: int, ranks_per_host: int, *, timeo
         print(reason or f"no {options.mpi} in this environment", file=sys.stderr)
         return 1
     extra: Sequence[str] = [word for one in options.mca for word in ("--mca", *one.split("=", 1))]
-    with network(n_hosts, options.rate, options.mtu) as hosts:
+    with network(n_hosts, options.rate or None, options.mtu) as hosts:
         job = jobs.mpirun(
             n_hosts * ranks_per_host,
             ["python", sys.argv[0], "--rank", *sys.argv[1:]],

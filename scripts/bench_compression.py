@@ -33,7 +33,9 @@ def main() -> int:
     """Make the hosts and run one job for each rate and number of them; or be a rank of such a job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", default="2,4", help="numbers of hosts (default 2,4)")
-    parser.add_argument("--rates", default="100,1000", help="of the links, in Mbit/s (default 100,1000)")
+    parser.add_argument(
+        "--rates", default="100,1000", help="of the links, in Mbit/s (default 100,1000); 0: as fast as it goes"
+    )
     parser.add_argument("--network", default="resnet18", help="whose gradients (default resnet18)")
     parser.add_argument("--compression", nargs="+", default=KINDS, help="names of codecs, or JSON with 'type'")
     parser.add_argument("--turns", type=int, default=3, help="turns of each contender (default 3)")
@@ -47,7 +49,7 @@ def main() -> int:
     for rate in map(float, options.rates.split(",")):
         for n_hosts in map(int, options.hosts.split(",")):
             options.rate = rate
-            print(f"\n{rate:g} Mbit/s")
+            print(f"\n{rate:g} Mbit/s" if rate else "\nas fast as it goes")
             if status := _hosts.run(options, n_hosts, 1):
                 return status
     return 0
