@@ -16,14 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpikv import wire
 from mpikv.arrays import HostArray, host_view
 from mpikv.checks import shown
-from mpikv.collectives import blobs
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.optimizers.archive import DTYPES, read_archive, write_archive
-from mpikv.session.workers import Workers
 
 KIND = "mpikv state of a worker"
 WRONG = b"!"  # before the text of what is wrong with a worker's; an archive begins in another way
@@ -57,12 +54,7 @@ def gather(store: KVStore | None, kept: WorkerState | None, call: str) -> list[H
         mine = _to_bytes(kept, call)
     except (TypeError, UnsupportedError) as error:
         mine = WRONG + str(error).encode()
-    found: Sequence[bytes] = [mine]
-    if store is not None and isinstance(store.session, Workers):
-        session = store.session
-        gathering = session.engine.start(blobs.gather(session.group, mine, 0, wire.TAG_STATES), "states")
-        session.wait_for(gathering, call)
-        found = gathering.result or ()
+    found = [mine] if store is None else store.session.gather(call, mine)
     return [np.frombuffer(data, np.uint8) for data in found] if any(found) else []
 
 
@@ -79,14 +71,8 @@ def spread(store: KVStore | None, kept: WorkerState | None, saved: Sequence[Host
     As many workers as there were, or `saved` is empty. Raises StatesFileError for what is damaged, and what
     `load_state_dict` raises, on this worker.
     """
-    mine = saved[0].tobytes() if saved else b""
-    if store is not None and isinstance(store.session, Workers):
-        session = store.session
-        given = [one.tobytes() for one in saved] or [b""] * session.num_workers
-        parts = given if session.rank == 0 else None
-        scattering = session.engine.start(blobs.scatter(session.group, parts, 0, wire.TAG_STATES), "states")
-        session.wait_for(scattering, "resume")
-        mine = scattering.result or b""
+    parts = [one.tobytes() for one in saved] or [b""] * (1 if store is None else store.num_workers)
+    mine = parts[0] if store is None else store.session.scatter("resume", parts)
     if not mine or kept is None:
         return
     header, values = read_archive(io.BytesIO(mine), KIND, path)

@@ -189,6 +189,14 @@ class Session:
         self.check_open(call)
         return attempt()
 
+    def gather(self, call: str, data: bytes) -> list[bytes]:
+        """Every worker's bytes, by its number, at worker 0; elsewhere none. Collective, blocks."""
+        return [data]
+
+    def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
+        """This worker's part of those that worker 0 brings, one for each worker. Collective, blocks."""
+        return parts[0] if parts else b""
+
     def own_updates(self, optimizer: Optimizer, keys: Sequence[Key]) -> OwnUpdates | None:
         """Let workers compare what they update these keys with by themselves; None: there is one worker.
 

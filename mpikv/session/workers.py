@@ -21,6 +21,7 @@ from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Compression, Compressions
 from mpikv.codecs.identity import IDENTITY
+from mpikv.collectives import blobs
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Request
 from mpikv.errors import ConfigError, MpikvError, PeerError, StallError, UnsupportedError
@@ -338,6 +339,19 @@ class Workers(Session):
         if failure is not None:
             raise failure
         raise _error_named(kind)(f"{call} failed at {self.control.labels[0]}: {result}")
+
+    def gather(self, call: str, data: bytes) -> list[bytes]:
+        """See `Session`."""
+        gathering = self.engine.start(blobs.gather(self.group, data, 0, wire.TAG_STATES), "states")
+        self.wait_for(gathering, call)
+        return gathering.result or []
+
+    def scatter(self, call: str, parts: Sequence[bytes] | None) -> bytes:
+        """See `Session`."""
+        brought = parts if self.rank == 0 else None
+        scattering = self.engine.start(blobs.scatter(self.group, brought, 0, wire.TAG_STATES), "states")
+        self.wait_for(scattering, call)
+        return scattering.result or b""
 
     # --- optimizers
 

@@ -16,10 +16,8 @@ from typing import Any
 
 import cloudpickle
 
-from mpikv import wire
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
-from mpikv.collectives import blobs
 from mpikv.collectives.nccl import NcclComm
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
@@ -256,9 +254,8 @@ class AllreduceStrategy(Strategy):
         self._session.agree(SAVE, None, SAVE)  # all are here to send their parts
         dense = collect(self.keys.owner, self.keys.owned(self._session.rank))
         mine = parts_to_bytes([*dense, *self._rows.states()])
-        gathering = self._session.engine.start(blobs.gather(self._session.group, mine, 0, wire.TAG_STATES), "states")
-        self._session.wait_for(gathering, SAVE)
-        self._session.decide(SAVE, lambda: write([parts_from_bytes(blob) for blob in gathering.result or []]))
+        gathered = self._session.gather(SAVE, mine)
+        self._session.decide(SAVE, lambda: write([parts_from_bytes(blob) for blob in gathered]))
 
     def load_states(self, read: Read) -> Loaded:
         """Worker 0 gives each worker its part."""
@@ -273,12 +270,9 @@ class AllreduceStrategy(Strategy):
             return restored(file)
 
         keys, configs = self._session.decide(LOAD, cut)
-        scattering = self._session.engine.start(
-            blobs.scatter(self._session.group, parts if self._session.rank == 0 else None, 0, wire.TAG_STATES), "states"
-        )
-        self._session.wait_for(scattering, LOAD)
+        given = self._session.scatter(LOAD, parts)
         replaced = [self._session.infos[key].id for key in keys]
-        mine = parts_from_bytes(scattering.result or b"")
+        mine = parts_from_bytes(given)
         with self._session.engine.lock:
             self._rows.load(mine, replaced)
             for key_id in replaced:

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mpikv import wire
 from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
-from mpikv.collectives import blobs
 from mpikv.keys import Key
 from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
 from mpikv.session.base import Session
@@ -42,9 +40,7 @@ def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] 
         return []
     found = [part for part in strategy.codec_states(call) if keys is None or part.key in keys]
     mine = parts_to_bytes(part._replace(worker=session.rank) for part in found)
-    gathering = session.engine.start(blobs.gather(session.group, mine, 0, wire.TAG_STATES), "states")
-    session.wait_for(gathering, call)
-    return [part for blob in gathering.result or () for part in parts_from_bytes(blob)]
+    return [part for blob in session.gather(call, mine) for part in parts_from_bytes(blob)]
 
 
 def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part]) -> None:
@@ -58,9 +54,7 @@ def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part
     if session.rank == 0:
         here = [part for part in saved if part.key in session.infos]
         parts = [parts_to_bytes(given) for given in shares(here, session.num_workers)]
-    scattering = session.engine.start(blobs.scatter(session.group, parts, 0, wire.TAG_STATES), "states")
-    session.wait_for(scattering, call)
-    strategy.take_codec_states(parts_from_bytes(scattering.result or b""))
+    strategy.take_codec_states(parts_from_bytes(session.scatter(call, parts)))
 
 
 def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
