@@ -4,12 +4,13 @@ Keys that are pushed side by side share the link and the cores: one that is enco
 So those of one codec are timed together (`Together`): a round's time is how long any of them was under way in it. Each
 key decides by itself, after the same rounds by the same times, and so they decide alike.
 
-The first rounds travel encoded, the next ones as they are, each for `PERIOD_ROUNDS`: some do not count, then come
-`SAMPLES` that do, and one in which others may still be under way. Then all workers tell each other their times (`asks`,
-`agree`), so that all decide alike; with servers each decides by its own times alone. From then on they compare times
-every `CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much less, the link has
-changed, and the other form is tried again; else it is tried after `FIRST_STRETCH_ROUNDS`, and after twice as many each
-time that it was no faster.
+The first rounds travel encoded, for `PERIOD_ROUNDS`: some do not count, then come `SAMPLES` that do, and one in which
+others may still be under way. Then the other form is tried: for as many rounds, or for `GLANCE_ROUNDS`, of which one
+counts, where that one took `CLEAR` times as long. Then all workers tell each other their times (`asks`, `agree`), so
+that all decide alike; with servers each decides by its own times alone. From then on they compare times every
+`CHECK_ROUNDS`. Where a round takes `MOVED` times as long as when they decided, or so much less, the link has changed,
+and the other form is tried again; else it is tried once the time that a try loses is a small part of the time since
+the last one (`LOST`), and after twice as many rounds at least each time that it was no faster.
 
 A round's time is the least that any worker has seen: whoever begins it last has not waited for others. Of several
 rounds it is the median. At first values stay encoded only where that is faster by more than `MARGIN`, which is more
@@ -21,6 +22,7 @@ numbers for each key.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -32,10 +34,12 @@ from mpikv.arrays import HostArray
 SETTLING_ROUNDS = 2  # after a change of form: memory is new, and others may still be at the round before
 SAMPLES = 5
 PERIOD_ROUNDS = SETTLING_ROUNDS + SAMPLES + 1
+GLANCE_ROUNDS = SETTLING_ROUNDS + 2
+CLEAR = 2.0
 MARGIN = 1.03
 CHECK_ROUNDS = 32
 MOVED = 1.5
-FIRST_STRETCH_ROUNDS = 128
+LOST = 0.03
 LONGEST_STRETCH_ROUNDS = 1 << 14
 KEPT_ROUNDS = 32  # keys that are further apart are not timed together
 
@@ -94,11 +98,12 @@ class Choice:
         self._recent = [deque[float](maxlen=SAMPLES), deque[float](maxlen=SAMPLES)]
         self._begin(trying=False)
         self._rounds_left = PERIOD_ROUNDS  # of the form that is there at first
-        self._stretch = self._stretch_left = FIRST_STRETCH_ROUNDS
+        self._stretch = self._stretch_left = 0
 
     def _begin(self, *, trying: bool) -> None:
-        self._trying, self._settling = trying, SETTLING_ROUNDS + 1
-        self._rounds_left = PERIOD_ROUNDS if trying else CHECK_ROUNDS
+        self._trying = self._glance = trying
+        self._settling = SETTLING_ROUNDS + 1
+        self._rounds_left = GLANCE_ROUNDS if trying else CHECK_ROUNDS
 
     def begin(self, now_s: float) -> None:
         """A round begins on this worker."""
@@ -118,6 +123,7 @@ class Choice:
 
     def _try_other(self) -> None:
         self.plain = not self.plain
+        self._recent[self.plain].clear()
         self._begin(trying=True)
 
     def told(self, codec: str) -> dict[str, Any]:
@@ -145,27 +151,42 @@ class Choice:
 
     def agree(self, times: Sequence[HostArray]) -> None:
         """Decide. times: those of all workers, in any order."""
-        encoded_s, plain_s = np.median(np.min(times, axis=0), axis=1).tolist()
-        newest = [encoded_s, plain_s]
+        least = np.min(times, axis=0)
+        newest = [float(np.median(row[row > 0])) if row.any() else 0.0 for row in least]
         if self._trying:
-            self._decide(newest)
+            self._compare(newest)
             return
         now_s, then_s = newest[self.plain], self.seconds[self.plain] or 0.0
         moved = now_s > MOVED * then_s or then_s > MOVED * now_s
         self._stretch_left -= CHECK_ROUNDS
         if moved:
-            self._stretch = FIRST_STRETCH_ROUNDS
+            self._stretch = 0
         if moved or self._stretch_left <= 0:
             self._try_other()
         else:
             self._rounds_left = CHECK_ROUNDS
+
+    def _compare(self, seconds: list[float]) -> None:
+        """Decide, or go on trying: at the first glance only where the form that is tried is clearly slower."""
+        if self._glance and seconds[self.plain] <= CLEAR * seconds[not self.plain]:
+            self._glance, self._rounds_left = False, PERIOD_ROUNDS - GLANCE_ROUNDS
+        else:
+            self._decide(seconds)
 
     def _decide(self, seconds: list[float]) -> None:
         """The form that was tried stays where it is faster; else the one before comes back."""
         tried, before, first = self.plain, not self.plain, not self.looks
         faster = seconds[tried] < seconds[before] * MARGIN if first else seconds[tried] * MARGIN < seconds[before]
         self.plain = tried if faster else before
-        self._stretch = FIRST_STRETCH_ROUNDS if faster or first else min(2 * self._stretch, LONGEST_STRETCH_ROUNDS)
-        self._stretch_left = self._stretch
+        stretch = max(CHECK_ROUNDS, 0 if faster else 2 * self._stretch, math.ceil(_lost_rounds(*seconds) / LOST))
+        self._stretch = self._stretch_left = min(stretch, LONGEST_STRETCH_ROUNDS)
         self.looks, self.seconds = self.looks + 1, [*seconds]
         self._begin(trying=False)
+
+
+def _lost_rounds(a_s: float, b_s: float) -> float:
+    """How many rounds of the faster form pass while the slower one is tried, more than would be had of it."""
+    faster_s, slower_s = sorted([a_s, b_s])
+    if not faster_s:
+        return 0.0
+    return (GLANCE_ROUNDS if slower_s > CLEAR * faster_s else PERIOD_ROUNDS) * (slower_s / faster_s - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,13 @@ from hypothesis import strategies as st
 from mpikv import optimizers
 from mpikv.codecs.choice import (
     CHECK_ROUNDS,
-    FIRST_STRETCH_ROUNDS,
+    CLEAR,
+    GLANCE_ROUNDS,
     KEPT_ROUNDS,
     LONGEST_STRETCH_ROUNDS,
+    LOST,
     MARGIN,
+    PERIOD_ROUNDS,
     Choice,
     Choices,
     Together,
@@ -59,7 +63,7 @@ def constant(encoded_s: float, plain_s: float) -> Callable[[int, int, bool], flo
 
 @pytest.mark.parametrize(
     ("encoded_s", "plain_s", "ends_plain"),
-    [(1.0, 2.0, False), (2.0, 1.0, True), (1.0, 1.0, True), (0.98, 1.0, True), (0.96, 1.0, False)],
+    [(1.0, 1.9, False), (9.0, 1.0, True), (1.0, 1.0, True), (0.98, 1.0, True), (0.96, 1.0, False)],
 )
 def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: bool) -> None:
     choice = Choice(Together())
@@ -69,24 +73,58 @@ def test_the_faster_form_stays(encoded_s: float, plain_s: float, ends_plain: boo
     assert choice.looks == 1
 
 
-def test_what_is_no_faster_is_tried_ever_more_seldom() -> None:
-    travelled = np.array(go_on([Choice(Together())], 40 * FIRST_STRETCH_ROUNDS, constant(1.0, 10.0)))
-    begins = np.flatnonzero(travelled[1:] & ~travelled[:-1]) + 1
-    stretches = [FIRST_STRETCH_ROUNDS * 2**i for i in range(len(begins) - 1)]
-    assert (np.diff(begins) - EACH).tolist() == stretches
-    assert len(begins) == 6
-    assert travelled.sum() == 6 * EACH
+def test_what_is_clearly_slower_is_given_up_at_a_glance() -> None:
+    """After one round that counts, in the first look and in later ones, whichever form it is."""
+    choice = Choice(Together())
+    travelled = go_on([choice], EACH + GLANCE_ROUNDS + 1, constant(1.0, 2.1))
+    assert travelled == [False] * EACH + [True] * GLANCE_ROUNDS + [False]
+    assert choice.seconds == pytest.approx([1.0, 2.1])
+    choice = Choice(Together())
+    travelled = go_on([choice], 2000, constant(2.1, 1.0))
+    begins = np.flatnonzero(np.diff(travelled))
+    assert travelled[:FIRST] == [False] * EACH + [True] * EACH
+    assert (np.diff(begins)[1::2] == GLANCE_ROUNDS).all()
+    assert choice.looks > 3
+
+
+@pytest.mark.parametrize("slower", [1.1, 1.5, 4.0, 15.0])
+def test_what_is_no_faster_is_tried_ever_more_seldom(slower: float) -> None:
+    """The first time once what a try loses is a small part of the time since the last one; then half of that, ..."""
+    rounds = 20_000
+    travelled = np.array(go_on([Choice(Together())], rounds, constant(1.0, slower)))
+    changes = np.diff(travelled.astype(int))
+    begins, ends = np.flatnonzero(changes > 0), np.flatnonzero(changes < 0)
+    each = PERIOD_ROUNDS if slower <= CLEAR else GLANCE_ROUNDS
+    assert (ends - begins == each).all()
+    first = max(CHECK_ROUNDS, math.ceil(each * (slower - 1) / LOST))
+    stretches = (begins[1:] - ends[:-1]).tolist()
+    assert stretches == [math.ceil(first * 2**i / CHECK_ROUNDS) * CHECK_ROUNDS for i in range(len(stretches))]
+    assert len(stretches) >= 3
+    assert travelled[FIRST:].sum() * (slower - 1) < LOST * rounds
+
+
+def test_it_is_tried_again_however_seldom() -> None:
     choice = Choice(Together())
     for _ in range(40):
         choice.plain = True  # it is what is tried
-        choice._decide([1.0, 10.0])
+        choice._decide([1.0, 1.5])
     assert choice._stretch == LONGEST_STRETCH_ROUNDS
+
+
+def test_a_decision_in_a_noisy_moment_is_soon_looked_at_again() -> None:
+    """Rounds as they are seemed slower, and are faster: by the second look they are taken."""
+    choice = Choice(Together())
+    noisy = lambda worker, round_, plain: 1.2 if round_ in range(EACH, FIRST) else 0.8 if plain else 1.0  # noqa: E731
+    travelled = go_on([choice], FIRST + 3 * CHECK_ROUNDS, noisy)
+    assert (choice.plain, choice.looks) == (True, 2)
+    assert travelled[FIRST : FIRST + 2 * CHECK_ROUNDS] == [False] * 2 * CHECK_ROUNDS
+    assert all(travelled[FIRST + 2 * CHECK_ROUNDS :])
 
 
 @pytest.mark.parametrize("slow_first", [False, True])
 def test_a_link_that_changes_is_looked_at_again(slow_first: bool) -> None:
     """Long before the stretch is over: at the next comparison of times."""
-    slow, fast = constant(2.0, 8.0), constant(1.5, 0.5)
+    slow, fast = constant(2.0, 3.9), constant(1.5, 0.5)
     choice = Choice(Together())
     before, after = (slow, fast) if slow_first else (fast, slow)
     go_on([choice], FIRST + 2 * CHECK_ROUNDS, before)
@@ -119,7 +157,7 @@ def test_all_workers_decide_alike(workers: int, seed: int, encoded_s: float, pla
     """Whatever times they see (`go_on` asserts it); without noise they end with the faster one."""
     rng = np.random.default_rng(seed)
     choices = [Choice(Together()) for _ in range(workers)]
-    rounds = FIRST + FIRST_STRETCH_ROUNDS + 3 * EACH
+    rounds = FIRST + 10 * CHECK_ROUNDS
     go_on(choices, rounds, lambda worker, round_, plain: (plain_s if plain else encoded_s) * (1 + noise * rng.random()))
     choices = [Choice(Together()) for _ in range(workers)]
     go_on(choices, FIRST, constant(encoded_s, plain_s))
@@ -150,12 +188,12 @@ def calls(choices: list[Choice], n_calls: int, ends_s: Callable[[bool], list[flo
 @pytest.mark.parametrize("ends_plain", [False, True])
 def test_keys_decide_by_what_all_of_them_took(ends_plain: bool) -> None:
     """Each key but the last ends sooner in the one form, the whole call in the other: the call counts, for all."""
-    few, whole = [0.1, 0.2, 0.3, 5.0], [1.0, 1.1, 1.2, 2.0]
+    few, whole = [0.1, 0.2, 0.3, 5.0], [1.0, 1.1, 1.2, 3.0]
     choices = Choices()
     keys = [choices.of("fp16") for _ in few]
     travelled = calls(keys, FIRST + 1, lambda plain: whole if plain == ends_plain else few)
     assert travelled == [[False] * 4] * EACH + [[True] * 4] * EACH + [[ends_plain] * 4]
-    seconds = [2.0, 5.0] if not ends_plain else [5.0, 2.0]
+    seconds = [3.0, 5.0] if not ends_plain else [5.0, 3.0]
     assert all(choice.seconds == pytest.approx(seconds) for choice in keys)
 
 
@@ -166,7 +204,7 @@ def test_keys_of_a_call_always_decide_alike(n_keys: int, seed: int, noise: float
     rng, choices = np.random.default_rng(seed), Choices()
     keys = [choices.of("fp16") for _ in range(n_keys)]
     base = rng.random((2, n_keys)) + 0.1
-    rounds = FIRST + FIRST_STRETCH_ROUNDS + 3 * EACH
+    rounds = FIRST + 10 * CHECK_ROUNDS
     travelled = calls(keys, rounds, lambda plain: (base[int(plain)] * (1 + noise * rng.random(n_keys))).tolist())
     assert all(len(set(call)) == 1 for call in travelled)
     assert len({tuple(map(str, choice.seconds)) for choice in keys}) == 1
