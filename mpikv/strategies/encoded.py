@@ -21,8 +21,7 @@ of other ways are (collectives/labelled).
 
 Cost per worker of W, of n elements that are w bytes encoded, b bytes on the way back: `owners` (W-1)/W (w + b) bytes,
 each element encoded once and decoded once; `gather` (W-1) w bytes, decoded W times. Memory: the codec's states, the sum
-of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned. In
-rounds as they are a copy of what is pushed, unless that may be changed, or the host's workers read it where it is.
+of what is owned (of all for `gather`), a window of messages; with a codec for the way back a copy of what is owned.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class _AndOwn:
 class Encoded(Alone):
     """See `Way`. pushed, returned: what travels to the owners and back."""
 
-    changes = False
     _ways = WAYS  # those of rounds as they are
     _adding = DecodingGroup
     _receives_in_place = True  # what comes as it is, in the value
@@ -92,7 +90,6 @@ class Encoded(Alone):
             if not self._ordinary.shared:
                 self._ordinary.value = self.value
         self._exact: HostArray | None = None  # what is owned, as it was before it was sent back encoded
-        self._copy: HostArray | None = None  # of what is pushed, while rounds travel as they are
 
     def _pieces(self, info: KeyInfo, codec: Codec) -> Pieces:
         return Pieces(info, codec)
@@ -104,13 +101,17 @@ class Encoded(Alone):
         self._plain = plain or (choice is not None and choice.plain)
         if choice is not None:
             choice.begin(self._clock.now_s())
-        if not self._plain:
-            self._copy = None
-        elif self._ordinary is not None:
+        if self._plain and self._ordinary is not None:
             self._ordinary.begin(plain=True)
 
     def _new_choice(self) -> Choice | None:
         return None if self._choices is None else self._choices.of(self._codec)
+
+    @property
+    def changes(self) -> bool:
+        """As the ordinary way does: then a caller's result is a better place for a copy than memory of its own."""
+        plain = self._ordinary is not None and self._ordinary.changes
+        return plain and self.choice is not None and self.choice.plain
 
     @property
     def _gathers(self) -> bool:
@@ -124,7 +125,7 @@ class Encoded(Alone):
     @property
     def held_bytes(self) -> int:
         """The value, what the codecs remember, and exact values."""
-        exact = sum(0 if array is None else array.nbytes for array in (self._exact, self._copy))
+        exact = 0 if self._exact is None else self._exact.nbytes
         ordinary = 0
         if self._ordinary is not None:  # which counts the value, too, unless it is shared memory's
             ordinary = self._ordinary.held_bytes - (0 if self._ordinary.shared else self.value.nbytes)
@@ -182,18 +183,11 @@ class Encoded(Alone):
         given = self.pushed.with_owed(values) if self._measured else values
         mine = changeable or given is not values
         if ordinary.changes and not mine:
-            given, mine = self._copied(values), True
+            given, mine = values.copy(), True
         if self._exact is not None:
             self.value[slice(*self.updates)] = self._exact
         totals = yield from ordinary.reduce_scatter(given, combine, comparison, changeable=mine)
         return given if totals is None else totals
-
-    def _copied(self, values: HostArray) -> HostArray:
-        """A copy that may be changed, in memory that is kept for it: new memory takes longer than the copy."""
-        if self._copy is None:
-            self._copy = np.empty_like(values)
-        self._copy[...] = values
-        return self._copy
 
     def _complete_as_it_is(self, ordinary: Way, comparison: Comparison | None) -> Steps[None]:
         """The value is this worker's own; through the memory of its host it is completed there, and copied."""

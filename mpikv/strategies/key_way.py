@@ -22,7 +22,6 @@ class KeyWay:
     """Of one key. See `Way`."""
 
     shared = False
-    changes = True
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement) -> None:
         self.placement = placement
@@ -35,6 +34,11 @@ class KeyWay:
 
     def begin(self, *, plain: bool) -> None:
         """All values travel as they are."""
+
+    @property
+    def changes(self) -> bool:
+        """It adds where the values of this worker are."""
+        return True
 
     @property
     def updates(self) -> Span:

@@ -63,18 +63,21 @@ class Way(Protocol):
     """The way of one key.
 
     value: the key's value, (n,). shared: ranks of this host read each other's memory: what is pushed is read where it
-    is, and `allgather` writes the value to the caller's arrays as it comes. dtype: of what is pushed. changes: whether
-    what is pushed is changed.
+    is, and `allgather` writes the value to the caller's arrays as it comes. dtype: of what is pushed.
     """
 
     value: SpaceArray
     shared: bool
-    changes: bool
     dtype: np.dtype[Any]
 
     @property
     def updates(self) -> Span:
         """The elements that this worker updates in a round, between its two halves; by default those that it owns."""
+        ...
+
+    @property
+    def changes(self) -> bool:
+        """Whether a round changes what is pushed, even where it is not `changeable`, if it begins now."""
         ...
 
     @property
@@ -178,6 +181,7 @@ class _InMemory(OfKey):
     """A way with the value in memory that the ranks of this host share. place: where all ranks know it to be."""
 
     shared = True
+    changes = False
 
     def __init__(self, means: Means, info: KeyInfo, placement: Placement, place: Any) -> None:
         super().__init__(means, info, placement, place)

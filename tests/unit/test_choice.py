@@ -328,15 +328,20 @@ class GivenTimes:
 
 
 @pytest.mark.parametrize("call", ["in place", "elsewhere", "push"])
-def test_rounds_as_they_are_copy_what_may_not_be_changed(call: str) -> None:
-    """Only that; into one array, which is held while rounds travel so. The caller's values stay as they were."""
+def test_rounds_as_they_are_add_where_those_without_compression_do(call: str) -> None:
+    """In the result of a caller who waits, else in the copy that the call made. The caller's values stay as they were.
+
+    The first such round adds what is owed, in new memory.
+    """
 
     def body(store: Any) -> Any:
         store.init("w", np.zeros(67, np.float32))
         way = store.strategy.keys.queues[store.session.infos["w"].id].way
         way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 2.0)
-        copies, results = [], []
-        for round_ in range(2 * EACH + 3):
+        pushed_at = watched(way)
+        added_at = watched(way._ordinary)
+        results = []
+        for round_ in range(FIRST + 3):
             grad = np.full(67, store.rank + round_, np.float32)
             out = grad if call == "in place" else np.zeros(67, np.float32)
             if call == "push":
@@ -344,20 +349,57 @@ def test_rounds_as_they_are_copy_what_may_not_be_changed(call: str) -> None:
                 store.pull("w", out)
             else:
                 store.pushpull("w", grad, out)
-            copies.append(way._copy)
+                if round_ > EACH:
+                    assert added_at[-1] == out.ctypes.data
             assert call == "in place" or (grad == store.rank + round_).all()
-            results.append(out)
-        return copies, store.stats()["compressed_keys"]["w"]["travels"], [result[0] for result in results[-2:]]
+            results.append(out[0])
+        assert len(added_at) == EACH + 3
+        assert added_at[0] != pushed_at[EACH]
+        assert added_at[1:] == pushed_at[EACH + 1 :]
+        return store.stats()["compressed_keys"]["w"]["travels"], results[-2:]
 
     config = Config(timeout_s=20.0)
     found = spawn_stores("dist_sync", 2, body, hosts="ab", config=config, compression=make(TWO_BITS))
-    for copies, travels, results in found:
-        assert travels == "as it is"
-        assert results == [2 * round_ + 1 for round_ in (2 * EACH + 1, 2 * EACH + 2)]
-        kept = [copy for copy in copies if copy is not None]
-        assert len(kept) == (EACH + 2 if call == "elsewhere" else 0)  # the first pays what is owed, in new memory
-        assert len({id(copy) for copy in kept}) <= 1
-        assert all(copy is None for copy in copies[:EACH])
+    assert found == [("as it is", [2 * round_ + 1 for round_ in (FIRST + 1, FIRST + 2)])] * 2
+
+
+def watched(way: Any) -> list[int]:
+    """Where the values are of each round that goes this way from now on."""
+    addresses, reduce_scatter = [], way.reduce_scatter
+
+    def watching(values: Any, *args: Any, **options: Any) -> Any:
+        addresses.append(values.ctypes.data)
+        return reduce_scatter(values, *args, **options)
+
+    way.reduce_scatter = watching
+    return addresses
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_the_callers_values_stay_as_they_were_when_the_form_changes(hosts: str, waits: bool) -> None:
+    """Several rounds wait, so that the form of each is not known yet when it is pushed."""
+
+    def body(store: Any) -> Any:
+        store.init("w", np.zeros(67, np.float32))
+        way = store.strategy.keys.queues[store.session.infos["w"].id].way
+        way._clock = GivenTimes(way, store.rank, lambda _, plain: 1.0 if plain else 1.5)
+        grads = [np.full(67, store.rank + round_, np.float32) for round_ in range(FIRST + 3)]
+        outs = [np.zeros(67, np.float32) for _ in grads]
+        requests = []
+        for grad, out in zip(grads, outs, strict=True):
+            requests.append(store.pushpull_async("w", grad, out))
+            if waits:
+                requests[-1].wait()
+        for request in requests:
+            request.wait()
+        assert all((grad == store.rank + round_).all() for round_, grad in enumerate(grads))
+        return [out[0] for out in outs[EACH + 1 :]]
+
+    config = Config(timeout_s=20.0)
+    n = len(hosts)
+    found = spawn_stores("dist_sync", n, body, hosts=hosts, config=config, compression=make(TWO_BITS))
+    assert found == [[n * round_ + n * (n - 1) // 2 for round_ in range(EACH + 1, FIRST + 3)]] * n
 
 
 def train(compression: Any, seconds: Times, rounds: int, *, hosts: str = "abc", optimizer: bool = False) -> list[Any]:
