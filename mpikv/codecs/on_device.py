@@ -1,9 +1,9 @@
 """Codecs in device memory: encoded and decoded there, by programs of the space.
 
 A codec that can do so says how (`Codec.on_device`). Most say what becomes of one element, in operations on whole arrays
-that `spaces.tracing` understands (`Elements`); `int8`, `topk` and `randomk` have forms of their own. They do what the
-codec does with arrays of NumPy, bit for bit, error feedback and the check for what is not finite included; but a NaN
-that is sent may have another sign and payload.
+that `spaces.tracing` understands (`Elements`); `int8`, `topk`, `randomk` and `powersgd` have forms of their own. They
+do what the codec does with arrays of NumPy, bit for bit (`powersgd` but for the order of sums), error feedback and the
+check for what is not finite included; but a NaN that is sent may have another sign and payload.
 
 Cost: a program reads and writes each array once, for all pieces of a push in one launch. Each is traced once for a key,
 in some 0.1 ms, and compiled once for a codec and a dtype.
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ Made = tuple[Program, Numbers]
 class Pushed(NamedTuple):
     """A piece that is encoded. values: (n,) of the key's dtype. data: bytes, written.
 
-    state: what the codec remembers: the residual in device memory, if there is one, anything else on the host.
+    state: what the codec remembers: what it `kept` in device memory, anything else on the host.
     """
 
     values: DeviceArray
@@ -57,10 +57,14 @@ class Pushed(NamedTuple):
 
 @dataclass(frozen=True)
 class OnDevice(ABC):
-    """A codec in device memory, for keys of one dtype. remembers: whether what is lost is added to the next push."""
+    """A codec in device memory, for keys of one dtype. remembers: whether what is lost is added to the next push.
+
+    kept: names of what it remembers in device memory, in float32.
+    """
 
     dtype: np.dtype[Any]
     remembers: bool
+    kept: ClassVar[tuple[str, ...]] = ("residual",)
 
     @abstractmethod
     def encode(self, space: DeviceSpace, pieces: Sequence[Pushed]) -> None:
@@ -127,6 +131,16 @@ class Elements(OnDevice):
         """See `OnDevice`."""
         program, numbers = self.decodings[add]
         space.launch(program, [out, data.view(self.wire)], numbers)
+
+
+@lru_cache(16)
+def totals(dtype: np.dtype[Any]) -> Made:
+    """residual, values of this dtype: what is owed becomes what is pushed."""
+
+    def add(residual: Any, values: Any) -> None:
+        residual += values.astype(FLOAT32, copy=False)
+
+    return trace(add, [FLOAT32, dtype])
 
 
 @lru_cache(16)

@@ -39,10 +39,11 @@ from mpikv.arrays import HostArray
 from mpikv.checks import whole
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
+from mpikv.codecs.powersgd_device import Factors
+from mpikv.spaces.low_rank import first_numbers, next_numbers, orthonormalize
 
 _FACTOR = np.dtype("<f4")
 _FLOAT64 = np.dtype(np.float64)
-_DEPENDENT = 1e-12  # of a column's length, in float64: what is left of it is rounding
 
 
 @dataclass(frozen=True)
@@ -74,38 +75,36 @@ class PowerSGD(InBlocks):
         columns = self.columns or math.isqrt(max(n_elems - 1, 0)) + 1
         return -(-n_elems // columns), columns
 
-    def _as_it_is(self, n_elems: int) -> bool:
-        """Whether the factors are no shorter than the values."""
-        return self.rank * sum(self._shape(n_elems)) >= n_elems
+    def matrix(self, n_elems: int) -> tuple[int, int] | None:
+        """Return its rows and columns; None where its factors are no shorter than the values, which are sent then."""
+        shape = self._shape(n_elems)
+        return None if self.rank * sum(shape) >= n_elems else shape
+
+    def on_device(self, dtype: np.dtype[Any]) -> Factors:
+        """Multiplied and added there."""
+        return Factors(dtype, False, self.rank, self.matrix)
 
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """Those of the factors, or of the values in float32."""
-        return _FACTOR.itemsize * (n_elems if self._as_it_is(n_elems) else self.rank * sum(self._shape(n_elems)))
+        shape = self.matrix(n_elems)
+        return _FACTOR.itemsize * (n_elems if shape is None else self.rank * sum(shape))
 
     def init(self, n_elems: int) -> State:
         """Q begins with fixed numbers."""
-        return {} if self._as_it_is(n_elems) else {"q": self._start(self._shape(n_elems)[1])}
-
-    def _start(self, columns: int) -> HostArray:
-        """Return (columns, rank) numbers from -1 to 1 that look random: an integer hash of where they are."""
-        z = np.arange(columns * self.rank, dtype=np.uint64) + np.uint64(1)
-        z = z * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ z >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
-        z = z ^ z >> np.uint64(32)
-        numbers: HostArray = (z >> np.uint64(40)).astype(FLOAT32) / np.float32(1 << 23) - np.float32(1)
-        return numbers.reshape(columns, self.rank)
+        shape = self.matrix(n_elems)
+        return {} if shape is None else {"q": first_numbers(shape[1], self.rank)}
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """One step of the iteration."""
-        if self._as_it_is(values.size):
+        if (shape := self.matrix(values.size)) is None:
             return np.array(as_float32(values), _FACTOR).view(np.uint8)
-        rows, columns = self._shape(values.size)
+        rows, columns = shape
         with np.errstate(all="ignore"):
             q = state["q"].astype(_FLOAT64)
             p = np.empty((rows, self.rank))
             for part, matrix in _rows(values, rows, columns):
                 np.matmul(matrix, q, out=p[part])
-            _orthonormalize(p)
+            orthonormalize(p, np.dot)
             sent_p = p.astype(_FACTOR)
             p = sent_p.astype(_FLOAT64)
             q = np.zeros((columns, self.rank))
@@ -113,21 +112,16 @@ class PowerSGD(InBlocks):
                 q += matrix.T @ p[part]
             sent_q = q.astype(_FACTOR)
         factors = np.concatenate([sent_p.reshape(-1), sent_q.reshape(-1)])
-        start = self._start(columns)
-        if np.isfinite(factors).all():
-            state["q"][...] = np.where(sent_q.any(axis=0), sent_q, start)
-        else:
-            factors[...] = np.nan
-            state["q"][...] = start
+        next_numbers(factors, state["q"], sent_q)
         return factors.view(np.uint8)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Some rows of P Q^T at a time."""
         numbers = data.view(_FACTOR)
-        if self._as_it_is(n_elems):
+        if (shape := self.matrix(n_elems)) is None:
             yield slice(0, n_elems), numbers
             return
-        rows, columns = self._shape(n_elems)
+        rows, columns = shape
         p = numbers[: rows * self.rank].reshape(rows, self.rank)
         q = np.ascontiguousarray(numbers[rows * self.rank :].reshape(columns, self.rank).T, FLOAT32)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -150,22 +144,3 @@ def _rows(values: HostArray, rows: int, columns: int) -> Iterator[tuple[slice, H
         matrix = np.zeros((part.stop - part.start, columns))
         matrix.reshape(-1)[: found.size] = found
         yield part, matrix
-
-
-def _orthonormalize(p: HostArray) -> None:
-    """Make the columns orthonormal, by Gram and Schmidt; what depends on those before it becomes 0."""
-    for i in range(p.shape[1]):
-        column = p[:, i]
-        length = _length(column)
-        for _ in range(2):  # once more for what rounding has left
-            for j in range(i):
-                column -= (p[:, j] @ column) * p[:, j]
-        left = _length(column)
-        if left <= _DEPENDENT * length:
-            column[...] = 0.0
-        else:
-            column /= left
-
-
-def _length(column: HostArray) -> float:
-    return float(np.sqrt(column @ column))

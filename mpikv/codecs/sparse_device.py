@@ -16,7 +16,7 @@ import numpy as np
 
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import shares
-from mpikv.codecs.on_device import FLOAT32, Made, OnDevice, Pushed, finite
+from mpikv.codecs.on_device import FLOAT32, Made, OnDevice, Pushed, finite, totals
 from mpikv.spaces import routine
 from mpikv.spaces.tracing import trace
 
@@ -42,15 +42,6 @@ class SparseOnDevice(OnDevice):
         """Return the positions and the values that were sent of a piece as long as `out`."""
 
     @cached_property
-    def _totals(self) -> Made:
-        """residual, values: what is owed becomes what is pushed."""
-
-        def add(residual: Any, values: Any) -> None:
-            residual += values.astype(FLOAT32, copy=False)
-
-        return trace(add, [FLOAT32, self.dtype])
-
-    @cached_property
     def _kept(self) -> Made:
         """The residual, without what is not finite."""
         return trace(lambda residual: np.copyto(residual, finite(residual)), [FLOAT32])
@@ -70,7 +61,7 @@ class SparseOnDevice(OnDevice):
         if not self.remembers:
             self._choose(space, pieces, [space.cast(one.values, FLOAT32) for one in pieces], counts)
             return
-        program, numbers = self._totals
+        program, numbers = totals(self.dtype)
         space.launch_many(program, [([one.residual, one.values], numbers) for one in pieces])
         found = self._choose(space, pieces, [one.residual for one in pieces], counts)
         zeros = space.zeros(max(counts, default=0), FLOAT32)

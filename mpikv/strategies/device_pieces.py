@@ -43,11 +43,19 @@ class DevicePieces(Pieces):
         self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
 
     def _init(self, n_elems: int) -> State:
-        """The residual is on the GPU; what else the codec remembers stays on the host."""
+        """As the codec has it, what it keeps on the GPU there: a residual is made there."""
         state = self._codec.init(n_elems)
         if "residual" in state:
             residual: SpaceArray = self.space.zeros(n_elems, FLOAT32)
             state["residual"] = residual
+        return self._brought(state)
+
+    def _brought(self, state: State) -> State:
+        """What the codec keeps on the GPU, brought there; what else it remembers stays on the host."""
+        for name in self._on_device.kept:
+            if isinstance(array := state.get(name), np.ndarray):
+                brought: SpaceArray = self.space.from_host(array)
+                state[name] = brought
         return state
 
     def encode(self, values: SpaceArray, piece: Span) -> SpaceArray:
@@ -127,10 +135,7 @@ class DevicePieces(Pieces):
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
         """See `Pieces`. Blocks until they have come to the host, or from there."""
         super().recut(_on_host(states), pieces)
-        for state in self.states.values():
-            if "residual" in state:
-                brought: SpaceArray = self.space.from_host(state["residual"])
-                state["residual"] = brought
+        self.states = {piece: self._brought(state) for piece, state in self.states.items()}
 
     def states_on_host(self) -> Mapping[Span, State]:
         """See `Pieces`. Blocks until they have come there."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 from program_cases import DTYPES, Run, hard_values
 
 from mpikv.arrays import sum_dtype
-from mpikv.codecs import registry
+from mpikv.codecs import powersgd_device, registry
 from mpikv.codecs.base import Codec
 from mpikv.codecs.on_device import OnDevice, Pushed, paying
 from mpikv.spaces.program import Program
@@ -27,6 +29,21 @@ CODECS = [
     registry.create({"type": "randomk", "ratio": 0.05, "seed": (1 << 64) - 3}),
     registry.create({"type": "randomk", "ratio": 0.3, "error_feedback": False}),
 ]
+
+LOW_RANK = [  # whose sums have an order of their own on a GPU
+    registry.create("powersgd"),
+    registry.create({"type": "powersgd", "rank": 3, "error_feedback": False}),
+    registry.create({"type": "powersgd", "rank": 1, "columns": 5}),
+]
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """Of powersgd: so that short pieces have several, of which some lie behind the values."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, elems in (("SEGMENT", 6), ("TILE_ELEMS", 8), ("BLOCK_ELEMS", 40)):
+            patch.setattr(powersgd_device, name, elems)
+        yield
 
 
 def codec_id(codec: Codec) -> str:
@@ -74,16 +91,18 @@ def on_device(codec: Codec, dtype: np.dtype[Any]) -> OnDevice:
     return found
 
 
-def runs(n: int) -> Iterator[Run]:
+def runs(n: int) -> list[Run]:
     """Of all programs of these codecs, from hard values."""
+    with small_tiles():
+        return [*_runs(n)]
+
+
+def _runs(n: int) -> Iterator[Run]:
     space: Any = ProgramsOfNumPy()
-    for codec in CODECS:
+    for codec in [*CODECS, *LOW_RANK]:
         for dtype in FLOATS:
             found, data = on_device(codec, dtype), np.zeros(codec.wire_bytes(n, dtype), np.uint8)
-            for seed in (0, 1):  # a NaN makes one of all of its block
-                values, residual = (hard_values(n, one, seed) for one in (dtype, np.dtype(np.float32)))
-                if seed:
-                    values, residual = (np.nan_to_num(one, posinf=1, neginf=-1) for one in (values, residual))
+            for values, residual in _pushed(n, dtype):
                 state = {**codec.init(n), "residual": residual} if found.remembers else codec.init(n)
                 found.encode(space, [Pushed(values, data, state)])
                 for add in (False, True):
@@ -92,3 +111,12 @@ def runs(n: int) -> Iterator[Run]:
         program, numbers = paying(dtype)
         space.launch(program, [hard_values(n, dtype, 0), hard_values(n, np.dtype(np.float32), 1)], numbers)
     yield from space.runs
+
+
+def _pushed(n: int, dtype: np.dtype[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Values and what is owed: hard ones; without those that make all of a block NaN; ordinary ones; all the same."""
+    float32 = np.dtype(np.float32)
+    yield hard_values(n, dtype, 0), hard_values(n, float32, 0)
+    yield tuple(np.nan_to_num(hard_values(n, one, 1), posinf=1, neginf=-1) for one in (dtype, float32))
+    yield tuple(np.random.default_rng(i).standard_normal(n).astype(one) for i, one in enumerate((dtype, float32)))
+    yield np.ones(n, dtype), np.zeros(n, float32)

@@ -71,7 +71,7 @@ def test_values_as_they_are_pay_what_is_owed(dtype: Any) -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_which_codecs_work_in_device_memory(name: str) -> None:
-    can = name in {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk"}
+    can = name in {"none", "fp16", "bf16", "2bit", "1bit", "int8", "topk", "randomk", "powersgd"}
     assert (registry.create(name).on_device(np.dtype(np.float32)) is not None) == can
 
 

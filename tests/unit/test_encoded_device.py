@@ -126,12 +126,25 @@ def test_the_bits_are_those_of_the_host(
     assert {one[2] for one in expected} == {Encoded}
 
 
-@pytest.mark.parametrize("codec", ["int8 of 100", "powersgd"])
-def test_codecs_whose_elements_hang_on_each_other_encode_on_the_host(codec: str) -> None:
+def test_a_codec_that_no_gpu_can_do_encodes_on_the_host() -> None:
     body = rounds(LARGE, optimizer="sgd")
-    found, expected = run(2, body, codec, path="staged"), run(2, body, codec)
+    found, expected = run(2, body, "int8 of 100", path="staged"), run(2, body, "int8 of 100")
     assert [one[0] for one in found] == [one[0] for one in expected]
     assert EncodedOnDevice not in {one[2] for one in found}
+
+
+@pytest.mark.parametrize("path", ["staged", "mpi"])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("optimizer", ["", "sgd"])
+def test_powersgd_is_near_the_host(path: str, workers: int, optimizer: str) -> None:
+    """The same bits on all workers."""
+    body = rounds(LARGE, optimizer=optimizer)
+    found, expected = run(workers, body, "powersgd", path=path), run(workers, body, "powersgd")
+    assert all(one[0] == found[0][0] for one in found)
+    assert {one[2] for one in found} == {EncodedOnDevice}
+    for ours, theirs in zip(found[0][0], expected[0][0], strict=True):
+        values, reference = (np.frombuffer(one, F32) for one in (ours, theirs))
+        np.testing.assert_allclose(values, reference, rtol=1e-4, atol=1e-4 * np.abs(reference).max())
 
 
 # Of float32 with a residual. topk: totals, the largest, zeros, those put there, what is not finite.

@@ -178,7 +178,7 @@ KINDS: dict[str, Callable[[], Iterator[Run]]] = {
     "rounds": rounds,
     "own arithmetic": own_arithmetic,
     "sums": sums,
-    "codecs": lambda: codec_runs(N),
+    "codecs": lambda: iter(codec_runs(N)),
 }
 
 
