@@ -96,10 +96,7 @@ class CollectiveCalls:
 
         arrays: of any shapes and dtypes; on other workers than `root` only their shapes and dtypes count.
         """
-        if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
-            raise TypeError(f"root is a worker's number, not {root!r}")
-        if not 0 <= root < self.store.num_workers:
-            raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
+        self.check_root(root)
         values = _arrays("broadcast", arrays)
         self._check_call(f"broadcast(root {root}{_named(name)})", [_form(value) for value in values])
         flat = np.concatenate([np.empty(0, np.uint8), *(_bytes(value) for value in values)])
@@ -142,6 +139,13 @@ class CollectiveCalls:
             return
         texts = [bytes(blob).decode() for blob in self._gather(np.frombuffer(text.encode(), np.uint8))]
         raise error(f"{what}: the workers differ. {_difference(texts)}")
+
+    def check_root(self, root: int) -> None:
+        """Raise TypeError or ValueError for what is no worker. Local."""
+        if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+            raise TypeError(f"root is a worker's number, not {root!r}")
+        if not 0 <= root < self.store.num_workers:
+            raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
 
     # --- how they are done
 

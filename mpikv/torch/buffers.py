@@ -13,7 +13,7 @@ import torch
 from mpikv import tensors as tensors_
 from mpikv.arrays import HostArray
 from mpikv.collective_calls import CollectiveCalls
-from mpikv.torch import arrays
+from mpikv.torch import arrays, gpu_calls
 from mpikv.torch.arrays import array_of
 
 
@@ -98,6 +98,10 @@ def _home(module: torch.nn.Module, name: str) -> tuple[dict[str, torch.Tensor | 
 
 def broadcast(calls: CollectiveCalls, tensors: list[torch.Tensor], root: int, name: str) -> None:
     """Write worker `root`'s values into these tensors on every worker. Collective, blocks."""
+    if gpu_calls.everywhere(calls, tensors):
+        for tensor, values in zip(tensors, gpu_calls.broadcast(calls, tensors, root, name), strict=True):
+            tensor.data.copy_(values)
+        return
     found = calls.broadcast([array_of(t) for t in tensors], root, name)
     if calls.store.rank != root:
         contents = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in found)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpikv.collective_calls import CollectiveCalls
 from mpikv.errors import UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import gpu_calls
@@ -134,7 +135,13 @@ def allgather(tensor: torch.Tensor, name: str | None = None, store: KVStore | No
     tensor([1., 1.])
     """
     (given,) = _tensors("allgather", [tensor])
-    return tensor_of(calls_of(store).allgather(array_of(given), name)).to(tensor.device)
+    return _allgather(calls_of(store), given, name)
+
+
+def _allgather(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    if gpu_calls.everywhere(calls, [tensor]):
+        return gpu_calls.allgather(calls, tensor, name)
+    return tensor_of(calls.allgather(array_of(tensor), name)).to(tensor.device)
 
 
 def broadcast(
@@ -146,7 +153,10 @@ def broadcast(
     tensor([1., 1.])
     """
     (given,) = _tensors("broadcast", [tensor])
-    return tensor_of(calls_of(store).broadcast([array_of(given)], root_rank, name)[0]).to(tensor.device)
+    calls = calls_of(store)
+    if gpu_calls.everywhere(calls, [given]):
+        return gpu_calls.broadcast(calls, [given], root_rank, name)[0]
+    return tensor_of(calls.broadcast([array_of(given)], root_rank, name)[0]).to(tensor.device)
 
 
 def broadcast_(
@@ -185,7 +195,7 @@ def alltoall(
             f"make up all of it; got {mine}"
         )
     parts = calls.allgather(np.array([mine], np.int64), name)
-    everything = tensor_of(calls.allgather(array_of(given), name)).to(tensor.device)
+    everything = _allgather(calls, given, name)
     starts = np.cumsum([0, *parts.sum(axis=1)])[:-1] + parts[:, :rank].sum(axis=1)
     received = [int(part) for part in parts[:, rank]]
     pieces = [everything[begin : begin + k] for begin, k in zip(starts.tolist(), received, strict=True)]

@@ -1,23 +1,27 @@
-"""Horovod's allreduce of tensors on the store's GPU, without a copy to the host.
+"""Horovod's allreduce, broadcast and allgather of tensors on the store's GPU, without a copy to the host.
 
 As in `CollectiveCalls`, workers first compare what they brought, and values travel through a few keys that are used
 again and again: one for each dtype and size class, whose memory is the store's own, on the GPU. Long values go in
-pieces of 4 MiB, short ones are filled up with zeros.
+pieces of 4 MiB, short ones are filled up with zeros. Broadcast and allgather are sums of bytes, to which all workers
+but one add zero.
 
 Cost of a call: one small exchange in host memory, an exchange for each piece, and a copy in and out on the GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mpikv.arrays import dtype_of
 from mpikv.collective_calls import PIECE_BYTES, CollectiveCalls, size_class
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.torch.arrays import dtype_name
+from mpikv.session.workers import Workers
+from mpikv.torch.arrays import dtype_name, on_store
 from mpikv.torch.buckets import zeros_on_gpu
 
 
@@ -27,27 +31,87 @@ def allreduce(calls: CollectiveCalls, tensors: Sequence[torch.Tensor], op: str, 
     float16 and bfloat16 are worked on in float32, and rounded once.
     """
     forms = ", ".join(f"{dtype_name(one)} {tuple(one.shape)}" for one in tensors)
-    calls.agree([f"allreduce({op}, {name!r}) on a GPU of {forms}"], "a collective call", ShapeMismatch)
+    _check_call(calls, f"allreduce({op}, {name!r}) on a GPU of {forms}")
+    results: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(one.dtype for one in tensors):
+        chosen = [i for i, one in enumerate(tensors) if one.dtype == dtype]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
+        _add(calls.store, flat, op)
+        sizes = [tensors[i].numel() for i in chosen]
+        results |= {i: one.view(tensors[i].shape) for i, one in zip(chosen, flat.split(sizes), strict=True)}
+    return [results[i] for i in range(len(tensors))]
+
+
+def everywhere(calls: CollectiveCalls, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether there are tensors, and all of every worker are on its store's GPU. Collective where keys can be there."""
+    store, session = calls.store, calls.store.session
+    here = bool(tensors) and all(on_store(tensor, store) for tensor in tensors)
+    if not isinstance(session, Workers) or store.num_workers == 1:
+        return here
+    if session.members.device_path == "host":
+        return False
+    return int(calls.allreduce([np.array([here], np.int64)])[0][0]) == store.num_workers
+
+
+def broadcast(
+    calls: CollectiveCalls, tensors: Sequence[torch.Tensor], root: int, name: str | None
+) -> list[torch.Tensor]:
+    """Return worker `root`'s tensors, of any dtypes, as new tensors. Collective, blocks."""
+    calls.check_root(root)
+    forms = ", ".join(f"{one.dtype} {tuple(one.shape)}" for one in tensors)
+    _check_call(calls, f"broadcast(root {root}, {name!r}) on a GPU of {forms}")
+    flat = torch.cat([_bytes(one) for one in tensors])
+    if calls.store.rank != root:
+        flat.zero_()
+    _add(calls.store, flat, "sum")
+    parts = flat.split([one.nbytes for one in tensors])
+    return [_from_bytes(part, one.dtype, one.shape) for part, one in zip(parts, tensors, strict=True)]
+
+
+def allgather(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    """Return all workers' tensors one behind the other, as a new tensor. Collective, blocks."""
+    if not tensor.ndim:
+        raise ValueError("allgather: a tensor without dimensions cannot be put behind others; give it one")
+    rest = tuple(tensor.shape[1:])
+    _check_call(calls, f"allgather({name!r}) on a GPU of {tensor.dtype} (any, {', '.join(map(str, rest))})")
+    lengths = [int(n) for n in calls.allgather(np.array([len(tensor)], np.int64))]
+    row_bytes, rank = tensor.itemsize * math.prod(rest), calls.store.rank
+    flat = torch.zeros(sum(lengths) * row_bytes, dtype=torch.uint8, device=tensor.device)
+    begin = sum(lengths[:rank]) * row_bytes
+    flat[begin : begin + tensor.nbytes] = _bytes(tensor)
+    _add(calls.store, flat, "sum")
+    return _from_bytes(flat, tensor.dtype, (sum(lengths), *rest))
+
+
+def _check_call(calls: CollectiveCalls, call: str) -> None:
+    calls.agree([call], "a collective call", ShapeMismatch)
     if calls.store.has_optimizer:
         raise UnsupportedError(
             "the store has an optimizer for all keys, so it gives updated weights and not sums; make collective calls "
             "on another store"
         )
-    results: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(one.dtype for one in tensors):
-        chosen = [i for i, one in enumerate(tensors) if one.dtype == dtype]
-        flat = torch.cat([tensors[i].detach().reshape(-1) for i in chosen])
-        piece = PIECE_BYTES // flat.itemsize
-        for begin in range(0, flat.numel(), piece):
-            part = flat[begin : begin + piece]
-            key, memory = _key(calls.store, part)
-            memory[: part.numel()].copy_(part)
-            memory[part.numel() :].zero_()
-            calls.store.pushpull(key, memory, op=op)
-            part.copy_(memory[: part.numel()])
-        sizes = [tensors[i].numel() for i in chosen]
-        results |= {i: one.view(tensors[i].shape) for i, one in zip(chosen, flat.split(sizes), strict=True)}
-    return [results[i] for i in range(len(tensors))]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return values.reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """In memory of its own, which begins where the dtype can."""
+    return flat.clone().view(dtype).view(tuple(shape))
+
+
+def _add(store: KVStore, flat: torch.Tensor, op: str) -> None:
+    """What the workers' values become, in their place."""
+    piece = PIECE_BYTES // flat.itemsize
+    for begin in range(0, flat.numel(), piece):
+        part = flat[begin : begin + piece]
+        key, memory = _key(store, part)
+        memory[: part.numel()].copy_(part)
+        memory[part.numel() :].zero_()
+        store.pushpull(key, memory, op=op)
+        part.copy_(memory[: part.numel()])
 
 
 def _key(store: KVStore, values: torch.Tensor) -> tuple[str, torch.Tensor]:

@@ -225,3 +225,77 @@ def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
             assert np.array_equal(one, np.full(one.shape, reduce(1.0, 2.0)))
         long = np.arange(found[3].size, dtype=np.float32)
         assert np.array_equal(found[3], reduce(long, long + np.float32(1)).astype(np.float32))
+
+
+def tensors_of(rank: int) -> list[Any]:
+    """Of dtypes that a store cannot add, too, and of no elements; the last in three pieces."""
+    numbers = np.random.default_rng(rank)
+    return [
+        torch.from_numpy(numbers.standard_normal((3, 5)).astype(np.float32)).T,
+        torch.tensor([True, False, rank == 1]),
+        torch.tensor(rank + 1j),
+        torch.zeros(0, 4),
+        torch.full((7,), rank + 0.5, dtype=torch.bfloat16),
+        torch.from_numpy(numbers.integers(0, 1 << 30, (9 << 20) // 8 + 3)),
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_horovods_broadcast(cuda: TorchOnGpu, workers: int) -> None:  # noqa: F811
+    """Bits of the root's; later calls cross nothing but what they compare."""
+    gpus, root = gpus_of(workers), workers - 1
+
+    def body(store: KVStore) -> None:
+        cuda.use(gpus[store.rank])
+        for _ in range(2):
+            before = gpus[store.rank].counts["device_to_host"]
+            found = [mt.broadcast(one, root, store=store) for one in tensors_of(store.rank)]
+        assert gpus[store.rank].counts["device_to_host"] == before
+        named = {str(i): one.clone() for i, one in enumerate(tensors_of(store.rank))}
+        mt.broadcast_parameters(named, root, store=store)
+        for one, other, expected in zip(found, named.values(), tensors_of(root), strict=True):
+            assert one.dtype == expected.dtype
+            assert torch.equal(one, expected)
+            assert torch.equal(other, expected)
+        with pytest.raises(ValueError, match="root is a worker"):
+            mt.broadcast(found[0], workers, store=store)
+
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc")
+    spawn_stores("dist_sync", workers, body, config=config, drivers=gpus)
+
+
+def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F811
+    """Of other lengths on each worker, of none on one of them."""
+    gpus, lengths = gpus_of(3), [2, 0, 5]
+
+    def given(rank: int) -> Any:
+        return torch.arange(lengths[rank] * 4).reshape(lengths[rank], 4) + 100 * rank
+
+    def body(store: KVStore) -> None:
+        cuda.use(gpus[store.rank])
+        for _ in range(2):
+            before = gpus[store.rank].counts["device_to_host"]
+            found = mt.allgather(given(store.rank), store=store)
+            parts, received = mt.alltoall(given(2) + store.rank, splits=[1, 3, 1], store=store)
+        assert gpus[store.rank].counts["device_to_host"] == before
+        assert torch.equal(found, torch.cat([given(rank) for rank in range(3)]))
+        rows = slice(*[(0, 1), (1, 4), (4, 5)][store.rank])
+        assert torch.equal(parts, torch.cat([given(2)[rows] + rank for rank in range(3)]))
+        assert received.tolist() == [[1, 3, 1][store.rank]] * 3
+        with pytest.raises(ValueError, match="without dimensions"):
+            mt.allgather(torch.tensor(1.0), store=store)
+
+    spawn_stores("dist_sync", 3, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), drivers=gpus)
+
+
+def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: TorchOnGpu) -> None:  # noqa: F811
+    gpus = gpus_of(2)
+
+    def body(store: KVStore) -> None:
+        cuda.use(gpus[store.rank])
+        if store.rank:
+            cuda.host_rank()
+        assert mt.broadcast(torch.full((3,), float(store.rank)), 1, store=store).tolist() == [1.0] * 3
+        assert mt.allgather(torch.full((2,), float(store.rank)), store=store).tolist() == [0.0, 0.0, 1.0, 1.0]
+
+    spawn_stores("dist_sync", 2, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), drivers=gpus)
