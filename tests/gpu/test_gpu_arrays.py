@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,23 @@ def test_tensors_of_pytorch() -> None:
         store.push("w", ones)
         store.pull("w", weight)
         assert bool((weight == -1).all())
+
+
+@pytest.mark.gpu
+def test_horovods_calls_on_tensors() -> None:
+    torch = library("torch", lambda torch: torch.cuda.is_available())
+    mt = importlib.import_module("mpikv.torch")
+    with kv.create("device", config=DEVICE) as store:
+        for tensor in (
+            torch.arange(N, device="cuda"),
+            torch.rand(3, 4, device="cuda").T,
+            torch.tensor([True], device="cuda"),
+        ):
+            for found in (mt.broadcast(tensor, 0, store=store), mt.allgather(tensor, store=store)):
+                assert found.device == tensor.device
+                assert torch.equal(found, tensor)
+            assert torch.equal(mt.alltoall(tensor, store=store), tensor)
+        assert torch.equal(mt.allreduce(torch.ones(N, device="cuda"), store=store), torch.ones(N, device="cuda"))
 
 
 @pytest.mark.gpu
