@@ -147,6 +147,14 @@ class CollectiveCalls:
         if not 0 <= root < self.store.num_workers:
             raise ValueError(f"root is a worker, 0 to {self.store.num_workers - 1}; got {root}")
 
+    def check_sums(self) -> None:
+        """Raise UnsupportedError where the store gives no sums. Local."""
+        if self.store.has_optimizer:
+            raise UnsupportedError(
+                "the store has an optimizer for all keys, so it gives updated weights and not sums; "
+                "make collective calls on another store"
+            )
+
     # --- how they are done
 
     def _check_call(self, call: str, forms: list[str]) -> None:
@@ -171,11 +179,7 @@ class CollectiveCalls:
 
     def _sum(self, flat: HostArray) -> HostArray:
         """Return the sum over the workers, as a new flat array."""
-        if self.store.has_optimizer:
-            raise UnsupportedError(
-                "the store has an optimizer for all keys, so it gives updated weights and not sums; "
-                "make collective calls on another store"
-            )
+        self.check_sums()
         total = np.empty_like(flat)
         piece = PIECE_BYTES // flat.dtype.itemsize
         for begin in range(0, flat.size, piece):

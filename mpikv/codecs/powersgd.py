@@ -40,10 +40,9 @@ from mpikv.checks import whole
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
 from mpikv.codecs.powersgd_device import Factors
-from mpikv.spaces.low_rank import first_numbers, next_numbers, orthonormalize
+from mpikv.spaces.low_rank import FLOAT64, first_numbers, next_numbers, orthonormalize
 
 _FACTOR = np.dtype("<f4")
-_FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,13 @@ class PowerSGD(InBlocks):
             return np.array(as_float32(values), _FACTOR).view(np.uint8)
         rows, columns = shape
         with np.errstate(all="ignore"):
-            q = state["q"].astype(_FLOAT64)
+            q = state["q"].astype(FLOAT64)
             p = np.empty((rows, self.rank))
             for part, matrix in _rows(values, rows, columns):
                 np.matmul(matrix, q, out=p[part])
             orthonormalize(p, np.dot)
             sent_p = p.astype(_FACTOR)
-            p = sent_p.astype(_FLOAT64)
+            p = sent_p.astype(FLOAT64)
             q = np.zeros((columns, self.rank))
             for part, matrix in _rows(values, rows, columns):
                 q += matrix.T @ p[part]

@@ -59,24 +59,25 @@ def _tile(values: HostArray, columns: int, width: int, height: int) -> HostArray
     return tile.reshape(height, columns)[:, :width]
 
 
+def _add_products(lines: HostArray, factors: HostArray, rank: int, out: HostArray) -> None:
+    """The sum over the lines, one after the other, of each number with the factors of its line."""
+    sums = out.reshape(-1, rank)
+    sums[...] = 0.0
+    with np.errstate(all="ignore"):
+        for line, factor in zip(lines, factors.reshape(-1, rank).astype(FLOAT64), strict=True):
+            sums += line[:, None] * factor
+
+
 def _products(arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
     values, q, out = arrays
     columns, rank, width, height = (int(number) for number in numbers)
-    tile, sums = _tile(values, columns, width, height), out.reshape(height, rank)
-    sums[...] = 0.0
-    with np.errstate(all="ignore"):
-        for j in range(width):
-            sums += tile[:, j, None] * q[j * rank : (j + 1) * rank].astype(FLOAT64)
+    _add_products(_tile(values, columns, width, height).T, q, rank, out)
 
 
 def _products_of_columns(arrays: Sequence[HostArray], numbers: Sequence[Any]) -> None:
     values, p, out = arrays
     columns, rank, width, height = (int(number) for number in numbers)
-    tile, sums = _tile(values, columns, width, height), out.reshape(width, rank)
-    sums[...] = 0.0
-    with np.errstate(all="ignore"):
-        for i in range(height):
-            sums += tile[i, :, None] * p[i * rank : (i + 1) * rank]
+    _add_products(_tile(values, columns, width, height), p, rank, out)
 
 
 PRODUCTS = Routine(

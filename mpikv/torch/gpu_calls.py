@@ -18,7 +18,7 @@ import torch
 
 from mpikv.arrays import dtype_of
 from mpikv.collective_calls import PIECE_BYTES, CollectiveCalls, size_class
-from mpikv.errors import ShapeMismatch, UnsupportedError
+from mpikv.errors import ShapeMismatch
 from mpikv.kvstore import KVStore
 from mpikv.session.workers import Workers
 from mpikv.torch.arrays import dtype_name, on_store
@@ -85,11 +85,7 @@ def allgather(calls: CollectiveCalls, tensor: torch.Tensor, name: str | None) ->
 
 def _check_call(calls: CollectiveCalls, call: str) -> None:
     calls.agree([call], "a collective call", ShapeMismatch)
-    if calls.store.has_optimizer:
-        raise UnsupportedError(
-            "the store has an optimizer for all keys, so it gives updated weights and not sums; make collective calls "
-            "on another store"
-        )
+    calls.check_sums()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
