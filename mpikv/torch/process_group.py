@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import Backend, ReduceOp
 
 from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
@@ -25,6 +25,7 @@ from mpikv.torch import sparse
 from mpikv.torch.views import Views, same_kind
 from mpikv.torch.works import CallWork, completer
 
+CPU = torch.device("cpu")
 Tensors = list[torch.Tensor]
 _OPERATORS = (
     (ReduceOp.SUM, "sum"),
@@ -38,9 +39,26 @@ _OPERATORS = (
 )
 
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # Before 2.7 what PyTorch's C++ holds of a work does not hold its Python object (pytorch/pytorch#146376): DDP asks a
 # work for its future at once, and waits for two broadcasts at a time.
-HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7) else 8
+HELD_WORKS = 0 if VERSION >= (2, 7) else 8
+
+
+class NamedBackend(Backend):
+    """What PyTorch's C++ code finds where it looks for a group's backend: a name, and nothing that it can do.
+
+    Calls never come here: they are made on the group. From 2.15 on PyTorch keeps a group's name and its flight recorder
+    with a backend in C++, and asks it what it supports; before, a backend could not be made in Python.
+    """
+
+    supports_coalescing = supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
+
+    def name(self) -> str:
+        """Return the backend's name, "mpikv"."""
+        return "mpikv"
+
+    getBackendName = name  # noqa: N815 - PyTorch's name
 
 
 def operator_of(op: Any) -> Operator:
@@ -61,6 +79,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._names = {"name": "", "description": ""}
         self._held: deque[CallWork] = deque(maxlen=HELD_WORKS)
         self._together: list[CallWork] | None = None  # the works of a coalescing context
+        if VERSION >= (2, 15):
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            self._register_backend(CPU, custom, NamedBackend(group.rank, group.size))
+            self._set_default_backend(custom)
 
     # --- what it is
 
@@ -105,7 +127,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [CPU]
 
     def __repr__(self) -> str:
         return f"<MpiProcessGroup rank {self.rank()} of {self.size()}>"
