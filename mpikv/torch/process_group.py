@@ -7,6 +7,7 @@ is what was `_allgather_base`, and so on.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -67,6 +68,22 @@ def operator_of(op: Any) -> Operator:
         if op == known:
             return OPERATORS[name]
     raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OPERATORS)}")
+
+
+def told(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
+    """Let the other ranks know of a collective call whose arguments are wrong here: they wait for this rank in it."""
+
+    @functools.wraps(method)
+    def telling(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
+        calls = self._group.calls
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if self._group.calls == calls and self._group.failure is None:
+                self._group.refuse(error)
+            raise
+
+    return telling
 
 
 class MpiProcessGroup(dist.ProcessGroup):
@@ -134,8 +151,11 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
-        """Combine each tensor over all ranks, in place."""
+    @told
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> CallWork:
+        """Combine each tensor over all ranks, in place. PyTorch gives one alone as it is, too."""
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
         if any(tensor.layout != torch.strided for tensor in tensors):
             for tensor in tensors:
                 sparse.allreduce(self._group, tensor, _operator(opts))
@@ -146,6 +166,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @told
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         """Combine over all ranks into the root's tensor."""
         views, (tensor,) = Views(), tensors
@@ -154,6 +175,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, tensors, opts, lambda o: self._group.reduce(array, array, _operator(opts), opts.rootRank, o)
         )
 
+    @told
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
         """Each rank's output becomes its part of every rank's inputs, combined."""
         views, pairs = Views(), []
@@ -166,6 +188,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Do what `reduce_scatter` does, with one tensor that holds all inputs one behind the other."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
+    @told
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> CallWork:
         """Do what `reduce_scatter_single` does, with several tensors."""
         views, pairs = Views(), []
@@ -176,12 +199,14 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- what only moves
 
+    @told
     def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
         """Copy the root's tensors to all ranks."""
         views = Views()
         arrays = (views.read if opts.rootRank == self.rank() else views.write)(tensors)
         return self._made(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
 
+    @told
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Copy every rank's input to every rank, one output for each rank."""
         views, pairs = Views(), []
@@ -199,6 +224,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Do what `allgather` does, into one tensor that holds all outputs one behind the other."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
+    @told
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Do what `all_gather_single` does, with several tensors."""
         views, pairs = Views(), []
@@ -207,6 +233,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             pairs.append((views.read([tensor])[0], self._parts(views.write([output])[0], tensor.numel())))
         return self._made(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
 
+    @told
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
         """Copy every rank's input to the root, one output for each rank."""
         views, (tensor,), root = Views(), inputs, opts.rootRank
@@ -215,10 +242,11 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each("gather", tensor, outputs[0])
             incoming = dict(enumerate(views.write(outputs[0])))
         outgoing = {root: views.read([tensor])[0]}
-        same = f"to {root} of {tensor.dtype} {tensor.numel()}"
+        same = f"to {root} of {tensor.dtype}"  # of another length: found where it comes
         flat = [out for outs in outputs for out in outs]
         return self._made(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
 
+    @told
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
         """Give each rank one of the root's inputs."""
         views, (tensor,), root = Views(), outputs, opts.rootRank
@@ -227,9 +255,10 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each("scatter", tensor, inputs[0])
             outgoing = dict(enumerate(views.read(inputs[0])))
         incoming = {root: views.write([tensor])[0]}
-        same = f"from {root} of {tensor.dtype} {tensor.numel()}"
+        same = f"from {root} of {tensor.dtype}"
         return self._made(views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o))
 
+    @told
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Send input i to rank i, and receive output i from rank i; their lengths may differ."""
         for what in (outputs, inputs):
@@ -243,6 +272,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, outputs, opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
         )
 
+    @told
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> CallWork:
