@@ -19,7 +19,7 @@ from mpikv import checks
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.launch import allocation, channel, environment, hosts, line, remote, sync
-from mpikv.launch.command import NOT_FOUND
+from mpikv.launch.command import GRACE_S, NOT_FOUND
 from mpikv.launch.hosts import Host
 from mpikv.launch.output import Output
 from mpikv.launch.placement import Block, place
@@ -49,7 +49,7 @@ class Job(NamedTuple):
     secret: str
     id: str
     addresses: list[str]  # of this machine; none where only this machine has ranks
-    grace_s: float
+    limits: Limits
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,6 +117,7 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         more=options.mpirun_options,
     )
     given = environment.asked(options, environ)
+    limits = _limits(options, Config.from_environ({**environ, **given["all"], **given["worker"]}))
     if options.dry_run:
         given = {role: dict.fromkeys(pairs, NOT_SHOWN) for role, pairs in given.items()}
     given["all"] = {
@@ -133,8 +134,16 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     return Job(
         chosen, blocks, words, variables, shell,
         options.sync_dst_dir or os.getcwd(), given, secrets.token_hex(16), secrets.token_hex(8),
-        addresses, options.grace,
+        addresses, limits,
     )  # fmt: skip
+
+
+def _limits(options: argparse.Namespace, workers: Config) -> Limits:
+    """The time limits. workers: their settings."""
+    grace_s = GRACE_S if options.grace is None else options.grace
+    save_s = workers.timeout_s if options.grace is None else options.grace  # as long as workers wait for each other
+    saves = "TERM" in workers.stop_signals.split(",")
+    return Limits(options.timeout, options.start_timeout, grace_s, save_s if saves else None)
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
@@ -177,7 +186,7 @@ def check_script(script: str) -> None:
 
 def _told(job: Job, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
     """The variables that tell the process above each rank what to do. Without addresses it prints for itself."""
-    plan: dict[str, object] = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.grace_s}
+    plan: dict[str, object] = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.limits.grace}
     if addresses:
         plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
     return {LAUNCH: json.dumps(plan), JOB: f"{job.id}/mpirun"}
@@ -197,7 +206,7 @@ def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
         job.blocks,
         job.secret,
         output,
-        Limits(options.timeout, options.start_timeout, options.grace),
+        job.limits,
         job.addresses or ["127.0.0.1"],
     )
     environ = {name: value for name, value in os.environ.items() if name != environment.GIVEN}

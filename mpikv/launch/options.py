@@ -62,8 +62,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--timeout", metavar="SECONDS", type=seconds, help="end the job after so long, with status 124")
     parser.add_argument("--start-timeout", metavar="SECONDS", type=seconds, default=120.0,
                         help="for all ranks to start (default 120)")  # fmt: skip
-    parser.add_argument("--grace", metavar="SECONDS", type=seconds, default=4.0,
-                        help="from SIGTERM to SIGKILL when the job is ended (default 4)")  # fmt: skip
+    parser.add_argument("--grace", metavar="SECONDS", type=seconds,
+                        help="from SIGTERM to SIGKILL when the job is ended (default 4; MPIKV_TIMEOUT_S where workers "
+                        "save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
     parser.add_argument("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
     parser.add_argument("--mpirun-options", metavar="TEXT", type=shlex.split, default=[],
                         help="more options for mpirun, like '--map-by numa'")  # fmt: skip

@@ -14,11 +14,11 @@ import pytest
 
 from mpikv.__main__ import main
 from mpikv.errors import ConfigError
-from mpikv.launch import environment, line, rank, sync
+from mpikv.launch import environment, job, line, rank, sync
 from mpikv.launch.hosts import Host
-from mpikv.launch.job import check_script
 from mpikv.launch.placement import place
 from mpikv.launch.remote import shell
+from mpikv.launch.watch import Limits
 from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun
 
 OPEN_MPI, HYDRA = Mpirun("/v/mpirun", OPEN_MPI_5), Mpirun("/v/mpiexec", MPICH)
@@ -206,6 +206,29 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert programs(words)[0][-4:] == ["hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "grace_s", "save_s"),
+    [
+        ([], {}, 4, None),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1"}, 4, None),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1,TERM"}, 4, 300),
+        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env-worker", "MPIKV_TIMEOUT_S=60"], {}, 4, 60),
+        (["--grace", "7"], {"MPIKV_STOP_SIGNALS": "SIGTERM"}, 7, 7),
+        (["--grace", "7"], {}, 7, None),
+    ],
+)
+def test_how_long_ranks_have_from_sigterm_on(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], environ: dict[str, str], grace_s: float, save_s: float | None
+) -> None:
+    """As long as workers wait for each other, where SIGTERM makes them save their state."""
+    found: list[Limits] = []
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "_start", lambda prepared, *_: found.append(prepared.limits) or 0)
+    assert main(["launch", "-n", "2", *words, "true"]) == 0
+    assert found == [Limits(None, 120.0, grace_s, save_s)]
+
+
 def test_a_command_in_quotes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +295,6 @@ def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    check_script("train.py")
+    job.check_script("train.py")
     with pytest.raises(ConfigError, match=r"^trian.py: no such file in .* Did you mean 'train.py'\?$"):
-        check_script("trian.py")
+        job.check_script("trian.py")

@@ -235,15 +235,61 @@ def test_ranks_that_end_well_when_told() -> None:
         assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
 
 
-def test_a_second_signal_kills() -> None:
-    told = "touch $FOLDER/told"
-    job = Job([f'trap "{told}" TERM; {READY}; while :; do sleep 0.1; done'], LIMITS._replace(grace=3600.0))
+TOLD = "touch $FOLDER/told$PMI_RANK"
+RUNS_ON = f'trap "{TOLD}" TERM; {READY}; while :; do sleep 0.1; done'
+LOST = "{} had not ended: killed, and a state that was not yet saved is lost (--grace SECONDS gives more time)"
+
+
+def test_a_second_signal_kills(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([RUNS_ON], LIMITS._replace(grace=3600.0))
 
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    with when_started(job, interrupt), when((job.folder / "told").exists, interrupt):
+    with when_started(job, interrupt), when((job.folder / "told0").exists, interrupt):
         assert job.run().status == 130
+    assert LOST.format("worker 0 (1 of 1 ranks)") in capfd.readouterr().err
+
+
+SAVES = LIMITS._replace(grace=0.0, save=3600.0)
+
+
+def told(job: Job) -> bool:
+    """Whether the ranks have got the signal."""
+    return all((job.folder / f"told{rank}").exists() for rank in job.watch.ranks)
+
+
+@pytest.mark.parametrize("limits", [SAVES, SAVES._replace(job=0.0)])
+def test_workers_that_save_have_the_time_for_it(limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a signal and after the job's time limit."""
+    job = Job([f'trap "{TOLD}; {GO}; exit 0" TERM; {READY}; while :; do sleep 0.1; done'] * 2, SAVES)
+
+    def ask() -> None:
+        if limits.job is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        job.watch._limits = limits  # only now: all ranks are to be there before the time is over
+
+    with when_started(job, ask), when(lambda: told(job), job.go):
+        verdict = job.run()
+    said = capfd.readouterr().err
+    assert "workers that save their state after this step have 3600 s for it (--grace)" in said
+    assert "killed, and" not in said
+    assert verdict.status == (0 if limits.job is None else 124)
+
+
+def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([RUNS_ON, f"{READY}; sleep 300"], LIMITS._replace(save=0.5), blocks=place([], 1, 1))
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert job.run().status == 143
+    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
+
+
+def test_nobody_waits_for_a_state_that_a_rank_cannot_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others would wait for it."""
+    job = Job([RUNS_ON, f'trap "{TOLD}; {GO}; exit 3" TERM; {READY}; while :; do sleep 0.1; done'], SAVES)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(lambda: told(job), job.go):
+        assert job.run() == Verdict(143, "ended by SIGTERM")
+    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
 
 
 def test_signals_that_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
