@@ -107,6 +107,17 @@ def test_servers_that_nobody_uses(mpi: Mpi) -> None:
     assert "servers that wait" in job.stderr
 
 
+def test_servers_beside_a_process_group(mpi: Mpi) -> None:
+    """There are some by default: one line says what to do. This is what `init_process_group("mpikv")` calls."""
+    job = launch(mpi, "-n", "2", "python", "-c", "from mpikv.groups.world import opened; opened()")
+    check_end(job)
+    assert job.status == 2, job.output
+    (said,) = re.findall(r"mpikv: error: (.*)", job.output)
+    assert "process group, which has no servers (mpikv launch -s 0): rank 0 on " in said
+    assert re.search(r": init_process_group; rank 2 on .*: kv.create", said)
+    assert "Traceback" not in job.output, job.output
+
+
 def test_lines_stay_whole(mpi: Mpi) -> None:
     code = "import os\nfor i in range(3000): print(os.environ['LETTER'] * 100 + str(i))"
     script = f'LETTER=x${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} exec {mpi.python} -c "{code}"'
