@@ -198,6 +198,8 @@ def _own(options: argparse.Namespace) -> list[str]:
 
 
 def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
+    if job.shell:
+        remote.check_program(job.shell)
     if options.launcher == "ssh":
         remote.check(job.hosts, job.shell)
     if options.sync_dst_dir:

