@@ -538,6 +538,36 @@ def test_a_program_that_is_no_launcher_learns_nothing(capfd: pytest.CaptureFixtu
                 )
 
 
+FEW_FILES = """
+import resource, selectors, socket, sys
+from mpikv.launch.entrance import Entrance
+ranks, hard = int(sys.argv[1]), int(sys.argv[2]) or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+entrance = Entrance(["127.0.0.1"], "secret", ranks, selectors.DefaultSelector())
+(listener,) = entrance._listeners
+let_in = []
+for i in range(2 * ranks):
+    with socket.create_connection(listener.getsockname()):
+        entrance.event(listener)
+    if i % 2:  # every second one proves itself
+        stranger = list(entrance._strangers.values())[-1]
+        entrance._forget(stranger)
+        let_in.append(stranger.socket)
+print(len({one.fileno() for one in let_in}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hard", "said"),
+    [(300, 0, "300\n"), (30, 100, "30\n"), (60, 100, "60 ranks needs 124 open files, and may have 100 here: raise ")],
+)
+def test_many_ranks_and_few_open_files(ranks: int, hard: int, said: str) -> None:
+    """The soft limit is raised; strangers are turned away before there is no file left for a rank."""
+    words = [sys.executable, "-c", FEW_FILES, str(ranks), str(hard)]
+    done = subprocess.run(words, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False)
+    assert said in done.stdout
+
+
 def test_a_launcher_that_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         free = silent.getsockname()[1]
