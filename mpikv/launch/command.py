@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from mpikv.launch import channel
-from mpikv.launch.processes import adopt_orphans, descendants, die_with_parent, send
+from mpikv.launch.processes import adopt_orphans, descendants, die_with_parent, segments, send
 from mpikv.launch.sink import Place, Printer, Sink
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
@@ -49,6 +49,7 @@ class Command:
         self._told = False  # it got a signal to end
         self.abandoned = False  # nobody is left to report to
         self._dismissed = False
+        self._segments: set[str] = set()  # files that nobody may be left to remove
         self._kill_at = float("inf")
         self._lines: dict[int, bytearray] = {}  # unfinished line of each stream
         self._paused = False
@@ -64,6 +65,9 @@ class Command:
         while self._status is None:
             self._step(TICK_S)
         self._end_rest()
+        for path in self._segments:
+            with contextlib.suppress(OSError):  # mpirun has removed it
+                os.unlink(path)
         self._sink.write(channel.GONE, b"{}")
         held = time.monotonic() + (self._grace_s + HOLD_S if self._status != 0 else SEND_S)
         while self._sink.socket is not None and not self.abandoned and time.monotonic() < held:
@@ -205,13 +209,14 @@ class Command:
             self._dismissed = self._dismissed or signum in ENDING
             return
         self._told = self._told or signum in ENDING
+        if signum == signal.SIGTERM and not patient:  # mpirun ends the job, or was killed, or the launcher was
+            self._segments |= segments(os.getpid())
+            self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
         if signum == signal.SIGKILL:
             self._kill_at = 0.0
         elif self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signum)
-        if signum == signal.SIGTERM and not patient:
-            self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
 
     def _abandon(self) -> None:
         """The launcher is gone: the command has no business any more."""

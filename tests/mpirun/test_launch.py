@@ -205,8 +205,11 @@ def test_mpirun_is_killed(mpi: Mpi) -> None:
     with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "run") as running:
         worker_pids(running, 2)
         (mpirun,) = (pid for pid in running.processes() if parent(pid) == running._process.pid)
+        segments = list(running._backing.iterdir())
+        assert (mpi.kind == "openmpi") == bool(segments)
         running.kill(mpirun)
         gone_within(running, END_S)
+        assert [path for path in segments if path.exists()] == []  # which are mpirun's to remove
     check_end(running.result)
     assert running.result.status not in (0, -signal.SIGKILL), running.result.output
 
