@@ -27,7 +27,7 @@ from mpikv.launch.processes import JOB
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import FAILED
 from mpikv.launch.watch import Limits, Watch
-from mpikv.mpirun import find_mpirun, identify
+from mpikv.mpirun import AS_ROOT, find_mpirun, identify
 from mpikv.runtime.interface import mpirun_variables
 from mpikv.runtime.launcher import OPEN_MPI
 
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             if options.sync_dst_dir:
                 for host in job.hosts:
                     print(shlex.join(sync.command(host, os.getcwd(), options.sync_dst_dir, job.shell, _own(options))))
-            print(line.shown(job.words, {**job.variables, **_told(job, [])}))
+            print(line.shown(job.words, _to_type(job, os.environ)))
             if NOT_SHOWN in (value for pairs in job.given.values() for value in pairs.values()):
                 print(
                     f"mpikv launch: values of --env are not printed: put them in the places of {NOT_SHOWN}",
@@ -108,14 +108,6 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         shell = shell or remote.shell(options.ssh or "ssh", chosen)
     # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
     alone = scheduled and not options.ssh and "PE_HOSTFILE" not in environ
-    words = line.build(
-        mpirun,
-        blocks,
-        options.command,
-        remote_shell=() if alone else shell,
-        oversubscribe=options.oversubscribe or not (chosen or scheduled),
-        more=options.mpirun_options,
-    )
     given = environment.asked(options, environ)
     limits = _limits(options, Config.from_environ({**environ, **given["all"], **given["worker"]}))
     if options.dry_run:
@@ -126,6 +118,16 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         **given["all"],
         "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers
     }
+    exported = sorted(given["all"]) if elsewhere else []
+    words = line.build(
+        mpirun,
+        blocks,
+        options.command,
+        remote_shell=() if alone else shell,
+        oversubscribe=options.oversubscribe or not (chosen or scheduled),
+        more=options.mpirun_options,
+        plain=line.Plain(options.sync_dst_dir or "", given, exported) if options.dry_run else None,
+    )
     variables, addresses = mpirun.environment(() if alone else shell), []
     if elsewhere:
         family = OPEN_MPI if mpirun.is_open_mpi else mpirun.family
@@ -185,11 +187,17 @@ def check_script(script: str) -> None:
 
 
 def _told(job: Job, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """The variables that tell the process above each rank what to do. Without addresses it prints for itself."""
-    plan: dict[str, object] = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.limits.grace}
-    if addresses:
-        plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
+    """The variables that tell the process above each rank what to do."""
+    plan = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.limits.grace}
+    plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
     return {LAUNCH: json.dumps(plan), JOB: f"{job.id}/mpirun"}
+
+
+def _to_type(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go in front of a line that is typed here."""
+    needed = {**job.variables, **job.given["all"]}
+    as_root = AS_ROOT if os.geteuid() else ()
+    return {name: value for name, value in needed.items() if environ.get(name) != value and name not in as_root}
 
 
 def _own(options: argparse.Namespace) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import re
 import shlex
@@ -20,7 +20,7 @@ from mpikv.launch.hosts import Host
 from mpikv.launch.placement import place
 from mpikv.launch.remote import shell
 from mpikv.launch.watch import Limits
-from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun
+from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun, find_mpirun, identify
 
 OPEN_MPI, HYDRA = Mpirun("/v/mpirun", OPEN_MPI_5), Mpirun("/v/mpiexec", MPICH)
 
@@ -272,13 +272,34 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         capsys, "-n", "2", "--dry-run", "--env", "WHO", "--env-server", "A=b c", "hostname", "--dry-run", "-n", "7"
     )
     assert (status, err) == (0, "mpikv launch: values of --env are not printed: put them in the places of ***\n")
-    words = shlex.split(out)
-    variables = dict(word.split("=", 1) for word in words[: next(i for i, word in enumerate(words) if word[0] == "/")])
-    told = json.loads(variables["_MPIKV_LAUNCH"])
-    assert told["env"]["all"]["WHO"] == "***"
-    assert told["env"]["all"]["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
-    assert (told["env"]["server"], told["folder"]) == ({"A": "***"}, os.getcwd())
-    assert programs(words)[0][-4:] == ["hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
+    first, server = programs(shlex.split(out))
+    variables = dict(word.split("=", 1) for word in first[: first.index(mpirun())])
+    assert variables["WHO"] == "***"
+    assert variables["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
+    assert first[-6:] == ["-n", "2", "hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
+    assert server == ["-n", "2", "env", "A=***", sys.executable, "-m", "mpikv.server"]
+
+
+def mpirun() -> str:
+    return identify(find_mpirun()).program
+
+
+def test_dry_run_on_other_hosts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Variables of this environment are named alone."""
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "rsync")
+    monkeypatch.setenv("MPIKV_MPI", "system")
+    status, out, _ = launch(
+        capsys, "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/x", "--dry-run", "--env", "A=b", "true"
+    )
+    assert status == 0
+    *copies, text = out.splitlines()
+    assert [shlex.split(copy)[0] for copy in copies] == ["rsync", "rsync"]
+    assert f"PATH={tmp_path}" not in text
+    for words in programs(shlex.split(text)):
+        assert {"A", "MPIKV_MPI", "MPIKV_NUM_SERVERS", "PATH"} <= {b for a, b in itertools.pairwise(words) if a == "-x"}
+        assert words[words.index("--wdir") + 1] == "/x"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +340,7 @@ def test_a_command_in_quotes(
     ):
         status, out, err = launch(capsys, "-n", "2", "-s", "0", "--dry-run", *command)
         assert (status, err) == (0, "")
-        assert programs(shlex.split(out))[0][-len(words) - 1 :] == ["--", *words]
+        assert programs(shlex.split(out))[0][-len(words) - 2 :] == ["-n", "2", *words]
 
 
 @pytest.mark.parametrize(

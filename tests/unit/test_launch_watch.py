@@ -580,40 +580,63 @@ def test_a_launcher_that_cannot_be_reached() -> None:
     assert f"127.0.0.1:{free}: ConnectionRefusedError" in done.stderr
 
 
-def above_rank(command: str) -> subprocess.Popen[str]:
-    """The process above a rank, without a launcher."""
-    words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", command]
-    return subprocess.Popen(words, env={"PMI_RANK": "6"}, stdout=-1, stderr=-1, text=True)
+class Above(contextlib.AbstractContextManager["Above"]):
+    """The process above a rank, and a launcher that only listens."""
+
+    def __init__(self, command: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        plan = {
+            "job": os.urandom(8).hex(), "secret": SECRET, "addresses": [self._listener.getsockname()],
+            "network": channel.network(),
+        }  # fmt: skip
+        words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", command]
+        self.process = subprocess.Popen(words, env={LAUNCH: json.dumps(plan), "PMI_RANK": "6"})
+        self._connection, _ = self._listener.accept()
+        prove_as_launcher(self._connection, address(self._listener))
+        self._frames = channel.Frames()
+        self.out = ""
+
+    def hear(self, until: Callable[[int], bool] = lambda _: False) -> str:
+        """What the command has printed, once a frame of this kind came, or the end."""
+        while data := self._connection.recv(4096):
+            for kind, body in list(self._frames.add(data)):
+                self.out += body.decode() if kind == channel.OUT else ""
+                if until(kind):
+                    return self.out
+        self.process.wait()
+        return self.out
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._listener.close()
+        self.process.wait()
 
 
 @pytest.mark.parametrize("status", [0, 3, 128, 129, 137, 143, 160, 193, 200, 255])
-def test_without_a_launcher(status: int) -> None:
+def test_the_status_that_mpirun_sees(status: int) -> None:
     """128 + N is a shell's word for signal N, if there is such a signal."""
-    with above_rank(f"echo a; exit {status}") as process:
-        out, err = process.communicate()
-    ended = 128 - status if status in (129, 137, 143) else status
-    assert (process.returncode, out, err) == (ended, f"[server 3 @ {socket.gethostname()}] a\n", "")
+    with Above(f"echo a; exit {status}") as above:
+        assert above.hear(lambda kind: kind == channel.GONE) == "a\n"
+    assert above.process.returncode == (128 - status if status in (129, 137, 143) else status)
 
 
 @pytest.mark.parametrize("cleared", ["", "env -i"])
 def test_a_daemon_of_a_rank_is_ended_with_it(cleared: str) -> None:
     """By the process above the rank: after a success the launcher looks at no other host."""
-    with above_rank(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0
-    assert not is_alive(int(out.split()[-1]))
+    with Above(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as above:
+        out = above.hear()
+    assert above.process.returncode == 0
+    assert not is_alive(int(out))
 
 
 def test_each_of_several_signals_reaches_the_command() -> None:
     waiting = "i=0; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
-    with above_rank(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as process:
-        assert process.stdout is not None
-        assert "ready" in process.stdout.readline()
+    with Above(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as above:
+        above.hear(lambda kind: kind == channel.OUT)
         for signum in (signal.SIGUSR1, signal.SIGTERM):
-            process.send_signal(signum)
-        said, _ = process.communicate()
-    assert [line.split()[-1] for line in said.splitlines()] == ["one", "two"]
-    assert process.returncode == 7
+            above.process.send_signal(signum)
+        assert above.hear(lambda kind: kind == channel.GONE) == "ready\none\ntwo\n"
+    assert above.process.returncode == 7
 
 
 def test_frames() -> None:
