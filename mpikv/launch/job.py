@@ -145,7 +145,7 @@ def _limits(options: argparse.Namespace, workers: Config) -> Limits:
     grace_s = GRACE_S if options.grace is None else options.grace
     save_s = workers.timeout_s if options.grace is None else options.grace  # as long as workers wait for each other
     saves = "TERM" in workers.stop_signals.split(",")
-    return Limits(options.timeout, options.start_timeout, grace_s, save_s if saves else None)
+    return Limits(options.timeout, options.start_timeout, grace_s, save_s, saves)
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:

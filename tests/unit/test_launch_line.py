@@ -303,26 +303,25 @@ def test_dry_run_on_other_hosts(
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "grace_s", "save_s"),
+    ("words", "environ", "limits"),
     [
-        ([], {}, 4, None),
-        ([], {"MPIKV_STOP_SIGNALS": "USR1"}, 4, None),
-        ([], {"MPIKV_STOP_SIGNALS": "USR1,TERM"}, 4, 300),
-        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env-worker", "MPIKV_TIMEOUT_S=60"], {}, 4, 60),
-        (["--grace", "7"], {"MPIKV_STOP_SIGNALS": "SIGTERM"}, 7, 7),
-        (["--grace", "7"], {}, 7, None),
+        ([], {}, (4, 300, False)),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1"}, (4, 300, False)),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1,TERM"}, (4, 300, True)),
+        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env-worker", "MPIKV_TIMEOUT_S=60"], {}, (4, 60, True)),
+        (["--grace", "7"], {"MPIKV_STOP_SIGNALS": "SIGTERM"}, (7, 7, True)),
     ],
 )
 def test_how_long_ranks_have_from_sigterm_on(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], environ: dict[str, str], grace_s: float, save_s: float | None
+    monkeypatch: pytest.MonkeyPatch, words: list[str], environ: dict[str, str], limits: tuple[float, float, bool]
 ) -> None:
-    """As long as workers wait for each other, where SIGTERM makes them save their state."""
+    """And how long where SIGTERM makes them save their state: as long as workers wait for each other."""
     found: list[Limits] = []
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(job, "_start", lambda prepared, *_: found.append(prepared.limits) or 0)
     assert main(["launch", "-n", "2", *words, "true"]) == 0
-    assert found == [Limits(None, 120.0, grace_s, save_s)]
+    assert found == [Limits(None, 120.0, *limits)]
 
 
 def test_a_command_in_quotes(

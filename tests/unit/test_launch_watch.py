@@ -34,7 +34,7 @@ from mpikv.launch.ranks import Verdict
 from mpikv.launch.sink import Place, Sink
 from mpikv.launch.watch import Limits, Watch
 
-LIMITS = Limits(job=None, start=20.0, grace=0.5)
+LIMITS = Limits(job=None, start=20.0, grace=0.5, save=3600.0)
 SECRET = "of this test"
 READY = "touch $FOLDER/$PMI_RANK"  # a rank says so to `when_started`
 GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
@@ -254,7 +254,7 @@ def test_a_second_signal_kills(capfd: pytest.CaptureFixture[str]) -> None:
     assert LOST.format("worker 0 (1 of 1 ranks)") in capfd.readouterr().err
 
 
-SAVES = LIMITS._replace(grace=0.0, save=3600.0)
+SAVES = LIMITS._replace(grace=0.0, saves=True)
 
 
 def told(job: Job) -> bool:
@@ -280,8 +280,23 @@ def test_workers_that_save_have_the_time_for_it(limits: Limits, capfd: pytest.Ca
     assert verdict.status == (0 if limits.job is None else 124)
 
 
+def test_workers_that_announce_that_they_stop_have_time_to_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """Their settings may come from the program, of which the launcher knows nothing."""
+    line = "mpikv: SIGTERM at worker 0 on h: all workers stop after their step"
+    job = Job([f'trap "echo {line} >&2; {GO}; exit 0" TERM; {READY}; sleep 300 & wait'], LIMITS._replace(grace=600.0))
+    left_s: list[float] = []
+
+    def announced() -> bool:
+        left_s[:] = [at - time.monotonic() for at, _ in job.watch._plan[:1]]
+        return bool(left_s) and left_s[0] > 1000
+
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(announced, job.go):
+        assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
+    assert "workers that save their state after this step have 3600 s for it" in capfd.readouterr().err
+
+
 def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job([RUNS_ON, f"{READY}; sleep 300"], LIMITS._replace(save=0.5), blocks=place([], 1, 1))
+    job = Job([RUNS_ON, f"{READY}; sleep 300"], LIMITS._replace(save=0.5, saves=True), blocks=place([], 1, 1))
     with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
         assert job.run().status == 143
     assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
