@@ -200,9 +200,9 @@ def _read(name: str) -> str:
 def _settings(job: Job) -> list[str]:
     """The variables at the script's top, each with its comment."""
     settings = [
-        (f"PYTHON_ENV={shlex.quote(job.python_env) if job.python_env else ''}",
+        (f"PYTHON_ENV={quoted(job.python_env) if job.python_env else ''}",
          "the Python environment's folder; empty: the active one, else .venv here"),
-        (f"PROGRAM=({job.program or shlex.join(job.command)})", "what every rank runs"),
+        (f"PROGRAM=({job.program or quoted(*job.command)})", "what every rank runs"),
         ("RANKS=", "how many; empty: one in each slot of the job"),
         (f"SERVERS={job.servers}", "how many of them are parameter servers; 0: none, the workers own the weights"),
         (f"PLACEMENT={job.placement}", "of the servers: spread over the hosts, hosts of their own, or last"),
@@ -214,11 +214,21 @@ def _settings(job: Job) -> list[str]:
         settings.append((f"STOP_AFTER={after}", "seconds until the ranks are asked to stop: below h_rt; empty: never"))
     settings.append((f"STOP_FILE={_stop_file(job)}", "where a Trainer saves everything then"))
     names = ", ".join(job.environ) or "more variables for all ranks"
-    settings.append((f"ENV_FILE={shlex.quote(job.environment)}" if job.environ else "ENV_FILE=",
+    settings.append((f"ENV_FILE={quoted(job.environment)}" if job.environ else "ENV_FILE=",
                      f"a file with lines export NAME=VALUE: {names}"))  # fmt: skip
     launcher = "srun" if job.with_srun else "mpirun"
-    settings.append((f"LAUNCH_OPTIONS=({shlex.join(job.launch_options)})", f"more words for {launcher}"))
+    settings.append((f"LAUNCH_OPTIONS=({quoted(*job.launch_options)})", f"more words for {launcher}"))
     return [f"{setting}  # {comment}" for setting, comment in settings]
+
+
+def quoted(*words: str) -> str:
+    """Words as bash takes them, on one line: one that begins with `#$` would be an option for Grid Engine."""
+    return " ".join(
+        "$'" + word.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n") + "'"
+        if "\n" in word
+        else shlex.quote(word)
+        for word in words
+    )
 
 
 def environment_file(variables: Mapping[str, str]) -> str:
@@ -229,10 +239,10 @@ def environment_file(variables: Mapping[str, str]) -> str:
 def _stop_file(job: Job) -> str:
     """As shell text. A requeued job keeps its number, and so finds its file."""
     if job.stop_file:
-        return shlex.quote(job.stop_file)
+        return quoted(job.stop_file)
     number = "SLURM_JOB_ID" if job.scheduler == "slurm" else "JOB_ID"
     before, after = str(job.output("\n")).removesuffix(".out").split("\n")
-    return f"${{MPIKV_STOP_FILE:-{shlex.quote(before)}${number}{after}.state}}"
+    return f"${{MPIKV_STOP_FILE:-{quoted(before)}${number}{after}.state}}"
 
 
 def repository_scripts() -> dict[str, str]:

@@ -148,7 +148,19 @@ def test_no_time_limit_is_the_queues(scheduler: str) -> None:
     assert "h_rt=" not in "".join(directives(script, "#$"))
 
 
-WORDS = ("python", "a b", "it's", '"', "$HOME `id` \\", "new\nline", "*", "-c", "", "ü")
+WORDS = (
+    "python",
+    "a b",
+    "it's",
+    '"',
+    "$HOME `id` \\",
+    "new\nline",
+    "'\\n'\n#$ -N x\n#SBATCH --hold",
+    "*",
+    "-c",
+    "",
+    "ü",
+)
 
 
 @pytest.mark.parametrize("scheduler", JOBS)
@@ -160,6 +172,7 @@ def test_every_word_arrives(scheduler: str) -> None:
     top = RENDER[scheduler](job).split("# ---- The rest")[0] + batch.environment_file({"A": "x'y\n$z"})
     show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
     done = subprocess.run(["bash"], input=f"{top}\n{show}\n", capture_output=True, text=True, check=True)
+    assert not [line for line in top.splitlines() if line.startswith(("#$ -N x", "#SBATCH --hold"))]
     assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
 
 
