@@ -31,6 +31,8 @@ COUNTERPARTS: Mapping[str, str] = {
     "DMLC_NODE_HOST": "MPI chooses; MPIKV_INTERFACE",
 }
 
+SPOIL_ADAM = ("1bit", "2bit", "topk")
+
 
 def unread(environ: Mapping[str, str]) -> str:
     """Say something about variables that nothing reads; "" where there are none."""
@@ -64,6 +66,13 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
         warn("separate ranks", f"{text}; for one model take 'dist_sync'", environ)
+
+
+def warn_of_codec(codec: str) -> None:
+    """Warn where an optimizer like Adam gets gradients of a codec that spoils them for it. Local."""
+    if codec in SPOIL_ADAM:
+        text = f"mpikv: Adam divides by the root of the squares that arrive, and so by the noise of {codec!r}: "
+        warn("codec", f"{text}the model learns less; take 'int8' or 'powersgd' (docs/compression.md)", os.environ)
 
 
 def warn(what: str, text: str, environ: Mapping[str, str]) -> None:
