@@ -11,6 +11,7 @@ import pytest
 
 from mpikv import KVStore, Trainer, torch_parameter
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
+from mpikv.testing.ranks import RankError
 
 torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
@@ -91,6 +92,54 @@ def test_a_class_of_torch_optim(mode: Mode) -> None:
     assert_close(run(mode, body), right)
 
 
+@pytest.mark.parametrize("mode", [MODES["one host"], MODES["two hosts"], MODES["servers"]], ids=str)
+@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+def test_arguments_of_a_torch_class_are_attributes(mode: Mode, on_store: bool) -> None:
+    def changed(step: int) -> dict[str, Any]:
+        return {"lr": 0.01 + step / 1000, "betas": (0.9 - step / 100, 0.99), "weight_decay": 0.1 * step}
+
+    def body(store: KVStore) -> list[np.ndarray]:
+        net = network(store.rank)
+        trainer = Trainer(net, torch.optim.AdamW, kvstore=store, update_on_kvstore=on_store)
+        for step in range(STEPS):
+            trainer.zero_grad()
+            loss(net, batch(step, store.rank)).backward()
+            for name, value in changed(step).items():
+                setattr(trainer.optimizer, name, value)
+            trainer.step()
+        return weights(net)
+
+    def made(parameters: Any) -> Any:
+        optimizer = torch.optim.AdamW(parameters)
+        plain, steps = optimizer.step, iter(range(STEPS))
+
+        def step() -> None:
+            optimizer.param_groups[0].update(changed(next(steps)))
+            plain()
+
+        optimizer.step = step
+        return optimizer
+
+    assert_close(run(mode, body), reference(even(mode.workers), optimizer=made))
+
+
+@pytest.mark.parametrize("mode", [MODES["one host"], MODES["servers"]], ids=["one host", "servers"])
+@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+def test_arguments_of_a_torch_class_that_differ(mode: Mode, on_store: bool) -> None:
+    def body(store: KVStore) -> None:
+        net = network(store.rank)
+        trainer = Trainer(net, torch.optim.AdamW, kvstore=store, update_on_kvstore=on_store)
+        trainer.optimizer.betas = (0.5 + store.rank / 4, 0.99)
+        loss(net, batch(0, store.rank)).backward()
+        trainer.step()
+
+    with pytest.raises(RankError) as caught:
+        run(mode, body)
+    said = [str(error) for error in caught.value.errors.values()]
+    assert len(said) == mode.workers
+    assert all("'betas': [0.5, 0.99]" in one and "'betas': [0.75, 0.99]" in one for one in said)
+
+
 @pytest.mark.parametrize("mode", [MODES["one host"], MODES["two hosts"]], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
 def test_tensors_that_the_host_cannot_see(mode: Mode, on_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +208,11 @@ def test_tied_weights_are_one_parameter() -> None:
         (lambda: [p.detach() for p in NET.parameters()], ValueError, "nothing to train"),
         (nn.Tanh, ValueError, "there are no parameters"),
         (lambda: [NET], TypeError, "'0' is Sequential.*pass a torch.nn.Module itself"),
-        (lambda: [{"params": list(NET.parameters())}], TypeError, "'0' is dict"),
+        (
+            lambda: [{"params": list(NET.parameters())}],
+            TypeError,
+            "no groups of parameters.*lr_mult = 0.1.*wd_mult = 0",
+        ),
         (lambda: [NET[0].weight * 2], ValueError, "result of a computation"),
         (lambda: NET[0].weight, TypeError, "a torch.nn.Module, a dict or a list of parameters, not Parameter"),
         (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "meta"),
