@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpikv import tracebacks
 from mpikv.config import unknown_variables
@@ -73,6 +73,15 @@ def warn_of_codec(codec: str) -> None:
     if codec in SPOIL_ADAM:
         text = f"mpikv: Adam divides by the root of the squares that arrive, and so by the noise of {codec!r}: "
         warn("codec", f"{text}the model learns less; take 'int8' or 'powersgd' (docs/compression.md)", os.environ)
+
+
+def warn_of_lost_weights(names: Sequence[str]) -> None:
+    """Warn where weights of these parameters were changed, and the store is about to write its own over them. Local."""
+    text = (
+        f"mpikv: {', '.join(names[:4])}{', ...' * (len(names) > 4)} changed outside of the Trainer since its last step"
+    )
+    text += ": the store has its own weights, and brings them back; load weights before making the Trainer"
+    warn("lost weights", text, os.environ)
 
 
 def warn(what: str, text: str, environ: Mapping[str, str]) -> None:

@@ -72,6 +72,7 @@ class TorchParameter:
         self._copy: Tensor = None  # of a weight that the host cannot see
         self._placed: Tensor = None  # where the gradient is to lie
         self._memory: Any = None  # the same as it is handed out
+        self._version: int | None = None  # of the tensor when a weight was written last
 
     @property
     def requires_grad(self) -> bool:
@@ -112,6 +113,12 @@ class TorchParameter:
             self.tensor.detach().copy_(self._copy)
         else:
             sys.modules["torch"].autograd.graph.increment_version(self.tensor)
+        self._version = self.tensor._version
+
+    @property
+    def changed_otherwise(self) -> bool:
+        """Whether others have written to the weight since a new one was written into the array."""
+        return self._version is not None and self.tensor._version != self._version
 
     # --- the gradient
 

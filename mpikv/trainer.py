@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from mpikv import checks, optimizers, trainer_rows, worker_states
+from mpikv import checks, notices, optimizers, trainer_rows, worker_states
 from mpikv import parameter as parameters
 from mpikv.checks import shown
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
@@ -429,6 +429,9 @@ class Trainer(TrainerFiles):
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()
+        changed = [shown(name) for name, one in self._tensors.items() if name in grads and one.changed_otherwise]
+        if changed:
+            notices.warn_of_lost_weights(changed)
         dense = {name: replicas for name, replicas in grads.items() if name not in self._sparse}
         outs = {name: list_data(self._params[name]) for name in dense}
         together = wait and not self._handed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import frameworks
 import numpy as np
 import pytest
 
-from mpikv import KVStore, Trainer, torch_parameter
+from mpikv import KVStore, Trainer, notices, torch_parameter
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
 from mpikv.testing.ranks import RankError
 
@@ -299,6 +300,38 @@ def test_weights_in_another_order_of_memory() -> None:
     for mode in (MODES["one host"], MODES["two hosts"]):
         for (found,) in run(mode, body):
             np.testing.assert_array_equal(found, np.arange(54.0).reshape(3, 2, 3, 3) * (1 + mode.workers))
+
+
+@pytest.mark.parametrize("mode", [MODES["one host"], MODES["two hosts"], MODES["servers"]], ids=str)
+def test_weights_that_are_changed_between_the_steps_are_warned_of(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
+
+    def body(store: KVStore) -> None:
+        net = network(store.rank)
+        frozen = net[0].bias.requires_grad_(False)
+        trainer = sgd(net, store)
+        for step in range(5):
+            trainer.zero_grad()
+            loss(net, batch(step, store.rank)).backward()
+            trainer.step(wait=step != 1)
+            if step == 1:
+                for parameter in net.parameters():
+                    trainer.wait(parameter)
+            if step == 2:
+                assert not seen
+                with torch.no_grad():
+                    frozen.add_(1)  # stays as it is written
+            if step == 3:
+                store.barrier()
+                assert not seen
+                store.barrier()
+                net.load_state_dict(net.state_dict())
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(mode, body)
+    (found,) = [str(one.message) for one in seen]
+    assert "'0.weight', '2.weight', '2.bias' changed outside of the Trainer" in found
 
 
 # ---- buffers
