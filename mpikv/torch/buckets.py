@@ -18,11 +18,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from mpikv import buckets, tensors
-from mpikv.arrays import BFLOAT16, HostArray, dtype_of
+from mpikv.arrays import HostArray, dtype_of
 from mpikv.codecs.compression import NONE, Compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.kvstore import KVStore, Request
@@ -109,11 +108,8 @@ class Place:
         form, flat, begin = self._form, self.bucket.flat, self.begin
         self.handed_out = False  # as a `grad`
         if not self.bucket.on_gpu:
-            flat, begin = flat[begin : begin + form.n_elems], 0
-            if flat.dtype == BFLOAT16:
-                flat = flat.view(np.int16)
-            self._memory = weakref.ref(flat)  # the tensor has it, and so has whatever else shows the same memory
-            flat = torch.from_numpy(flat).view(getattr(torch, form.dtype))
+            flat, self._memory = tensors.in_memory_of(flat[begin : begin + form.n_elems])
+            begin = 0
         self.view = flat.as_strided(form.size, form.stride, begin)
 
     def take_back(self) -> bool:

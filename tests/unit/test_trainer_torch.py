@@ -407,6 +407,29 @@ def test_gradients_stay_in_shared_memory_whatever_zero_grad_does() -> None:
     run(MODES["one host"], body)
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+@pytest.mark.parametrize("how", [lambda grad: grad, lambda grad: grad.detach().view(-1)], ids=["itself", "view"])
+def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, on_store: bool, how: Any) -> None:
+    def body(store: KVStore) -> list[np.ndarray]:
+        net = network(store.rank)
+        trainer = sgd(net, store, update_on_kvstore=on_store)
+        kept = []
+        for step in range(STEPS):
+            trainer.zero_grad(set_to_none=True)
+            if step % 4 == 2:
+                trainer.zero_grad(set_to_none=False)  # there is none yet
+            loss(net, batch(step, store.rank)).backward()
+            trainer.step()
+            if step % 3:  # sums of the workers, where these update by themselves
+                kept += [(how(p.grad), p.grad.clone()) for p in net.parameters()]
+        for one, value in kept:
+            torch.testing.assert_close(one, value.view(one.shape), rtol=0, atol=0)
+        return weights(net)
+
+    assert_close(run(mode, body), reference(even(mode.workers)))
+
+
 def test_a_trainer_that_is_gone_takes_its_hooks_with_it() -> None:
     """Its parameters can have another one; the gradients of the first went elsewhere."""
 
