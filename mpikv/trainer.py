@@ -39,7 +39,7 @@ from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_rows import sparse_names
 from mpikv.trainer_shares import Share, Shares, positive
-from mpikv.trainer_store import place_gradients, store_of, updates_on_store
+from mpikv.trainer_store import place_gradients, store_of, updates_on_store, warn_of_codec
 from mpikv.worker_device import spaces_for
 from mpikv.worker_states import WorkerState
 
@@ -187,6 +187,8 @@ class Trainer(TrainerFiles):
             if self._store is not None:
                 self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
         dense = [name for name in trained if name not in self._sparse]
+        if self._store is not None:
+            warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
         if self._store is not None and self._store.session.shares_memory:
             place_gradients(self._store, self._params, dense, self._keys)
         elif self._store is not None:

@@ -16,7 +16,7 @@ from store_modes import mode_id  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 
 import mpikv.torch as mt  # noqa: E402
-from mpikv import notices  # noqa: E402
+from mpikv import Trainer, notices  # noqa: E402
 from mpikv.errors import ConfigError  # noqa: E402
 from mpikv.torch.steps import lines_of  # noqa: E402
 
@@ -176,7 +176,7 @@ def test_it_costs_no_message() -> None:
 
 
 @pytest.mark.parametrize("codec", ["1bit", "2bit", "topk", "int8"])
-@pytest.mark.parametrize("way", ["model", "optimizer"])
+@pytest.mark.parametrize("way", ["model", "optimizer", "trainer"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
@@ -184,6 +184,10 @@ def test_codecs_that_spoil_adam_are_warned_of(codec: str, way: str, kind: Any, m
     def body(store: Any) -> None:
         net: Any = linear()
         compression = {"type": codec, "force": True}
+        if way == "trainer":
+            for one in (kind, kind.__name__.lower()):
+                Trainer(net, one, {"learning_rate": 0.1}, store, compression)
+            return
         if way == "model":
             net = mt.DistributedModel(net, store, compression=compression)
             optimizer = kind(net.parameters(), lr=0.1)
