@@ -49,8 +49,8 @@ HELD_WORKS = 0 if VERSION >= (2, 7) else 8
 class NamedBackend(Backend):
     """What PyTorch's C++ code finds where it looks for a group's backend: a name, and nothing that it can do.
 
-    Calls never come here: they are made on the group. From 2.15 on PyTorch keeps a group's name and its flight recorder
-    with a backend in C++, and asks it what it supports; before, a backend could not be made in Python.
+    Calls never come here: they are made on the group. PyTorch asks a group's backend what it supports from 2.14 on, and
+    keeps the group's flight recorder with it from 2.15 on; before, a backend could not be made in Python.
     """
 
     supports_coalescing = supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
@@ -96,7 +96,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._names = {"name": "", "description": ""}
         self._held: deque[CallWork] = deque(maxlen=HELD_WORKS)
         self._together: list[CallWork] | None = None  # the works of a coalescing context
-        if VERSION >= (2, 15):
+        if VERSION >= (2, 14):
             custom = dist.ProcessGroup.BackendType.CUSTOM
             self._register_backend(CPU, custom, NamedBackend(group.rank, group.size))
             self._set_default_backend(custom)
