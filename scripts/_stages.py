@@ -64,7 +64,7 @@ class Versions:
     """What is tested with other versions of the libraries, in an environment of its own.
 
     frameworks: which it was made with. units, jobs: what every run selects, by the names, with wildcards, of the tests
-    without MPI and of the whole jobs. All tests depend on versions in some way: a run of these alone makes most of them.
+    without MPI and of the whole jobs. All tests depend on versions in some way: a run of these alone makes most.
     """
 
     frameworks: tuple[str, ...]
