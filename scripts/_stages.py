@@ -8,7 +8,7 @@ A test that starts a real job (the mark `whole_job`) and fails is run once more 
 beside it. Where it passes then, it has passed and is called unsteady, with both outputs. No other test is repeated.
 
 With --bare every stage but that on clusters runs without the programs that `scripts/_bare` takes away, and the last
-lines name them. Where none can be taken away it says so first, and runs with them.
+lines name them. Where none can be taken away they say so, and it has run with them.
 
 Tests that need a GPU (the mark `gpu`) are skipped where none can be used, and counted by themselves. With --gpu they
 are run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken.
@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -284,8 +284,8 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
         command = jobs.command(stage.mpi, [(stage.ranks, ["python", *arguments])])
     else:
         command = [stage.mpi.python, *arguments]
-    if options.bare and stage.group != "cluster":  # whose programs are the subject of its tests
-        command = [*BARE, *command]
+    if stage.group != "cluster":  # whose programs are the subject of its tests
+        command = [*options.bare.command, *command]
     folder = Path(tempfile.mkdtemp(prefix="mpikv-stage-"))
     (folder / "tmp").mkdir()
     env = jobs.environment(
@@ -472,8 +472,8 @@ def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list
         print(f"{n} GPU tests skipped: {reason}")
     for mpi in {stage.mpi.prefix: stage.mpi for stage in chosen}.values():
         print(f"{mpi.prefix.name}: {installed(mpi)}")
-    if options.bare:
-        print(f"without programs that a bare machine lacks, but for the tests on clusters: {options.bare}")
+    if options.bare.said:
+        print(options.bare.said)
     print(f"{time.monotonic() - began:.0f} s in all, on {len(os.sched_getaffinity(0))} cores")
     print(f"{passed} passed, {len(failed) + (not executed)} failed" + (f", {len(skipped)} skipped" if skipped else ""))
     return 1 if failed or not executed else 0
@@ -491,20 +491,23 @@ def installed(mpi: jobs.Mpi) -> str:
     return done.stdout.strip() or f"its Python ended with status {done.returncode}"
 
 
-def taken_away() -> str:
-    """The programs that `--bare` takes away; "" where it cannot, with a word why."""
+class Bare(NamedTuple):
+    """What --bare does. command: the words before that of a stage. said: a line about it, among the last."""
+
+    command: Sequence[str] = ()
+    said: str = ""
+
+
+def bare() -> Bare:
+    """Take programs away, or say why not."""
     try:
         done = subprocess.run(BARE, capture_output=True, text=True, check=False)
     except OSError as error:
         done = subprocess.CompletedProcess(BARE, 1, "", str(error))
-    if done.returncode != 0:
-        why = done.stderr.strip().rpartition("\n")[2]
-        print(
-            f"--bare: no program can be taken away here ({why}): the tests run with those that are installed",
-            flush=True,
-        )
-        return ""
-    return done.stdout.strip() or "none was installed"
+    if done.returncode == 0:
+        names = done.stdout.strip() or "none of which is installed here"
+        return Bare(BARE, f"without programs that a bare machine lacks, but for the tests on clusters: {names}")
+    return Bare((), f"--bare: no program could be taken away here ({done.stderr.strip()}): run with all that there are")
 
 
 def main() -> int:
@@ -558,7 +561,7 @@ def main() -> int:
             parser.error(f"--only knows {', '.join(known)}")
         chosen = [stage for stage in chosen if stage.group in groups]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
-    options.bare = taken_away() if options.bare else ""
+    options.bare = bare() if options.bare else Bare()
     return run(chosen, options, environments)
 
 

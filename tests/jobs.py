@@ -145,7 +145,7 @@ class Running:
                 self._text[name] += data.decode(errors="replace")
                 self._changed.notify_all()
 
-    def wait_for(self, pattern: str, timeout_s: float = 30) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = 60) -> re.Match[str]:
         """Wait until a whole line of the output holds `pattern`."""
         deadline = min(time.monotonic() + timeout_s, self._deadline)
         with self._changed:

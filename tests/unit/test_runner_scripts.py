@@ -125,7 +125,7 @@ def test_a_job_that_failed_is_run_once_more_and_nothing_else_is(
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)  # where tests are run
     stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
-    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0, bare=""), [mpi]) == 1
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0, bare=_stages.Bare()), [mpi]) == 1
     said = capsys.readouterr().out
     place = "title: test_it.py::"
     first, once_more = said.split(": 1 passed, 3 failed, 0 skipped in ")
@@ -239,7 +239,7 @@ def test_what_needs_a_gpu_is_counted_by_itself(
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = gpu\n")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)
     stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
-    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0, bare=""), [mpi]) == 0
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0, bare=_stages.Bare()), [mpi]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("skipped: ")] == ["skipped: 1 x no time"]
     assert lines[-4] == "1 GPU tests skipped: no driver"
@@ -288,7 +288,7 @@ def test_the_last_lines_tell_the_versions() -> None:
 
 
 def test_programs_are_taken_away_from_one_command_alone(tmp_path: Path) -> None:
-    if not _stages.taken_away():
+    if not _stages.bare().command:
         pytest.skip("no namespaces can be made here")
     folder = tmp_path / "a folder"
     folder.mkdir()
@@ -306,13 +306,12 @@ def test_programs_are_taken_away_from_one_command_alone(tmp_path: Path) -> None:
     assert not any(str(tmp_path) in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
 
 
-def test_where_no_program_can_be_taken_away(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_program_can_be_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     for command, why in (["sh", "-c", "echo no root >&2; exit 1"], "no root"), (["/nowhere"], "No such file"):
         monkeypatch.setattr(_stages, "BARE", command)
-        assert _stages.taken_away() == ""
-        assert why in capsys.readouterr().out
+        found = _stages.bare()
+        assert not found.command
+        assert why in found.said
 
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:
