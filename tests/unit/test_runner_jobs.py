@@ -62,14 +62,14 @@ def test_a_killed_rank_ends_the_job() -> None:
 
 def test_segments_of_a_killed_job_are_removed() -> None:
     before = segments()
-    code = f"from mpi4py import MPI; {SLEEP}".replace("signal.pause", "MPI.COMM_WORLD.Barrier(); signal.pause")
+    code = f"from mpi4py import MPI; MPI.COMM_WORLD.Barrier(); {SLEEP}"  # a rank may make its segment when it sends
     with start(2, ["python", "-c", code], timeout_s=40) as running:
         running.wait_for("rank 0 is")
         pid = int(running.wait_for(r"rank 1 is (\d+)")[1])
         ours = segments() - before
         lies_in = running._backing
         if find_mpi().kind == "openmpi":
-            assert [path.name.partition(".")[0] for path in lies_in.iterdir()] == ["sm_segment"] * 2
+            assert {path.name.partition(".")[0] for path in lies_in.iterdir()} == {"sm_segment"}
         running.kill(pid)  # after that the other rank may remove its own
     assert not lies_in.exists()
     assert not any(path.exists() for path in orphans(ours))
