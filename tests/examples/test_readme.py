@@ -27,8 +27,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -318,10 +316,11 @@ def mistakes(lines: Sequence[str], checkout: Path) -> list[str]:
         ):
             to_read.append((line, words[at[0] :]))
     if to_read:
-        command = [sys.executable, "-c", READ_ONLY, json.dumps([words for _, words in to_read])]
-        done = subprocess.run(
-            command, cwd=checkout, capture_output=True, text=True, timeout=BLOCK_TIMEOUT_S, check=True
-        )
+        mpi, folder = jobs.find_mpi(), Path(tempfile.mkdtemp(prefix="mpikv-document-"))
+        assert mpi is not None, "no MPI in this environment, which the examples import"
+        command = [mpi.python, "-c", READ_ONLY, str(checkout), json.dumps([words for _, words in to_read])]
+        done = jobs.Running(command, jobs.environment(mpi, {}, folder), folder, BLOCK_TIMEOUT_S).finish()
+        assert done.status == 0, done.output
         said = json.loads(done.stdout.splitlines()[-1])
         found += [f"{line}: {one}" for (line, _), one in zip(to_read, said, strict=True) if one]
     return found
@@ -329,7 +328,7 @@ def mistakes(lines: Sequence[str], checkout: Path) -> list[str]:
 
 # Runs programs of Python until each has read its arguments; prints what they complain of.
 READ_ONLY = """
-import argparse, contextlib, io, json, runpy, sys
+import argparse, contextlib, io, json, os, runpy, sys
 from pathlib import Path
 
 class Read(Exception):
@@ -341,7 +340,8 @@ def only_read(parser, words=None, namespace=None):
 
 read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, only_read
 said = []
-for words in json.loads(sys.argv[1]):
+os.chdir(sys.argv[1])
+for words in json.loads(sys.argv[2]):
     error = io.StringIO()
     sys.argv = words
     with contextlib.redirect_stderr(error), contextlib.suppress(Read, SystemExit):
