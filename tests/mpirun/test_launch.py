@@ -100,7 +100,7 @@ def test_servers_that_nobody_uses(mpi: Mpi) -> None:
 
     One worker: where there are several, it ends them with the first.
     """
-    job = launch(mpi, "-n", "1", "-s", "2", "sh", "-c", "sleep 3; echo one")
+    job = launch(mpi, "-n", "1", "-s", "2", "sh", "-c", "sleep 8; echo one")
     check_end(job)
     assert job.status == 0, job.output
     assert len(tagged(job, "worker 0")) == 1

@@ -171,7 +171,8 @@ def test_every_word_arrives(scheduler: str) -> None:
     )
     top = RENDER[scheduler](job).split("# ---- The rest")[0] + batch.environment_file({"A": "x'y\n$z"})
     show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
-    done = subprocess.run(["bash"], input=f"{top}\n{show}\n", capture_output=True, text=True, check=True)
+    text = f"{top}\n{show}\n"
+    done = subprocess.run(["bash"], input=text, capture_output=True, encoding="utf-8", check=True)
     assert not [line for line in top.splitlines() if line.startswith(("#$ -N x", "#SBATCH --hold"))]
     assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
 
