@@ -488,6 +488,23 @@ def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("tool", ["python", "awk", "mktemp", "qresub"])
+def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: str) -> None:
+    """They go to all processes of the job: here while the script waits for `tool`, the first time that it does."""
+    file = site.env / "bin" / "python" if tool == "python" else site.folder / "bin" / tool
+    real = file.with_name("real")
+    if not file.exists():
+        real.symlink_to(f"/usr/bin/{tool}")
+    else:
+        file.rename(real)
+    site._write(file, f'[ -e "$FAKE/sent" ] || {{ : >"$FAKE/sent"; kill -USR1 0; }}\nexec {real} "$@"')
+    lines = {"REQUEUE": "yes", "STOP_AFTER": "0" if tool == "qresub" else ""}
+    status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines=lines)
+    assert status == 0
+    assert (site.folder / "sent").exists()
+    assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
+
+
 def test_ranks_are_told_what_the_signals_mean(site: Site) -> None:
     names = [f"MPIKV_{name}" for name in ("NUM_SERVERS", "SERVER_PLACEMENT", "STOP_SIGNALS", "STOP_FILE")]
     show = f"import os; print([os.environ[name] for name in {names}])"
