@@ -502,6 +502,7 @@ def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: st
     status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines=lines)
     assert status == 0
     assert (site.folder / "sent").exists()
+    assert "mpikv: job 17 on h1:3,h2:1\n" in output
     assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
 
 
@@ -518,6 +519,23 @@ def test_slurm_requeues(site: Site) -> None:
     assert status == 0
     assert site.called() == ["scontrol requeue 17"]
     assert output.endswith("mpikv: job 17 ends with status 0 and goes back into the queue\n")
+
+
+def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
+    """It saves, and does not go on; in whichever order they come."""
+    process = site.start(
+        "slurm/train.sbatch", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines={"REQUEUE": "yes"}
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGSTOP)  # else it might hear one alone
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
+        os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=50)
+    assert output.count("asked by SIGUSR1") == 1
+    assert output.endswith("mpikv: job 17 ends with status 0\n")
+    assert site.called() == []
 
 
 @pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
