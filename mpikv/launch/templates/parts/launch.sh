@@ -4,8 +4,8 @@ trap '' USR1 USR2
 . "$PARTS/$KIND.sh"
 LAUNCH+=("${LAUNCH_OPTIONS[@]}")
 cat >"$WORK/rank" <<'END'
-# One rank: sh rank NAME COMMAND... It ignores the signals until the program sets handlers. The launcher may signal its whole
-# process group: this shell does not die of that.
+# One rank: sh rank NAME COMMAND... It ignores the signals until the program sets handlers. The launcher may signal its
+# whole process group: this shell does not die of that.
 trap '' USR1 USR2
 trap : TERM
 mark=${0%/*}/$1 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$SLURM_PROCID}}
