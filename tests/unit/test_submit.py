@@ -13,7 +13,6 @@ from jobs import ROOT
 from mpikv.errors import ConfigError
 from mpikv.launch import batch, sge, slurm
 from mpikv.launch.batch import Job, parse_time, time_text
-from mpikv.launch.run_batch import KINDS
 from mpikv.launch.scheduler import SchedulerError, State
 
 SCRIPTS = batch.repository_scripts()
@@ -63,9 +62,10 @@ def test_bash_accepts_what_they_call() -> None:
     for file in (TEMPLATES / "job.sh", *parts.values()):
         done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
-    named = set(re.findall(r'\. "\$PARTS/(.*)"', (TEMPLATES / "job.sh").read_text()))
-    kinds = {f"{word}.sh" for kind in KINDS for word in (kind, kind.split("-")[0])}
-    assert (named - {"$KIND.sh", "${KIND%-*}.sh"}) | kinds == set(parts)
+    text = "".join(file.read_text() for file in (TEMPLATES / "job.sh", *parts.values()))
+    kinds = set(re.findall(r'"\$TEMPLATES/job.sh" (\S+)', "".join(SCRIPTS.values())))
+    named = set(re.findall(r'\. "\$PARTS/(\S*)"', text)) - {"$KIND.sh", "${KIND%-*}.sh"}
+    assert named | {f"{word}.sh" for kind in kinds for word in (kind, kind.split("-")[0])} == set(parts)
 
 
 def settings(script: str) -> list[str]:
