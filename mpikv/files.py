@@ -101,8 +101,9 @@ def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
 
 def write_private(path: str | os.PathLike[str], text: str) -> None:
     """Make a new file that only this user can read (mode 600). Raises FileExistsError where something is there."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(number, "wb") as file:
+        file.write(os.fsencode(text))  # a variable of the environment need not be UTF-8
 
 
 @contextlib.contextmanager

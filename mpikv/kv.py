@@ -268,14 +268,14 @@ def _type_name(fields: list[bool]) -> str:
     return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
 
 
-def _stop_signals(config: Config) -> signals.StopSignals:
-    return signals.StopSignals([name for name in config.stop_signals.split(",") if name])
+def _stop_signals(config: Config, mark: str = "") -> signals.StopSignals:
+    return signals.StopSignals([name for name in config.stop_signals.split(",") if name], mark)
 
 
 def _listening(store: KVStore, config: Config) -> KVStore:
     """Let signals ask all workers to stop, until the store is closed."""
     if config.stop_signals:
-        listener = _stop_signals(config)
+        listener = _stop_signals(config, config.stop_mark if store.rank == 0 else "")
         listener.install()
         session = store.session
 

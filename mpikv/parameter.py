@@ -247,6 +247,11 @@ def named(params: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     seen: set[int] = set()
     for name, parameter in pairs:
+        if isinstance(parameter, Mapping) and "params" in parameter:
+            raise TypeError(
+                "a Trainer has no groups of parameters, such as torch.optim takes: give all parameters together, and "
+                "those that differ a factor, `parameter.lr_mult = 0.1` or `parameter.wd_mult = 0`, before"
+            )
         if not isinstance(name, str):
             raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
         if is_tensor(parameter):

