@@ -131,6 +131,7 @@ class MpiTransport:
         self._under_way: list[PolledRequest] = []
         self._requests: list[MPI.Request] = []  # of the same, in the same order
         self._at = 0  # the first of those that are looked at next
+        self.meeting: MPI.Request | None = None  # of the last `allgather_bytes`
         self._polled_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
@@ -246,11 +247,15 @@ def allgather_bytes(
 ) -> list[bytes]:
     """Every rank's bytes, in rank order. Collective."""
     comm: Any = transport.comm
+
+    def done(request: MPI.Request) -> None:
+        transport.meeting = request  # and with it its arrays: MPI may write into them after a StallError, too
+        wait_for(request, timeout_s, on_timeout)
+
     sizes = np.empty(transport.size, np.int64)
-    wait_for(comm.Iallgather(np.array([len(data)], np.int64), sizes), timeout_s, on_timeout)
+    done(comm.Iallgather(np.array([len(data)], np.int64), sizes))
     gathered = np.empty(int(sizes.sum()), np.uint8)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     mine = np.frombuffer(data, np.uint8)
-    request = comm.Iallgatherv([mine, MPI.BYTE], [gathered, sizes, offsets[:-1], MPI.BYTE])
-    wait_for(request, timeout_s, on_timeout)
+    done(comm.Iallgatherv([mine, MPI.BYTE], [gathered, sizes, offsets[:-1], MPI.BYTE]))
     return [gathered[offsets[i] : offsets[i + 1]].tobytes() for i in range(transport.size)]
