@@ -430,7 +430,7 @@ at() {
         [ ! -e "$FAKE/sent $1" ] || return
         : >"$FAKE/sent $1"
         local whom=$$
-        [ -z "$ALL" ] || [ "$1" = launch.sh:2 ] || { [ "$BASHPID" = $$ ] && [ -n "$PID" ]; } || whom=-$$
+        [ -z "$ALL" ] || { [ "$BASHPID" = $$ ] && [ -n "$PID" ]; } || whom=-$$
         kill -USR1 -- "$whom"
         [ "$BASHPID" = $$ ] || [ -z "$WORK" ] || [ -n "$STATUS" ] || until [ -e "$FAKE/noticed" ]; do sleep 0.02; done
         ;;

@@ -1,5 +1,6 @@
 # The child: it checks everything, shows where the ranks are, and becomes the launcher of the program.
 trap '' USR1 USR2
+: >"$WORK/ignores"
 . "$PARTS/mpi.sh"
 . "$PARTS/$KIND.sh"
 LAUNCH+=("${LAUNCH_OPTIONS[@]}")

@@ -10,9 +10,15 @@ saved() { # what changes when the stop file is written; opened, so that a networ
     { : <"$STOP_FILE"; } 2>/dev/null && stat -c '%i %z' -- "$STOP_FILE"
 }
 
-. "$PARTS/launch.sh" &
-PID=$!
 exec {NEVER}<> <(:) # a pipe through which nothing comes: reading it is a pause without a process
+# The child ignores the signals from its first command on. Grid Engine sends them to all processes of a job: one that comes
+# before that ends the child, and another one takes its place.
+for _ in 1 2 3; do
+    . "$PARTS/launch.sh" &
+    PID=$!
+    until [ -e "$WORK/ignores" ] || ! kill -0 "$PID" 2>/dev/null; do read -rt 0.05 -u "$NEVER"; done
+    [ ! -e "$WORK/ignores" ] || break
+done
 STOPPED='' SENT_S=''
 while kill -0 "$PID" 2>/dev/null; do
     # Grid Engine does not warn of a time limit.
