@@ -108,7 +108,7 @@ class SplitSampler:
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
         sampler = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
-        if hasattr(store, "session") and "async" not in store.type:
+        if hasattr(store, "session") and "async" not in getattr(store, "type", ""):
             sampler._store = weakref.ref(store)
         return sampler
 
