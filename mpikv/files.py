@@ -55,8 +55,8 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None
 
     Local, blocks. The file that a symbolic link points to is replaced, not the link. A file that is there already keeps
     its permissions, if it is this user's; of another user's no more than umask allows. Raises what `write` raises, and
-    OSError, also where `path` is no regular file or is reached by another user's symbolic link; what is there then stays
-    as it was.
+    OSError, also where `path` is no regular file or is reached by another user's symbolic link; what is there then
+    stays as it was.
     """
     with replacing(path) as file:
         write(file)
