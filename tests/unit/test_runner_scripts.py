@@ -418,6 +418,7 @@ id() {{ echo 0; }}
 apt-get() {{ [ "$1" = update ] || {{ cat {policy} >{reached}; read -r _ <{go}; }}; }}
 provide_clusters
 """
+    going = os.open(go, os.O_RDWR)  # writing waits for no reader
     alive, held = os.pipe()  # held open by the script and all that it has started
     with subprocess.Popen(
         ["bash", "-ec", code], env=BASH, stdout=subprocess.DEVNULL, pass_fds=[held], start_new_session=True
@@ -429,9 +430,10 @@ provide_clusters
         else:
             if who == "script":
                 script.kill()
-            go.write_text("\n")
+            os.write(going, b"\n")
     assert os.read(alive, 1) == b""
     os.close(alive)
+    os.close(going)
     assert (policy.read_text() if policy.exists() else None) == ("mine" if there else None)
 
 
