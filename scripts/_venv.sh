@@ -48,7 +48,7 @@ provide_iproute2() {
 # those tests are skipped, so this never fails. The packages must not start daemons of their own on this machine: Debian
 # asks /usr/sbin/policy-rc.d, and 101 means no.
 provide_clusters() {
-    local packages=() one program policy=/usr/sbin/policy-rc.d own=''
+    local packages=() one program policy=/usr/sbin/policy-rc.d
     for one in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge sge_qmaster:gridengine-master \
         sge_execd:gridengine-exec qsub:gridengine-client sshd:openssh-server ssh:openssh-client rsync:rsync ip:iproute2; do
         program=${one%%:*}
@@ -62,11 +62,11 @@ provide_clusters() {
         return 0
     fi
     say "Installing ${packages[*]} ..."
-    [ -e "$policy" ] || { own=$policy && printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"; }
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        -o DPkg::Lock::Timeout=120 "${packages[@]}"; } >/dev/null 2>&1 ||
-        say "apt-get could not install them: tests that need them are skipped."
-    [ -z "$own" ] || rm -f "$own"
+    ( # in a shell of its own, whose end removes the file even where this script is killed meanwhile
+        [ -e "$policy" ] || { trap 'rm -f "$policy"' EXIT && printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"; }
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+            -o DPkg::Lock::Timeout=120 "${packages[@]}"
+    ) >/dev/null 2>&1 || say "apt-get could not install them: tests that need them are skipped."
 }
 
 # provide DIR EXTRAS: the virtual environment DIR with this clone and its extras in it. Quick where that is so already.

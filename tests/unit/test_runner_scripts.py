@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -439,6 +440,45 @@ def test_what_cannot_be_installed_is_named() -> None:
     assert "slurmctld slurmd slurm-client munge gridengine-master gridengine-exec gridengine-client" in said
     assert said.endswith("are skipped.")
     assert after == "went on"
+
+
+@pytest.mark.parametrize("who", ["script", "all", "nobody"])
+@pytest.mark.parametrize("there", [False, True])
+def test_daemons_may_start_again_once_packages_are_installed(tmp_path: Path, who: str, there: bool) -> None:
+    """Also where the script is killed meanwhile, alone or with all that it has started: what forbids it is removed.
+
+    One's own file stays.
+    """
+    policy, reached, go = tmp_path / "policy", tmp_path / "reached", tmp_path / "go"
+    os.mkfifo(reached)
+    os.mkfifo(go)
+    if there:
+        policy.write_text("mine")
+    code = f"""
+. {ROOT}/scripts/_venv.sh
+eval "$(declare -f provide_clusters | sed 's#/usr/sbin/policy-rc.d#{policy}#')"
+command() {{ [ "$2" = apt-get ]; }}
+id() {{ echo 0; }}
+apt-get() {{ [ "$1" = update ] || {{ cat {policy} >{reached}; read -r _ <{go}; }}; }}
+provide_clusters
+"""
+    going = os.open(go, os.O_RDWR)  # writing waits for no reader
+    alive, held = os.pipe()  # held open by the script and all that it has started
+    with subprocess.Popen(
+        ["bash", "-ec", code], env=BASH, stdout=subprocess.DEVNULL, pass_fds=[held], start_new_session=True
+    ) as script:
+        os.close(held)
+        assert reached.read_text() == ("mine" if there else "#!/bin/sh\nexit 101\n")
+        if who == "all":
+            os.killpg(script.pid, signal.SIGTERM)
+        else:
+            if who == "script":
+                script.kill()
+            os.write(going, b"\n")
+    assert os.read(alive, 1) == b""
+    os.close(alive)
+    os.close(going)
+    assert (policy.read_text() if policy.exists() else None) == ("mine" if there else None)
 
 
 def test_a_users_own_environment_is_kept(tmp_path: Path) -> None:
