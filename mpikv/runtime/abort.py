@@ -177,7 +177,9 @@ def install(rank: int, size: int) -> Guard:
 def install_early(*, others_wait: bool) -> None:
     """Let an error end the job before the ranks have made a store, if MPI runs already or others wait in MPI_Init."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized():
+    if launcher.is_child_of_rank():
+        pass  # its end is its own
+    elif mpi and mpi.Is_initialized():
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
             return
