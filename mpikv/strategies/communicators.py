@@ -48,8 +48,12 @@ class Communicators:
         yield self._made[key_id]
         return self._made[key_id].result
 
+    def all_made(self) -> bool:
+        """Whether none is being made any more. MPI must not end before, even if no round has needed them."""
+        return all(running.done for running in self._made.values())
+
     def free(self) -> None:
-        """Give all back. Collective."""
+        """Give all back, once they are made. Collective."""
         for running in self._made.values():
             if running.result is not None:
                 running.result.Free()

@@ -76,6 +76,7 @@ def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]
     def read() -> states.StatesFile:
         stateless = not codec_states.compresses(session)
         file = _read_file(path, session.infos, session.optimizers(), stateless=stateless)
+        codec_states.check(file.codecs, path)
         of_codecs.extend(file.codecs)
         return file
 

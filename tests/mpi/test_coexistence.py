@@ -7,6 +7,7 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, kv, optimizers, wire
+from mpikv.engine.request import Predicate
 
 SETTINGS = Config(timeout_s=30)
 TAGS = [wire.TAG_CONTROL, wire.TAG_REQUEST, wire.TAG_STATES, wire.TAG_REPLY, wire.TAG_REPLY + 1]
@@ -154,6 +155,32 @@ def test_two_native_stores(comm):
         assert uniform(stores[i].pull(key)) == W * ((i + 1) * ord(key) + 2)
     for store in stores:
         store.close()
+
+
+@pytest.mark.mpi
+def test_communicators_that_no_round_needs(comm, monkeypatch):
+    """Of compressed keys; close waits for those that MPI is still making, since MPI may end after it."""
+    store = kv.create("dist_sync", comm=comm, config=Config(timeout_s=30, algorithm="native"))
+    communicators = store.strategy.keys.communicators
+    if communicators is None:
+        pytest.skip("one worker has none")
+    duplicate, drain, drained = communicators.native.duplicate, store.strategy.keys.drain, []
+
+    def duplicate_late(parent):
+        yield Predicate(lambda: bool(drained))
+        return (yield from duplicate(parent))
+
+    def drain_and_say(*args):
+        drain(*args)
+        drained.append(True)
+
+    monkeypatch.setattr(communicators.native, "duplicate", duplicate_late)
+    monkeypatch.setattr(store.strategy.keys, "drain", drain_and_say)
+    store.set_gradient_compression({"type": "2bit", "force": True})
+    store.init(list("abcd"), [full(0, 500)] * 4)
+    store.pushpull(list("abcd"), [full(1, 500) for _ in range(4)])
+    store.close()
+    assert all(made.result is not None for made in communicators._made.values())
 
 
 @pytest.mark.mpi

@@ -386,6 +386,26 @@ def test_stop_gives_up_what_runs(engine):
     assert sorted(ended) == ["service", "transfer"]
 
 
+def test_a_thread_that_does_not_end_is_an_error(monkeypatch):
+    """It hangs inside a call, which nobody can end."""
+    monkeypatch.setattr("mpikv.engine.engine.STOP_S", 0.01)
+    inside, end = threading.Event(), threading.Event()
+
+    def poll():
+        inside.set()
+        end.wait(60)
+
+    engine = Engine(threaded=True, on_fatal=lambda error: None, poll=poll)
+    try:
+        assert inside.wait(60)
+        with pytest.raises(MpikvError, match=r"has not ended in 0\.01 s"):
+            engine.stop()
+    finally:
+        end.set()
+    monkeypatch.undo()
+    engine.stop()
+
+
 def test_several_threads_may_wait(engine):
     flags = [Flag() for _ in range(4)]
 

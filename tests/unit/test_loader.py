@@ -331,6 +331,25 @@ def test_closing_lets_go_of_what_was_made() -> None:
     assert threads() == []
 
 
+def test_a_value_that_never_comes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpikv.data.prefetch.END_S", 0.01)
+    inside, end = threading.Event(), threading.Event()
+
+    def hangs() -> Iterator[int]:
+        yield 1
+        inside.set()
+        end.wait(60)
+
+    made = Prefetch(hangs, 1)
+    assert next(made) == 1
+    assert inside.wait(60)
+    made.close()
+    running = threads()
+    assert len(running) == 1
+    end.set()
+    running[0].join(60)
+
+
 def test_a_generator_that_ends_at_once() -> None:
     def nothing() -> Iterator[int]:
         return iter(())
