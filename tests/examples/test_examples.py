@@ -163,7 +163,7 @@ PROGRAMS = [
 
 def test_every_program_is_known() -> None:
     parts = {"compressed", "fetched", "image_sets", "networks", "torch_networks", "usage"}
-    quoted = {"first", "forgets", "jax_linear", "shared", "torch_linear"}  # run where documents show them
+    quoted = {"first", "forgets", "jax_linear", "shared", "torch_linear", "tutorial"}  # run where documents show them
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*PROGRAMS, *parts, *quoted}
 
 
