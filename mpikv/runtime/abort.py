@@ -6,7 +6,8 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
 
 - an uncaught exception prints its traceback, each line with this rank and host, and aborts the job with status 1;
 - a mistake in a call (see tracebacks.py) prints one line, and ends the job with status 2;
-- `sys.exit` with a status is remembered; if the interpreter then ends with a store still open, the job ends with it;
+- `sys.exit`, `exit` and `quit` with a status are remembered; if the interpreter then ends with a store still open, the
+  job ends with it. Python tells nobody of a bare `raise SystemExit(3)`: that rank closes its store as at any end;
 - SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
 
 Ranks run the same program, so that most errors are made by all of them. Rank 0 tells its own at once, and the others
@@ -17,6 +18,7 @@ ends the process instead where `mpirun` takes that for the end of the job, and h
 
 from __future__ import annotations
 
+import builtins
 import functools
 import io
 import os
@@ -32,7 +34,7 @@ from typing import Any, TypeVar
 from mpikv import tracebacks
 from mpikv.config import wants_full_tracebacks
 from mpikv.observe.activity import Activity
-from mpikv.runtime import launcher, printed, unmet
+from mpikv.runtime import children, launcher, printed, unmet
 from mpikv.runtime.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
@@ -62,9 +64,10 @@ class Guard(TakesSignals):
         self.activities: list[Activity] = []  # of the stores that are open
 
     def install(self) -> None:
-        """Replace `sys.excepthook` and `sys.exit`, and SIGTERM's default action."""
+        """Replace `sys.excepthook`, what ends a program with a status, and SIGTERM's default action."""
         sys.excepthook = self.excepthook
-        sys.exit = self._remember_exit  # type: ignore[assignment] # it does not return either
+        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):  # `python -S` lacks the last two
+            setattr(module, name, self._remember_exit)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
 
@@ -181,7 +184,7 @@ def install_early(*, others_wait: bool) -> None:
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
             return
-    elif (started_by := launcher.find()) and started_by.size > 1:
+    elif not children.is_child() and (started_by := launcher.find()) and started_by.size > 1:
         install(launcher.said_rank(os.environ), started_by.size)
         if others_wait:
             unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same

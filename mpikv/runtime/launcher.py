@@ -3,17 +3,19 @@
 A launcher tells its ranks who they are through environment variables and a socket that only its own library
 understands. Where `mpirun` comes from one MPI and the library from another, N processes each believe that they are
 alone, or fail inside MPI_Init with a text that names neither. So this is checked before MPI_Init where the variables
-suffice, and by the size of COMM_WORLD after it.
+suffice, and by the size of COMM_WORLD after it. Launchers that know no MPI, such as torchrun, set variables of their
+own: processes that they have started would each be alone, too.
 
 The launcher's program is found by walking up the parents in /proc. All calls are local.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,8 @@ HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
+PYTORCH_SIZE, PYTORCH_RANK = "WORLD_SIZE", "RANK"  # of torchrun, and of programs that start processes for PyTorch
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set in what torchrun has started, so that it stands below any launcher of MPI
 SILENT_S = 5.0
 
 
@@ -99,21 +103,32 @@ def said_local_rank(environ: Mapping[str, str]) -> int:
 def program() -> str:
     """Return the path of the nearest parent that is a launcher, or of its own parent if that is one, too; else ""."""
     found = ""
-    for name in _parents(os.getpid()):
-        if PROGRAMS.fullmatch(os.path.basename(name)):
+    for _, name in _parents():
+        if _starts_ranks(name):
             found = name
         elif found:
             break
     return found
 
 
+def parents_below_launcher() -> list[int]:
+    """Return the ids of this process's parents up to the nearest that is a launcher, which is not among them."""
+    return [pid for pid, _ in itertools.takewhile(lambda parent: not _starts_ranks(parent[1]), _parents())]
+
+
+def _starts_ranks(name: str) -> bool:
+    return PROGRAMS.fullmatch(os.path.basename(name)) is not None
+
+
 def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where the library would fail inside MPI_Init under this launcher.
+    """Raise ConfigError where the library would fail inside MPI_Init under this launcher, or find no other rank.
 
     name: the library's name, as mpi4py's `get_vendor` says it; path: where it was loaded from.
     """
     environ = os.environ if environ is None else environ
     launcher = find(environ)
+    if launcher is None or launcher.size == 1 or TORCHRUN in environ:
+        _check_pytorch(environ)
     if launcher is None:
         return
     if launcher.variable == OPEN_MPI_SIZE:
@@ -128,14 +143,27 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
 
 
 def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where a launcher started several ranks but COMM_WORLD has one. library: name and path."""
+    """Raise ConfigError where several processes were started but COMM_WORLD has one. library: name and path."""
     if comm_size != 1:
         return
     environ = os.environ if environ is None else environ
+    _check_pytorch(environ)
     launcher = find(environ)
     if launcher is not None and launcher.size > 1:
         raise _mixture(
             launcher, library, "whose COMM_WORLD has one rank: the launcher and the library do not know each other"
+        )
+
+
+def _check_pytorch(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where a launcher that knows no MPI says that there are other processes."""
+    size, rank = environ.get(PYTORCH_SIZE, ""), environ.get(PYTORCH_RANK, "")
+    if size.isdigit() and int(size) > 1 and rank.isdigit():
+        raise ConfigError(
+            f"{PYTORCH_RANK}={rank} and {PYTORCH_SIZE}={size} say that this is one of {size} processes, but MPI did not "
+            "start them (torchrun, torch.distributed.launch, mp.spawn?): each would train alone. Start the program "
+            f"with `mpirun -n {size} python train.py`, with several hosts `mpikv launch` or `srun --mpi=pmix`; where "
+            f"it is meant to be one process, unset {PYTORCH_SIZE}"
         )
 
 
@@ -149,18 +177,19 @@ def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
     )
 
 
-def _parents(pid: int) -> list[str]:
-    """Return the programs of this process's parents, nearest first; the bare name where the path may not be read."""
-    names: list[str] = []
+def _parents() -> Iterator[tuple[int, str]]:
+    """Return this process's parents, nearest first: id and program; the bare name where the path may not be read."""
+    pid = os.getpid()
     while True:
         try:
             # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if pid <= 1:
-                return names
+                return
             try:
-                names.append(os.readlink(f"/proc/{pid}/exe"))
+                name = os.readlink(f"/proc/{pid}/exe")
             except PermissionError:  # another user's: Slurm's step daemon belongs to root
-                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
         except (OSError, ValueError, IndexError):  # no /proc, or the parent has just ended
-            return names
+            return
+        yield pid, name

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from jobs import mpirun
+from jobs import command, mpirun
 
 PROGRAM = """
 import multiprocessing, signal, sys, time
@@ -79,7 +80,10 @@ def child(queue):
         try:
             call()
         except MpikvError as error:
-            assert name in str(error) and "forked from" in str(error), (name, error)
+            if name == "kv.create":
+                assert "was started by a rank" in str(error), error
+            else:
+                assert name in str(error) and "forked from" in str(error), (name, error)
         else:
             raise AssertionError(name)
     store.close()
@@ -112,4 +116,60 @@ def test_a_child_cannot_use_the_store(kind: str, servers: int, tmp_path: Path) -
     job = mpirun(2 + servers, ["python", str(path), kind, str(servers)], timeout_s=60)
     assert job.status == 0, job.output
     assert job.stdout.count("finished") == 2
+    assert job.ranks_left == []
+
+
+STARTED = """
+import multiprocessing, os, subprocess, sys
+import numpy as np
+from mpikv import kv
+
+store = kv.create("dist_sync")  # not below `if __name__ == "__main__"`: spawn and forkserver come here, too
+how = sys.argv[1]
+
+def nothing():
+    pass
+
+if multiprocessing.parent_process() is None and "child" not in sys.argv:
+    if how == "subprocess":
+        status = subprocess.run([sys.executable, __file__, how, "child"]).returncode
+    elif how == "mpirun":
+        line = [*os.environ["LINE"].split(), sys.executable, __file__, how, "child"]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_C", "PM", "PRTE"))}
+        status = subprocess.run(line, env=inherited).returncode if store.rank == 0 else 0
+    else:
+        child = multiprocessing.get_context(how).Process(target=nothing)
+        child.start()
+        child.join()
+        status = child.exitcode
+    store.init("w", np.zeros(3))
+    store.pushpull("w", value := np.ones(3))
+    assert value.tolist() == [2, 2, 2]
+    print("a child ended with status", status, flush=True)
+store.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver", "subprocess"])
+def test_what_a_rank_starts_cannot_take_its_place(mpi, how: str, tmp_path: Path) -> None:
+    """It has the rank's place in its environment, and MPI_Init would make it the same rank once more."""
+    path = tmp_path / "program.py"
+    path.write_text(STARTED)
+    job = mpirun(2, ["python", str(path), how], timeout_s=60, mpi=mpi)
+    assert job.status == 0, job.output
+    assert len(re.findall("a child ended with status [12]", job.stdout)) == 2, job.output
+    said = re.findall(r"^mpikv: error: ConfigError: this process, \d+, was started by a rank \(", job.output, re.M)
+    assert len(said) == 2, job.output
+    assert "Traceback" not in job.output
+    assert job.ranks_left == []
+
+
+def test_a_rank_may_start_another_job(mpi, tmp_path: Path) -> None:
+    """Its ranks inherit the mark of a rank, but are their own launcher's."""
+    path = tmp_path / "program.py"
+    path.write_text(STARTED)
+    line = " ".join(command(mpi, [(1, ["python"])])[:-1])
+    job = mpirun(2, ["python", str(path), "mpirun"], env={"LINE": line}, timeout_s=60, mpi=mpi)
+    assert job.status == 0, job.output
+    assert job.stdout.count("a child ended with status 0") == 2, job.output
     assert job.ranks_left == []

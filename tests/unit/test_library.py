@@ -206,6 +206,47 @@ def test_the_launcher_before_init(name: str, environ: dict[str, str], fits: bool
             launcher.check_before_init(name, WHEEL, environ)
 
 
+PYTORCH = {"RANK": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "alone"),
+    [
+        ({"WORLD_SIZE": "1", "RANK": "0"}, True),
+        ({"WORLD_SIZE": "2"}, True),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, True),  # the batch script itself
+        (PYTORCH, False),
+        ({**PYTORCH, "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({**PYTORCH, "TORCHELASTIC_RUN_ID": "none", "SLURM_STEP_NUM_TASKS": "2"}, False),  # srun torchrun
+        ({**PYTORCH, **OPEN_MPI}, True),  # said of the containers, in each of which is an mpirun
+    ],
+)
+def test_processes_that_no_mpi_has_started(environ: dict[str, str], alone: bool) -> None:
+    if alone:
+        launcher.check_before_init("Open MPI", WHEEL, environ)
+        return
+    with pytest.raises(ConfigError, match=r"^RANK=1 and WORLD_SIZE=2 say .* `mpirun -n 2 python train.py`"):
+        launcher.check_before_init("Open MPI", WHEEL, environ)
+    with pytest.raises(ConfigError, match=r"^RANK=1 and WORLD_SIZE=2 say"):  # MPI was initialised by the program
+        launcher.check_after_init(1, "Open MPI at /x", environ)
+    launcher.check_after_init(2, "Open MPI at /x", environ)
+
+
+@needs_mpi
+@pytest.mark.parametrize("before", ["", "from mpi4py import MPI"])
+def test_a_store_of_all_is_refused_where_others_are_said_to_be(before: str) -> None:
+    code = f"""
+{before}
+import mpikv
+with mpikv.kv.create("local"): pass
+with mpikv.kv.create("device"): pass
+try: mpikv.kv.create("dist_sync")
+except mpikv.ConfigError as error: print(error)
+"""
+    assert python(code, **PYTORCH).stdout.startswith("RANK=1 and WORLD_SIZE=2 say")
+    assert python(code, RANK="0", WORLD_SIZE="1").stdout == ""
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -217,7 +258,7 @@ def test_the_launcher_before_init(name: str, environ: dict[str, str], fits: bool
     ],
 )
 def test_the_program_of_the_launcher(names: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_parents", lambda pid: [f"/bin/{name}" for name in names])
+    monkeypatch.setattr(launcher, "_parents", lambda: enumerate(f"/bin/{name}" for name in names))
     assert launcher.program() == (f"/bin/{expected}" if expected else "")
 
 
