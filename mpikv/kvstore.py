@@ -647,8 +647,9 @@ class KVStore:
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the optimizer's states of all keys into one file, whole or not at all.
 
-        Collective, blocks; worker 0 writes. dump_optimizer: write the optimizer's attributes, too. Raises MpikvError
-        without an optimizer, or OSError, on every worker.
+        Collective, blocks; worker 0 writes. dump_optimizer: write the optimizer's attributes, too. With them goes what
+        the codecs of pushes remember; what a codec of `pull` still owes is in no file, and a resumed run begins without
+        it. Raises MpikvError without an optimizer, or OSError, on every worker.
 
         >>> store = kv.create('local')
         >>> store.init('w', np.zeros(2))

@@ -160,8 +160,8 @@ def _check_pytorch(environ: Mapping[str, str]) -> None:
     size, rank = environ.get(PYTORCH_SIZE, ""), environ.get(PYTORCH_RANK, "")
     if size.isdigit() and int(size) > 1 and rank.isdigit():
         raise ConfigError(
-            f"{PYTORCH_RANK}={rank} and {PYTORCH_SIZE}={size} say that this is one of {size} processes, but MPI did not "
-            "start them (torchrun, torch.distributed.launch, mp.spawn?): each would train alone. Start the program "
+            f"{PYTORCH_RANK}={rank} and {PYTORCH_SIZE}={size} say that this is one of {size} processes; MPI has not "
+            "started them (torchrun, torch.distributed.launch, mp.spawn?): each would train alone. Start the program "
             f"with `mpirun -n {size} python train.py`, with several hosts `mpikv launch` or `srun --mpi=pmix`; where "
             f"it is meant to be one process, unset {PYTORCH_SIZE}"
         )

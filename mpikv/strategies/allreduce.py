@@ -306,6 +306,8 @@ class AllreduceStrategy(Strategy):
         refused = refused or next(iter(self._session.control.refused.values()), None)
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
+        if self.keys.communicators is not None:  # those of keys that went another way may still be in the making
+            self._session.wait_for(self.keys.communicators.made(), "close")
         if error is not None:
             raise error
         if self.keys.communicators is not None:

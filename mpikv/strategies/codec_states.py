@@ -70,7 +70,7 @@ def shares(saved: Sequence[Part], num_workers: int) -> list[list[Part]]:
         place = (part.key, part.begin, part.end)
         first = owed.setdefault(place, part._replace(state=dict(part.state)))
         if part.worker != first.worker and RESIDUAL in part.state:
-            first.state[RESIDUAL] = first.state[RESIDUAL] + part.state[RESIDUAL].astype(np.float64)
+            first.state[RESIDUAL] = first.state.get(RESIDUAL, 0) + part.state[RESIDUAL].astype(np.float64)
     found = []
     for part in owed.values():
         state = dict(part.state)

@@ -470,9 +470,10 @@ class PsStrategy(Strategy):
     def _settle(self, call: str) -> None:
         """Wait until everything that all workers pushed so far has been applied. Collective."""
         if self.synchronous:
-            for key in tuple(self._keys.values()):
-                for pending in self.exchange([Entry(key.info, None, Sink(key.info, [], self._session.spaces))], 0):
-                    self._session.wait(pending)
+            with self._session.compressions.suspend():  # by a codec with a memory it would change what later pulls get
+                for key in tuple(self._keys.values()):
+                    for pending in self.exchange([Entry(key.info, None, Sink(key.info, [], self._session.spaces))], 0):
+                        self._session.wait(pending)
             self._rows.settle(call)
         else:
             self._flush(call)

@@ -165,6 +165,11 @@ def _read_file(
         if info is not None and (part.shape, part.dtype) != (info.shape, info.dtype):
             there, here = (f"{one.dtype} {one.shape}" for one in (part, info))
             raise StatesFileError(f"{path}: key {shown(part.key)} is {there} there and {here} here")
+        owed = part.state.get(codec_states.RESIDUAL)
+        if owed is not None and (owed.shape, owed.dtype) != ((part.end - part.begin,), np.dtype(np.float32)):
+            raise StatesFileError(
+                f"{path}: key {shown(part.key)}: {owed.dtype} {owed.shape} is owed of {part.begin} to {part.end}"
+            )
     return file
 
 

@@ -7,6 +7,8 @@ import pytest
 from mpi_stores import full, on_workers, uniform
 
 from mpikv import Config, kv, optimizers, wire
+from mpikv.engine.request import Predicate
+from mpikv.session.workers import Workers
 
 SETTINGS = Config(timeout_s=30)
 TAGS = [wire.TAG_CONTROL, wire.TAG_REQUEST, wire.TAG_STATES, wire.TAG_REPLY, wire.TAG_REPLY + 1]
@@ -166,6 +168,36 @@ def test_many_stores_one_after_another(comm, algorithm):
             store.init(keys, [full(turn, 2)] * len(keys))
             store.pushpull(59, value := full(1, 2))
             assert uniform(value) == comm.Get_size()
+
+
+@pytest.mark.mpi
+def test_close_waits_for_communicators_in_the_making(comm, monkeypatch):
+    """Keys that are compressed never wait for theirs."""
+    from mpi4py import MPI
+
+    from mpikv.collectives import native
+
+    left = []
+    duplicate, leave = native.duplicate, Workers.leave
+
+    def slowly(comm):
+        yield Predicate(lambda: bool(left))
+        return (yield from duplicate(comm))
+
+    def leaves(session, **options):
+        found = leave(session, **options)
+        left.append(session)
+        return found
+
+    monkeypatch.setattr(native, "duplicate", slowly)
+    monkeypatch.setattr(Workers, "leave", leaves)
+    store = kv.create("dist_sync", comm=comm, config=Config(timeout_s=30, algorithm="native"))
+    store.set_gradient_compression({"type": "2bit", "force": True})
+    store.init(["a", "b"], [full(0, 100), full(0, 100)])
+    store.pushpull(["a", "b"], [full(1, 100), full(1, 100)])
+    made = list(store.strategy.keys.communicators._made.values())
+    store.close()
+    assert [running.result for running in made] == [MPI.COMM_NULL] * 2  # each was made, and given back
 
 
 @pytest.mark.mpi

@@ -15,7 +15,7 @@ from mpikv.arrays import HostArray
 from mpikv.codecs import registry
 from mpikv.codecs.compression import NONE, make
 from mpikv.codecs.residuals import cut_anew
-from mpikv.optimizers.states import Part, load_states
+from mpikv.optimizers.states import Part, load_states, save_states
 from mpikv.strategies.codec_states import shares
 
 REST = {"type": Rest.name, "force": True}
@@ -235,6 +235,52 @@ def test_shares() -> None:
             assert one.state["count"] == 0
     assert saved[0].state["residual"].tolist() == [1.0] * 5
     assert shares([], 3) == [[], [], []]
+
+
+def test_a_worker_that_owes_nothing_yet() -> None:
+    owes = np.full(5, 3.0, np.float32)
+    for saved in ([part(0, 0, 5), part(1, 0, 5, residual=owes)], [part(0, 0, 5, residual=owes), part(1, 0, 5)]):
+        assert [one.state["residual"].tolist() for given in shares(saved, 3) for one in given] == [[1.0] * 5] * 3
+
+
+@pytest.mark.parametrize("owed_of_one", [np.zeros(3, np.float32), np.zeros((67, 1), np.float32), np.zeros(67)])
+def test_a_file_that_owes_what_no_key_has_changes_nothing(owed_of_one: HostArray, tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    broken = Part("67", (67,), np.dtype(np.float32), 0, 67, {"residual": owed_of_one}, 0)
+    save_states(path, [broken], meta={"optimizers": [], "configs": []})
+
+    def body(store: Any) -> Any:
+        begun(store)
+        push_rounds(store, range(2))
+        store.barrier()
+        before = owed(store)
+        with pytest.raises(StatesFileError, match=r"key '67': .* is owed of 0 to 67"):
+            store.load_optimizer_states(path)
+        return all(np.array_equal(a, b) for a, b in zip(before, owed(store), strict=True))
+
+    assert run(Mode("dist_sync", 2, 1), body, make(REST)) == [True] * 2
+
+
+def test_saving_changes_nothing_of_what_is_pulled_later(tmp_path: Path) -> None:
+    """Though the sums come back by a codec that remembers, and the last of them has not been pulled."""
+    returned = make({**REST, "pull": {"type": Rest.name, "step": 4.0}})
+
+    def body(store: Any, *, saves: bool) -> Any:
+        begun(store, optimizer=False)
+        found = []
+        for round_ in range(4):
+            push_rounds(store, range(round_, round_ + 1))
+            if saves:
+                store.save_optimizer_states(tmp_path / "states")
+                store.load_optimizer_states(tmp_path / "states")
+            if round_ != 1:
+                found += [array.tobytes() for array in store.pull(KEYS)]
+            store.barrier()
+        return found
+
+    mode = Mode("dist_sync", 2, 1)
+    expected = run(mode, lambda store: body(store, saves=False), returned)
+    assert run(mode, lambda store: body(store, saves=True), returned) == expected
 
 
 def test_pieces_that_are_cut_anew() -> None:
