@@ -17,7 +17,6 @@ from mpikv.bench.options import add_parser as add_bench
 from mpikv.bench.start import Parser
 from mpikv.data.records_options import add_parser as add_records
 from mpikv.launch.options import add_parser as add_launch
-from mpikv.launch.run_batch import add_parser as add_batch
 from mpikv.launch.submit import add_parser as add_submit
 from mpikv.plan.options import add_parser as add_plan
 
@@ -53,7 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
     add_launch(commands)
     add_submit(commands)
-    add_batch(commands)
     add_bench(commands)
     add_plan(commands)
     add_records(commands)

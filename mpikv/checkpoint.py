@@ -26,7 +26,7 @@ from mpikv.files import open_regular, replace_file
 from mpikv.keys import Key
 from mpikv.kvstore import KVStore
 from mpikv.optimizers import Function, Optimizer, Step
-from mpikv.optimizers.archive import read_archive, write_archive
+from mpikv.optimizers.archive import are_names, read_archive, write_archive
 from mpikv.row_sparse import RowSparse
 
 KIND = "mpikv checkpoint"
@@ -64,10 +64,10 @@ def read(path: str, parameters: Mapping[str, Any]) -> Checkpoint:
     steps: Any = header.get("steps")
     examples: Any = header.get("examples")
     workers: Any = header.get("workers", 0)
-    names = header.get("names")
+    names: Any = header.get("names")
     counted = type(steps) is int and steps >= 0 and type(examples) in (int, float) and 0 <= examples < math.inf
     counted = counted and type(workers) is int and workers >= 0
-    if not counted or not isinstance(names, list) or len(values) != len(names) + 1 + workers:
+    if not counted or not are_names(names) or len(values) != len(names) + 1 + workers:
         what = f"{shown(names)} after {shown(steps)} steps of {shown(workers)} workers with {shown(examples)} examples"
         raise StatesFileError(f"{path}: damaged: {what} for {len(values)} arrays")
     weights = dict(zip(names, values, strict=False))

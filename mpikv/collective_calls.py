@@ -138,7 +138,7 @@ class CollectiveCalls:
         if all(int(total[i]) ** 2 == n * int(total[i + 2]) for i in range(2)):
             return
         texts = [bytes(blob).decode() for blob in self._gather(np.frombuffer(text.encode(), np.uint8))]
-        raise error(f"{what}: the workers differ. {_difference(texts)}")
+        raise error(f"{what}: the workers differ. {difference(texts)}")
 
     def check_root(self, root: int) -> None:
         """Raise TypeError or ValueError for what is no worker. Local."""
@@ -243,10 +243,10 @@ def _split(flat: HostArray, sizes: Sequence[int]) -> list[HostArray]:
     return np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
 
 
-def _difference(texts: Sequence[str]) -> str:
-    """Return the first line that is not the same everywhere, and who brought what."""
-    rows = [text.split("\n") for text in texts]
-    labels = [f"worker {i}" for i in range(len(rows))]
+def difference(texts: Sequence[str]) -> str:
+    """Return the first line that is not the same everywhere, and who brought what. Empty texts are not compared."""
+    rows = [text.split("\n") for text in texts if text]
+    labels = [f"worker {i}" for i, text in enumerate(texts) if text]
     for i in range(max(map(len, rows))):
         lines = [row[i][:_SHOWN] if i < len(row) else "nothing more" for row in rows]
         if len(set(lines)) > 1:

@@ -207,16 +207,35 @@ def _finite(residual: HostArray) -> None:
         residual[i] = residual[i] if abs(residual[i]) < _INFINITY else _ZERO
 
 
-_LOOPS: dict[str, tuple[Callable[..., None], str]] = {
-    "2bit": (_two_bit, "values, float32[::1], float32, uint8[::1]"),
-    "1bit": (_one_bit, "values, float32[::1], float32, uint8[::1]"),
-    "int8": (_int8, "values, int64, uint8[::1]"),
-    "int8 add": (_int8_add, "bytes, int64, float32, bool, float32[::1]"),
-    "fp16": (_fp16, "values, int32, uint16[::1]"),
-    "fp16 add": (_fp16_add, "halves, float32, bool, float32[::1]"),
-    "bf16": (_bf16, "values, uint16[::1]"),
-    "bf16 add": (_bf16_add, "halves, float32, bool, float32[::1]"),
-    "finite": (_finite, "float32[::1]"),
+# Which lengths of the arrays fit: machine code looks at none, and would write beyond the shorter one.
+def _few_bits(per_byte: int) -> Callable[..., bool]:
+    return lambda values, residual, _t, data: (
+        residual.size == values.size and data.size == (values.size + per_byte - 1) // per_byte
+    )
+
+
+def _int8_bytes(n: int, block: int) -> int:
+    return n + (n + block - 1) // block * 4
+
+
+_LOOPS: dict[str, tuple[Callable[..., None], str, Callable[..., bool]]] = {
+    "2bit": (_two_bit, "values, float32[::1], float32, uint8[::1]", _few_bits(4)),
+    "1bit": (_one_bit, "values, float32[::1], float32, uint8[::1]", _few_bits(8)),
+    "int8": (
+        _int8,
+        "values, int64, uint8[::1]",
+        lambda values, block, data: data.size == _int8_bytes(values.size, block),
+    ),
+    "int8 add": (
+        _int8_add,
+        "bytes, int64, float32, bool, float32[::1]",
+        lambda data, block, _factor, _fresh, out: data.size == _int8_bytes(out.size, block),
+    ),
+    "fp16": (_fp16, "values, int32, uint16[::1]", lambda values, _beyond, data: data.size == values.size),
+    "fp16 add": (_fp16_add, "halves, float32, bool, float32[::1]", lambda data, _f, _fresh, out: data.size == out.size),
+    "bf16": (_bf16, "values, uint16[::1]", lambda values, data: data.size == values.size),
+    "bf16 add": (_bf16_add, "halves, float32, bool, float32[::1]", lambda data, _f, _fresh, out: data.size == out.size),
+    "finite": (_finite, "float32[::1]", lambda _residual: True),
 }
 _OF_CODEC = {
     "2bit": ("2bit",),
@@ -233,17 +252,21 @@ def prepare(codec: str) -> None:
     with _lock:
         for name in _OF_CODEC.get(codec, ()):
             if name not in _compiled:
-                _compiled[name] = _compile(*_LOOPS[name])
+                _compiled[name] = _compile(*_LOOPS[name][:2])
 
 
 def run(name: str, *arguments: Any) -> bool:
-    """Run the compiled loop. False, with nothing written, where there is none for these arrays."""
+    """Run the compiled loop. False, with nothing written, where there is none for these arrays or lengths."""
     loop = _compiled.get(name)
     if loop is None:
         return False
     for one in arguments:
-        if isinstance(one, np.ndarray) and not (one.dtype in _DTYPES and one.flags.forc and one.flags.aligned):
+        if isinstance(one, np.ndarray) and not (
+            one.ndim == 1 and one.dtype in _DTYPES and one.flags.forc and one.flags.aligned
+        ):
             return False
+    if not _LOOPS[name][2](*arguments):
+        return False
     loop(*arguments)
     return True
 

@@ -22,6 +22,7 @@ it means. `Config.from_environ()` is called by `kv.create`, never at import.
 | `MPIKV_CUDA_AWARE` | auto | whether MPI takes device memory: `0`: no; `1`: yes; `auto`: a child process tries it |
 | `MPIKV_STOP_SIGNALS` | | signals after which all workers stop together after their step, as in `TERM,USR1` |
 | `MPIKV_STOP_FILE` | | file in which a `Trainer` saves everything when it stops so, and from which it resumes |
+| `MPIKV_STOP_MARK` | | file that is there while worker 0 waits for such a signal: a batch job repeats it till then |
 
 One more is of the process rather than of a store, and no field of `Config`:
 
@@ -187,6 +188,7 @@ VARIABLES = (
     Variable("MPIKV_CUDA_AWARE", "cuda_aware", _one_of("0", "1", "auto")),
     Variable("MPIKV_STOP_SIGNALS", "stop_signals", _signals),
     Variable("MPIKV_STOP_FILE", "stop_file", _text),
+    Variable("MPIKV_STOP_MARK", "stop_mark", _text),
 )
 
 
@@ -219,6 +221,7 @@ class Config:
     cuda_aware: str = "auto"
     stop_signals: str = ""
     stop_file: str = ""
+    stop_mark: str = ""
 
     def __post_init__(self) -> None:
         for variable in VARIABLES:

@@ -4,8 +4,8 @@ So a reader finds the old file or the new one, whenever the writer is killed. A 
 of whatever is there, so a device, a pipe, a socket or a folder is refused and stays as it is.
 
 Another user may have put a symbolic link where a file is to be written, which could make the writer replace any of its
-own files. So only links of this user and of root are followed, and the file beside the place is made anew under a
-random name.
+own files. So only links of this user and of root are followed, on the way to a folder also those of the folder's owner
+that they lie in, who may put there what they like; and the file beside the place is made anew under a random name.
 """
 
 from __future__ import annotations
@@ -53,45 +53,63 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
 def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], None]) -> None:
     """Put a file that `write` fills at `path`, whole or not at all: beside its place first, then renamed.
 
-    Local, blocks. The file that a symbolic link points to is replaced, not the link; a file that is there already keeps
-    its mode. Raises what `write` raises, and OSError, also where `path` is no regular file or another user's symbolic
-    link; what is there then stays as it was.
+    Local, blocks. The file that a symbolic link points to is replaced, not the link. A file that is there already keeps
+    its permissions, if it is this user's; of another user's no more than umask allows. Raises what `write` raises, and
+    OSError, also where `path` is no regular file or is reached by another user's symbolic link; what is there then
+    stays as it was.
     """
     with replacing(path) as file:
         write(file)
 
 
 def place_of(path: str | os.PathLike[str]) -> str:
-    """Return where a file that is written to `path` comes to lie: at the end of the symbolic links, if it is one.
+    """Return where a file that is written to `path` comes to lie: at the end of all symbolic links on the way.
 
-    Raises PermissionError for a link that neither this user nor root has made.
+    Raises PermissionError for a link that is not to be followed, see the top of the file.
     """
-    place = os.path.abspath(os.fsdecode(path))
-    for _ in range(MOST_LINKS):
-        folder, name = os.path.split(place)
-        place = os.path.join(os.path.realpath(folder), name)
+    place, links = os.sep, 0
+    left = _names(os.path.join(os.getcwd(), os.fsdecode(path)))  # the next one last
+    while left:
+        folder, place = place, os.path.normpath(os.path.join(place, left.pop()))
         try:
             status = os.lstat(place)
-        except FileNotFoundError:
-            return place
+        except OSError:  # what it is, opening says, too
+            return os.path.join(place, *reversed(left))
         if not stat.S_ISLNK(status.st_mode):
-            return place
-        if status.st_uid not in (os.geteuid(), 0):
-            raise PermissionError(errno.EPERM, "is a symbolic link that another user has made", os.fsdecode(path))
-        place = os.path.join(folder, os.readlink(place))
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fsdecode(path))
+            continue
+        links += 1
+        if links > MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.fsdecode(path))
+        trusted = {os.geteuid(), 0} | ({os.stat(folder).st_uid} if left else set())
+        if status.st_uid not in trusted:
+            what = f"is reached through {place}, a symbolic link that another user has made: name the place itself"
+            raise PermissionError(errno.EPERM, what, os.fsdecode(path))
+        target = os.readlink(place)
+        left += _names(target)
+        place = os.sep if os.path.isabs(target) else folder
+    return place
+
+
+def _names(path: str) -> list[str]:
+    return [name for name in reversed(path.split(os.sep)) if name]
 
 
 def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a file that is written bit by bit, empty at first, not buffered.
 
-    Raises OSError for a link or no regular file.
+    Raises OSError for a link or no regular file, and for a folder that another user's link leads to or, unless this is
+    root, another user's file, who could read what is written.
     """
+    folder, name = os.path.split(os.path.abspath(os.fsdecode(path)))
     # Not blocking, for opening a pipe waits for its reader; emptied only once it is known to be a file.
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    number = os.open(os.path.join(place_of(folder), name), flags, 0o666)
     try:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
+        status = os.fstat(number)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", os.fsdecode(path))
+        if os.geteuid() not in (status.st_uid, 0):
+            raise PermissionError(errno.EPERM, "is another user's file", os.fsdecode(path))
         os.ftruncate(number, 0)
         return open(number, "wb", buffering=0)
     except BaseException:
@@ -101,8 +119,9 @@ def open_log(path: str | os.PathLike[str]) -> IO[bytes]:
 
 def write_private(path: str | os.PathLike[str], text: str) -> None:
     """Make a new file that only this user can read (mode 600). Raises FileExistsError where something is there."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(number, "wb") as file:
+        file.write(os.fsencode(text))  # a variable of the environment need not be UTF-8
 
 
 @contextlib.contextmanager
@@ -110,7 +129,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file that takes the place of `path` if the block ends without an error; see `replace_file`."""
     target = place_of(path)
     before = check_regular(path)
-    mode = 0o666 if before is None else stat.S_IMODE(before.st_mode)
+    mode = 0o666 if before is None else before.st_mode & 0o777
     # Not made of the file's name, which may be as long as names can be.
     beside = os.path.join(os.path.dirname(target), f".mpikv-{uuid.uuid4().hex[:16]}.tmp")
     try:
@@ -119,7 +138,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if before is not None:
+            if before is not None and before.st_uid == os.geteuid():
                 os.fchmod(file.fileno(), mode)
         os.replace(beside, target)
     except BaseException as error:

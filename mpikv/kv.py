@@ -54,9 +54,10 @@ def create(
 
     A `dist` store is made by all ranks of `comm` together: the call is collective and blocks until all have made it. On
     a server rank it serves until every worker has closed its store, and then ends the process with status 0
-    (SystemExit). Raises ValueError for an unknown name, ConfigError where ranks or settings do not fit, where some of
-    the ranks are servers of another store that is open, where a launcher that knows no MPI has started several
-    processes, or where a rank has started this one; StallError where ranks do not come.
+    (SystemExit). Raises ValueError for an unknown name, ConfigError where ranks or settings do not fit, where a
+    launcher says that there are other processes and MPI does not, in a process that a rank has started (a DataLoader's
+    worker, say), or where some of the ranks are servers of another store that is open, StallError where ranks do not
+    come.
 
     >>> with kv.create('local') as store:
     ...     store.init('w', np.zeros(2))
@@ -72,6 +73,7 @@ def create(
             if config.num_servers and not spec.distributed:
                 raise ValueError(f"a {name.lower()!r} store is of one process and has no servers; give num_servers=0")
         if spec.distributed:
+            _check_process(name)
             library.prepare(config.mpi, config.interface, config.timeout_s)
     except Exception:
         abort.install_early(others_wait=isinstance(name, str) and name.lower().startswith("dist"))
@@ -117,6 +119,15 @@ def _check_comm(comm: Any) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is not None and not (mpi and isinstance(comm, (mpi.Intracomm, type(mpi.COMM_NULL)))):
         raise wrong("comm", "an mpi4py.MPI.Intracomm or None", comm)
+
+
+def _check_process(name: str) -> None:
+    guard = abort.guard()
+    if guard is not None and guard.is_child():
+        raise MpikvError(
+            f"kv.create({name!r}) in a process that was forked from {guard.label}: MPI serves the process that has "
+            "initialised it. Make the store there, or a 'local' one here"
+        )
 
 
 def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm: MPI.Intracomm | None) -> KVStore:
@@ -259,14 +270,14 @@ def _type_name(fields: list[bool]) -> str:
     return next(name for name, spec in store_spec.NAMES.items() if spec == StoreSpec(*fields) and len(name) > 4)
 
 
-def _stop_signals(config: Config) -> signals.StopSignals:
-    return signals.StopSignals([name for name in config.stop_signals.split(",") if name])
+def _stop_signals(config: Config, mark: str = "") -> signals.StopSignals:
+    return signals.StopSignals([name for name in config.stop_signals.split(",") if name], mark)
 
 
 def _listening(store: KVStore, config: Config) -> KVStore:
     """Let signals ask all workers to stop, until the store is closed."""
     if config.stop_signals:
-        listener = _stop_signals(config)
+        listener = _stop_signals(config, config.stop_mark if store.rank == 0 else "")
         listener.install()
         session = store.session
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
 
-from mpikv import checks, devices, optimizers, shapes
+from mpikv import checks, devices, optimizers, shapes, tensors
 from mpikv.arrays import dtype_named, shape_and_dtype
 from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
@@ -41,6 +41,8 @@ class Request:
     (True, [1.0, 1.0])
     """
 
+    places: frozenset[int] = frozenset()  # the ids of the arrays that a `pushpull` brings results to
+
     def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
         self._session = session
         self._pending = pending
@@ -70,6 +72,13 @@ class Request:
         if self._form is not None:
             self._result, self._form = finished(self._form), None
         return self._result
+
+
+def _places(arrays: Values) -> frozenset[int]:
+    """Return the ids of arrays, or of those in lists of lists, that can be written to in place: JAX's never are."""
+    if isinstance(arrays, (list, tuple)):
+        return frozenset().union(*map(_places, arrays))
+    return frozenset({id(arrays)}) if isinstance(arrays, np.ndarray) or tensors.is_tensor(arrays) else frozenset()
 
 
 def _check_priority(priority: int) -> None:
@@ -513,14 +522,24 @@ class KVStore:
         """Do what `pushpull` does, and return a `Request` at once; its `wait` returns what `pushpull` returns.
 
         Fastest where the result comes to the place of the value, in host memory and in the key's dtype: nothing is
-        copied before this returns.
+        copied before this returns. An array that results come to belongs to one call until that is done, since the
+        calls run at the same time: ValueError, with nothing sent, where an earlier `pushpull_async` that is under way
+        brings its result to the same array.
 
         >>> store = kv.create('local')
         >>> store.init('w', np.zeros(2))
         >>> store.pushpull_async('w', np.ones(2), out=np.empty(2)).wait()
         """
         self._check_open("pushpull")
-        return self._remember(self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op)))
+        places = _places(value if out is None else out)
+        if any(not places.isdisjoint(other.places) and not other.test() for other in self._outstanding):
+            raise ValueError(
+                f"pushpull_async of key {shown(key)}: the result of an earlier call is still to come to its array: "
+                "wait for it first, or give each call an array of its own"
+            )
+        request = self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op))
+        request.places = places
+        return self._remember(request)
 
     def _remember(self, request: Request) -> Request:
         self._outstanding = [other for other in self._outstanding if not other.test()]
@@ -647,9 +666,8 @@ class KVStore:
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
         """Write the optimizer's states of all keys into one file, whole or not at all.
 
-        Collective, blocks; worker 0 writes. dump_optimizer: write the optimizer's attributes, too. With them goes what
-        the codecs of pushes remember; what a codec of `pull` still owes is in no file, and a resumed run begins without
-        it. Raises MpikvError without an optimizer, or OSError, on every worker.
+        Collective, blocks; worker 0 writes. dump_optimizer: write the optimizer's attributes, too. Raises MpikvError
+        without an optimizer, or OSError, on every worker.
 
         >>> store = kv.create('local')
         >>> store.init('w', np.zeros(2))

@@ -79,9 +79,9 @@ class Mpirun(NamedTuple):
         # Hydra gives an ssh the option -x, which qrsh does not know.
         return ["-launcher", "rsh" if words[0] == "qrsh" else "ssh", "-launcher-exec", words[0]]
 
-    def in_any_folder(self) -> list[str]:
-        """Ranks that change to their folder themselves. Hydra fails on hosts that lack the one it was started in."""
-        return [] if self.is_open_mpi else ["-wdir", "/"]
+    def in_folder(self, folder: str) -> list[str]:
+        """Ranks start in this folder, instead of the one that mpirun was started in."""
+        return ["--wdir" if self.is_open_mpi else "-wdir", folder]
 
     def environment(self, remote_shell: Sequence[str] = ()) -> dict[str, str]:
         """Variables that this `mpirun` itself needs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpikv import tracebacks
 from mpikv.config import unknown_variables
@@ -30,6 +30,8 @@ COUNTERPARTS: Mapping[str, str] = {
     "DMLC_INTERFACE": "MPIKV_INTERFACE",
     "DMLC_NODE_HOST": "MPI chooses; MPIKV_INTERFACE",
 }
+
+SPOIL_ADAM = ("1bit", "2bit", "topk")
 
 
 def unread(environ: Mapping[str, str]) -> str:
@@ -60,10 +62,26 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
     There is no warning where the process has a store that does exchange something: then it is meant so.
     """
     environ = os.environ if environ is None else environ
-    size = launcher.size(environ)
+    size = max(launcher.size(environ), launcher.torch_size(environ))
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
         warn("separate ranks", f"{text}; for one model take 'dist_sync'", environ)
+
+
+def warn_of_codec(codec: str) -> None:
+    """Warn where an optimizer like Adam gets gradients of a codec that spoils them for it. Local."""
+    if codec in SPOIL_ADAM:
+        text = f"mpikv: Adam divides by the root of the squares that arrive, and so by the noise of {codec!r}: "
+        warn("codec", f"{text}the model learns less; take 'int8' or 'powersgd' (docs/compression.md)", os.environ)
+
+
+def warn_of_lost_weights(names: Sequence[str]) -> None:
+    """Warn where weights of these parameters were changed, and the store is about to write its own over them. Local."""
+    text = (
+        f"mpikv: {', '.join(names[:4])}{', ...' * (len(names) > 4)} changed outside of the Trainer since its last step"
+    )
+    text += ": the store has its own weights, and brings them back; load weights before making the Trainer"
+    warn("lost weights", text, os.environ)
 
 
 def warn(what: str, text: str, environ: Mapping[str, str]) -> None:

@@ -35,8 +35,8 @@ class Parameter:
     grad_req: 'null' keeps a Trainer from touching the weight. 'write' and 'add' are the same here: it is the model's
     backward pass that overwrites its gradient or adds to it (and calls `zero_grad` then). lr_mult, wd_mult: factors on
     the learning rate and the weight decay of this parameter. sparse: `grad` is a `RowSparse`, and a Trainer sends and
-    updates its rows alone (docs/semantics.md, "Row-sparse keys"); the model assigns it, or the sparse value of another
-    library, after each backward pass. The weight stays a dense NumPy array.
+    updates its rows alone (docs/row-sparse.md); the model assigns it, or the sparse value of another library, after
+    each backward pass. The weight stays a dense NumPy array.
 
     Local. Raises TypeError for values that are no arrays, ValueError for contradicting arguments or a read-only array.
 
@@ -247,6 +247,11 @@ def named(params: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     seen: set[int] = set()
     for name, parameter in pairs:
+        if isinstance(parameter, Mapping) and "params" in parameter:
+            raise TypeError(
+                "a Trainer has no groups of parameters, such as torch.optim takes: give all parameters together, and "
+                "those that differ a factor, `parameter.lr_mult = 0.1` or `parameter.wd_mult = 0`, before"
+            )
         if not isinstance(name, str):
             raise TypeError(f"the name of a parameter is a str, got {shown(name)}")
         if is_tensor(parameter):

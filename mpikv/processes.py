@@ -54,13 +54,19 @@ class Processes:
         """Return what every rank told; the `settings` must be the same on all. Collective, blocks.
 
         mine: JSON. Afterwards the hosts are the pretended ones, where `MPIKV_FAKE_HOSTS` says so. Raises ConfigError,
-        the same on every rank, where a setting differs between ranks.
+        the same on every rank, where a setting differs between ranks, or what they make.
         """
-        told = [json.loads(text) for text in self.gather(json.dumps(mine).encode())]
+        name = self._call.partition("(")[0]
+        told = [json.loads(text) for text in self.gather(json.dumps({**mine, "call": name}).encode())]
+        calls = [entry["call"] for entry in told]
+        if len(set(calls)) > 1:
+            raise ConfigError(
+                "all ranks of a job make a store or are its servers, or all make a process group, which has no servers "
+                f"(mpikv launch -s 0): {grouped(calls, labels(self.transport.hosts))}"
+            )
         for setting in told[0]["settings"]:
             values = [entry["settings"][setting] for entry in told]
             if len(set(values)) > 1:
-                name = self._call.partition("(")[0]
                 differs = grouped(values, labels(self.transport.hosts))
                 raise ConfigError(f"{name}: {setting} differs between ranks: {differs}")
         self.transport.hosts = pretended(self.transport.hosts, self._config.fake_hosts)

@@ -11,6 +11,7 @@ What either library has on another device is copied to the host, and back.
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -58,14 +59,20 @@ def shape_and_dtype(array: Any) -> tuple[tuple[int, ...], str]:
 
 def write(tensor: Any, values: HostArray) -> None:
     """Copy values, in the tensor's shape, into a tensor wherever it is. Blocks."""
-    tensor.detach().copy_(_tensor_of(np.require(values, requirements=["C", "W"])))
+    tensor.detach().copy_(in_memory_of(np.require(values, requirements=["C", "W"]))[0])
 
 
-def _tensor_of(host: HostArray) -> Any:
+def in_memory_of(host: HostArray) -> tuple[Any, weakref.ref[Any]]:
+    """Return a tensor of PyTorch in an array's memory, and a reference to what it lives by.
+
+    The reference is dead as soon as there is neither the tensor nor any view or NumPy array that was made of it.
+    """
     torch = sys.modules["torch"]
     if host.dtype == BFLOAT16:  # of which NumPy has none: the same bits
-        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(host)
+        bits = host.view(np.int16)
+        return torch.from_numpy(bits).view(torch.bfloat16), weakref.ref(bits)
+    same = host.view()
+    return torch.from_numpy(same), weakref.ref(same)
 
 
 def is_jax(array: object) -> bool:
@@ -164,7 +171,7 @@ def _new_like(host: HostArray, like: Any, what: str) -> Any:
     if isinstance(like, (np.ndarray, np.generic)):
         return host
     if is_tensor(like):
-        return _tensor_of(host).to(like.device)
+        return in_memory_of(host)[0].to(like.device)
     if is_jax(like):
         if is_traced(like):
             raise UnsupportedError(f"{what}: {TRACED}")

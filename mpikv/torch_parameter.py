@@ -8,10 +8,11 @@ Weight: the array is the tensor's own memory, and stays the same object as long 
 a store knows it again. Memory that neither NumPy nor the trainer sees is copied to the host and back. Every update
 counts the tensor's version on: a backward pass through weights that have changed is then PyTorch's usual error.
 
-Gradient: where the host's workers share memory, the trainer gives each parameter a place there, on a GPU in the
-store's memory. The backward pass puts a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon
-as it is complete: one copy, of values that are still in the cache. From then on `.grad` is that place, and later passes
-add to it there.
+Gradient: where the host's workers share memory, the trainer gives each parameter a place there. The backward pass puts
+a new tensor into `.grad` after `zero_grad()`, so a hook moves it there as soon as it is complete: one copy, of values
+that are still in the cache. From then on `.grad` is that place, and later passes add to it there. If the program has
+kept the gradient when the next one is moved, that one goes to other memory. On a GPU the place is in the store's
+memory, and gets a copy of the gradient in the step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from mpikv import tensors
-from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, HostArray, host_view
+from mpikv.arrays import SUPPORTED_DTYPES, HostArray, host_view
 from mpikv.errors import UnsupportedError
 from mpikv.row_sparse import RowSparse
 from mpikv.spaces.callers import gpu_of, on_gpu
@@ -72,6 +73,8 @@ class TorchParameter:
         self._copy: Tensor = None  # of a weight that the host cannot see
         self._placed: Tensor = None  # where the gradient is to lie
         self._memory: Any = None  # the same as it is handed out
+        self._lives: weakref.ref[Any] | None = None  # dead if nobody has a tensor there; None: it is never a `.grad`
+        self._version: int | None = None  # of the tensor when a weight was written last
 
     @property
     def requires_grad(self) -> bool:
@@ -112,6 +115,12 @@ class TorchParameter:
             self.tensor.detach().copy_(self._copy)
         else:
             sys.modules["torch"].autograd.graph.increment_version(self.tensor)
+        self._version = self.tensor._version
+
+    @property
+    def changed_otherwise(self) -> bool:
+        """Whether others have written to the weight since a new one was written into the array."""
+        return self._version is not None and self.tensor._version != self._version
 
     # --- the gradient
 
@@ -125,20 +134,21 @@ class TorchParameter:
             if self._stays(self.tensor):
                 return  # the key is in host memory, and the gradient goes there by itself
             self._memory = memory
-            self._placed = torch.from_numpy(memory.view(np.int16) if memory.dtype == BFLOAT16 else memory)
+            self._placed, lives = tensors.in_memory_of(memory)
+            self._lives = lives if _together(self.tensor, self._placed) else None
         else:
             if not self._stays(self.tensor) or gpu_of(self.tensor) != memory.device.id:
                 return
-            self._placed = self._memory = tensors.on_gpu(memory)
-        if self.tensor.dtype == torch.bfloat16:
-            self._placed = self._placed.view(torch.bfloat16)
-            self._memory = memory if isinstance(memory, np.ndarray) else self._placed
-        if self.tensor.requires_grad:
+            self._placed = tensors.on_gpu(memory)
+            if self.tensor.dtype == torch.bfloat16:
+                self._placed = self._placed.view(torch.bfloat16)
+            self._memory = self._placed
+        if self.tensor.requires_grad and self._lives is not None:
             myself = weakref.ref(self)
 
             def accumulated(_: Tensor) -> None:
                 parameter = myself()
-                if parameter is not None and _together(parameter.tensor, parameter._placed):  # noqa: SLF001 - myself
+                if parameter is not None:
                     parameter.list_grad()
 
             self.tensor.register_post_accumulate_grad_hook(accumulated)
@@ -162,12 +172,20 @@ class TorchParameter:
                 return [host_view(grad.detach(), f"the gradient of parameter {self.name!r}")]
             self._placed, self._memory = _host_copy(grad, None, f"the gradient of parameter {self.name!r}")
         elif grad is not self._placed:
+            self._take_back()
             self._placed.copy_(grad.detach())
-            if (
-                _together(grad, self._placed) and not grad.requires_grad
-            ):  # else it is of a pass that is itself differentiated
+            # A gradient that requires one is of a pass that is itself differentiated.
+            if self._lives is not None and _together(grad, self._placed) and not grad.requires_grad:
                 self.tensor.grad = self._placed
         return [self._memory]
+
+    def _take_back(self) -> None:
+        """Make sure that what is written to the place changes no gradient that the program has kept."""
+        if self._lives is not None:
+            self._placed = None
+            if self._lives() is not None:
+                self._memory = np.empty_like(self._memory)
+            self._placed, self._lives = tensors.in_memory_of(self._memory)
 
     def grad_written(self) -> None:
         """Note that another value has been written into the gradient's array."""
@@ -185,7 +203,8 @@ class TorchParameter:
             self.tensor.grad = torch.zeros_like(self.tensor, layout=torch.sparse_coo)
             return
         if self.tensor.grad is None:
-            in_place = self._placed is not None and _together(self.tensor, self._placed)
+            self._take_back()
+            in_place = self._lives is not None and _together(self.tensor, self._placed)
             self.tensor.grad = self._placed if in_place else sys.modules["torch"].empty_like(self.tensor)
         self.tensor.grad.detach().zero_()
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from mpikv import checks, optimizers, trainer_rows, worker_states
+from mpikv import checks, notices, optimizers, trainer_rows, worker_states
 from mpikv import parameter as parameters
 from mpikv.checks import shown
 from mpikv.errors import MpikvError, PeerError, StallError, UnsupportedError
@@ -39,7 +39,7 @@ from mpikv.trainer_files import TrainerFiles
 from mpikv.trainer_overlap import Overlap
 from mpikv.trainer_rows import sparse_names
 from mpikv.trainer_shares import Share, Shares, positive
-from mpikv.trainer_store import place_gradients, store_of, updates_on_store
+from mpikv.trainer_store import place_gradients, store_of, updates_on_store, warn_of_codec
 from mpikv.worker_device import spaces_for
 from mpikv.worker_states import WorkerState
 
@@ -187,6 +187,8 @@ class Trainer(TrainerFiles):
             if self._store is not None:
                 self._own = self._store.session.own_updates(self._optimizer, [self._keys[name] for name in trained])
         dense = [name for name in trained if name not in self._sparse]
+        if self._store is not None:
+            warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
         if self._store is not None and self._store.session.shares_memory:
             place_gradients(self._store, self._params, dense, self._keys)
         elif self._store is not None:
@@ -429,6 +431,9 @@ class Trainer(TrainerFiles):
 
     def _step_on_store(self, store: KVStore, grads: dict[str, list[Any]], *, wait: bool) -> None:
         self._skip_frozen()
+        changed = [shown(name) for name, one in self._tensors.items() if name in grads and one.changed_otherwise]
+        if changed:
+            notices.warn_of_lost_weights(changed)
         dense = {name: replicas for name, replicas in grads.items() if name not in self._sparse}
         outs = {name: list_data(self._params[name]) for name in dense}
         together = wait and not self._handed

@@ -7,8 +7,11 @@ from typing import Any
 
 from mpikv import arrays, checks, kv, notices, spec
 from mpikv.checks import shown
+from mpikv.codecs import compression
 from mpikv.keys import Key
 from mpikv.kvstore import KVStore
+from mpikv.optimizers import Optimizer
+from mpikv.optimizers.adam import RunningMeans
 from mpikv.parameter import list_data, place_grad
 from mpikv.spaces.named import DEVICE
 
@@ -44,6 +47,13 @@ def updates_on_store(store: KVStore | None, wanted: bool | None, *, clips: bool)
             f"a {store.type} store makes the updates itself; leave update_on_kvstore out, or use dist_sync"
         )
     return not clips and store.is_capable("optimizer") if wanted is None else wanted
+
+
+def warn_of_codec(store: KVStore, optimizer: Optimizer, keys: Sequence[Key]) -> None:
+    """Warn where an optimizer like Adam gets gradients of a codec that spoils them for it. Local."""
+    if isinstance(optimizer, RunningMeans) or hasattr(optimizer, "betas"):
+        for codec in {store.session.infos[key].codec for key in keys}:
+            notices.warn_of_codec(compression.of_text(codec).push.name)
 
 
 def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str], keys: Mapping[str, Key]) -> None:

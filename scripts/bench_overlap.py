@@ -70,7 +70,7 @@ def main() -> int:
 
 def run_sockets(peer: str, n_bytes: int) -> None:
     """Send `n_bytes` to the next host and receive as many, each time a line comes in; a line goes out when done."""
-    server = socket.create_server(("", SOCKET_PORT))
+    server = socket.create_server((socket.gethostbyname(socket.gethostname()), SOCKET_PORT))
     print(flush=True)
     sys.stdin.readline()
     out = socket.create_connection((peer, SOCKET_PORT))

@@ -57,7 +57,7 @@ VERBOSE = ("CI", "BUILD_NUMBER")  # make pytest say each failure a second time, 
 TERMINATE_S = 3.0  # mpirun passes SIGTERM on and waits for its ranks; Open MPI needs up to two seconds
 KILL_S = 30.0  # a killed process ends when the kernel gets to it, on a busy machine not at once
 NEW_S = 1.0  # a process that has made a segment may get no core before it maps it
-SETTLE_S = 2.0  # mpirun may end a moment before the ranks that it has told to
+SETTLE_S = 10.0  # mpirun may end before the ranks that it has told to, on a busy machine by seconds
 
 SHM = Path("/dev/shm")
 BACKING = "OMPI_MCA_btl_sm_backing_directory"  # where Open MPI puts its segments
@@ -145,7 +145,7 @@ class Running:
                 self._text[name] += data.decode(errors="replace")
                 self._changed.notify_all()
 
-    def wait_for(self, pattern: str, timeout_s: float = 30) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = 60) -> re.Match[str]:
         """Wait until a whole line of the output holds `pattern`."""
         deadline = min(time.monotonic() + timeout_s, self._deadline)
         with self._changed:

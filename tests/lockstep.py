@@ -37,7 +37,8 @@ from _pytest.runner import runtestprotocol  # the way of pytest-rerunfailures: r
 
 LIMIT_S = float(os.environ.get("MPIKV_TEST_LIMIT_S", "60"))
 GRACE_S = float(os.environ.get("MPIKV_TEST_GRACE_S", "5"))
-SPEAK_S = 10.0  # the rank that prints all stacks has this long before the silent ones end by themselves
+ANSWER_S = 10.0  # a rank that is asked for its stacks may get no core before
+SPEAK_S = 60.0  # the rank that prints all stacks has this long before the silent ones end by themselves
 ABORT_STATUS = 86
 PLUGIN = "mpikv-lockstep"
 
@@ -183,7 +184,7 @@ class Lockstep:
         except ProcessLookupError:
             return "(gone)"
         # The handler writes at once, but from another process: read when the file has stopped growing.
-        path, size, deadline = self._path("stacks", rank), -1, time.monotonic() + 2
+        path, size, deadline = self._path("stacks", rank), -1, time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not (0 < size == path.stat().st_size):
             size = path.stat().st_size
             time.sleep(0.1)

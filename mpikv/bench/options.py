@@ -91,7 +91,13 @@ def _kind(kinds: Any, name: str, title: str, description: str) -> argparse.Argum
     )
     parser.add_argument(FILE_OPTION, help=argparse.SUPPRESS)  # for rank 0, where the process that started mpirun draws
     parser.add_argument("--json", metavar="FILE", help="write machine, versions, settings and all rows")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw bandwidth over size; needs matplotlib")
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        const=f"mpikv-bench-{name}.png",
+        metavar="FILE",
+        help="draw bandwidth over size, by default into %(const)s here; needs matplotlib",
+    )
     return parser
 
 

@@ -38,15 +38,21 @@ def _axes(path: str, **labels: str) -> Iterator[Any]:
 
 
 def bandwidths(path: str, title: str, rows: Sequence[Any]) -> None:
-    """Draw bandwidth (algbw) over size, one line per contender, the limit dashed. rows: `report.Row`."""
-    with _axes(path, title=title, xlabel="size of the value", ylabel="algbw") as axes:
+    """Draw bandwidth (algbw) over size, one line per contender, the limit dashed. rows: `report.Row`.
+
+    A point may lie above the limit, which is worked out from rates measured beside it: caches may serve a call
+    better than they served the measurement (limits.py).
+    """
+    with _axes(
+        path, title=title, xlabel="size of the value", ylabel="algbw: size of the value / time of a call"
+    ) as axes:
         from matplotlib import ticker  # noqa: PLC0415
 
         for what in dict.fromkeys(row.what for row in rows):
             line = [row for row in rows if row.what == what]
             axes.plot([row.n_bytes for row in line], [row.algbw for row in line], marker="o", markersize=3, label=what)
         limits = {row.n_bytes: algbw(row.n_bytes, row.limit_s) for row in rows if row.limit_s > 0}
-        axes.plot(list(limits), list(limits.values()), "k--", label="limit")
+        axes.plot(list(limits), list(limits.values()), "k--", label="limit, estimated (caches may beat it)")
         axes.set(xscale="log", yscale="log")
         sizes = [row.n_bytes for row in rows]
         axes.set_xticks(size_ticks(min(sizes), max(sizes)))

@@ -24,6 +24,8 @@ from mpikv.runtime.abort import tells
 
 _HEADER = struct.Struct("<IfQQ")
 _LARGEST_ID = 2**64 - 1
+# Pillow would also try formats that start another program, such as PostScript.
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
 
 
 class ImageHeader(NamedTuple):
@@ -83,10 +85,11 @@ def unpack(record: bytes) -> tuple[ImageHeader, bytes]:
 
 
 def decode_image(content: bytes, *, color: bool = True) -> NDArray[np.uint8]:
-    """Decode an image (JPEG, PNG, whatever Pillow reads): uint8, (height, width, 3), red first; color=False: 1 channel.
+    """Decode an image: uint8, (height, width, 3), red first; color=False: 1 channel.
 
-    It is turned as its EXIF data says, as MXNet's `ImageRecordIter` does it; transparency is left out. Local. Raises
-    ValueError for what is no image or a damaged one, UnsupportedError without Pillow.
+    JPEG, PNG, BMP, GIF, PPM, WebP and TIFF are read. The image is turned as its EXIF data says, as MXNet's
+    `ImageRecordIter` does it; transparency is left out. Local. Raises ValueError for what is no such image, a damaged
+    one, or one of more pixels than `PIL.Image.MAX_IMAGE_PIXELS`, UnsupportedError without Pillow.
 
     >>> data.decode_image(b'P6 2 1 255 ' + bytes(6)).shape  # a PPM file of 2x1 black pixels
     (1, 2, 3)
@@ -118,7 +121,12 @@ def _with_image(content: bytes, use: Callable[[Any], Any]) -> Any:
     except ImportError as error:
         raise UnsupportedError("images are decoded by Pillow, which is missing; pip install pillow") from error
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+            # Beyond its limit Pillow only warns, up to twice as many; some KB can become a GB when they are decoded.
+            if Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS:
+                most = Image.MAX_IMAGE_PIXELS
+                raise ValueError(f"{width} x {height} pixels; PIL.Image.MAX_IMAGE_PIXELS allows {most}")
             return use(image)
     except Exception as error:  # of a damaged image: many kinds, also SyntaxError
         raise ValueError(f"no image that Pillow can decode ({error}); it begins with {content[:8].hex(' ')}") from error

@@ -93,7 +93,8 @@ class DataLoader:
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch of the next iteration; `start` as in `SplitSampler.set_epoch`. Local.
 
-        After `load_state` the same epoch goes on where the state was taken, any other one begins at its beginning.
+        After `load_state` the same epoch goes on where the state was taken, which may have had a `start` that need not
+        be given again; any other one begins at its beginning.
 
         >>> loader = data.DataLoader(data.ArrayDataset(np.arange(5)), batch_size=2, shuffle=True)
         >>> loader.set_epoch(1)
@@ -101,6 +102,8 @@ class DataLoader:
         [0, 1, 2, 3, 4]
         """
         epoch, start = checks.whole("epoch", epoch, most=None), checks.whole("start", start)
+        if self._resumed and epoch == self.epoch and not start:
+            start = self._start
         self._set_sampler(epoch, start)
         if (epoch, start) != (self.epoch, self._start):
             # An epoch that did not come to its end left nothing over.

@@ -3,7 +3,7 @@
 The thread makes the next value as long as fewer than `ahead` wait, so at most `ahead` + 1 values exist that nobody has
 taken. What it raises is raised to the caller, in its place in the order and with its traceback. The thread ends with
 the last value, with an error, with `close`, when the iterator is let go of (a loop that is left), and when the program
-ends; it never outlives these by more than the value it is making, and whoever ends it waits for that.
+ends; it never outlives these by more than the value it is making, and whoever ends it waits for that, at most `END_S`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+END_S = 60.0  # a value that takes longer hangs, on a disk that is gone, say, and the program is to end all the same
 _LOOK_AGAIN_S = 1.0  # a wait looks after the thread so often: it might have been killed with the process's fork
 
 
@@ -101,4 +102,4 @@ def _end(shared: _Shared[T], thread: threading.Thread, pid: int) -> None:
         shared.values.clear()
         shared.changed.notify_all()
     if threading.current_thread() is not thread:  # the collector of garbage runs in any thread
-        thread.join()
+        thread.join(END_S)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import os
 import struct
+from collections.abc import Iterator
 from typing import IO
 
 from mpikv.errors import MpikvError
@@ -27,7 +28,9 @@ MAGIC = struct.pack("<I", 0xCED7230A)
 WHOLE, FIRST, MIDDLE, LAST = range(4)
 LONGEST = 2**29 - 1  # bytes of a record: the length has 29 bits
 HEAD_BYTES = 8
-_SEARCH_BYTES = 1 << 20  # at once, when a head is searched for
+# Read at once where a head is looked for. In a damaged file every few bytes may look like a head of a long record, so a
+# search reads little more than what lies before the next one: small blocks first.
+_FIRST_BLOCK, _LARGEST_BLOCK = 1 << 10, 1 << 20
 _FLAGS = {WHOLE: "a whole record", FIRST: "a first piece", MIDDLE: "a middle piece", LAST: "a last piece"}
 
 
@@ -102,7 +105,7 @@ def encoded(record: bytes) -> bytes:
     """The record as it stands in a file, with heads and zeros. Raises ValueError where it is too long."""
     if len(record) > LONGEST:
         raise ValueError(f"a record of {len(record)} bytes; RecordIO takes up to {LONGEST}")
-    cuts = _aligned(record)
+    cuts = list(_aligned(record))
     if not cuts:
         return b"".join((_head(WHOLE, len(record)), record, bytes(-len(record) % 4)))
     starts, ends = [0, *(cut + 4 for cut in cuts)], [*cuts, len(record)]
@@ -119,16 +122,7 @@ def read_record(file: FileBytes, offset: int) -> tuple[bytes, int]:
     at = offset
     while True:
         flag, length = _read_head(file, offset, at)
-        piece = file.read(at + HEAD_BYTES, length)
-        if len(piece) < length:
-            raise DamagedRecord(file.path, offset, "the file was cut short while it was read")
-        inside = _aligned(piece)
-        if inside:
-            where = at + HEAD_BYTES + inside[0]
-            raise DamagedRecord(
-                file.path, offset, f"another record's head lies in it, at {where}: its length {length} is wrong"
-            )
-        pieces.append(piece)
+        pieces.append(_read_piece(file, offset, at + HEAD_BYTES, length))
         at += HEAD_BYTES + length + -length % 4
         if flag in (WHOLE, LAST):
             break
@@ -148,14 +142,11 @@ def after_record(file: FileBytes, offset: int) -> int:
 
 def next_head(file: FileBytes, offset: int) -> int:
     """Where the first record begins at `offset`, rounded up to a multiple of 4, or after it; else the file's size."""
-    at = offset + -offset % 4
-    while at < file.size:
-        block = file.read(at, _SEARCH_BYTES)
+    for at, block in _blocks(file, offset + -offset % 4, file.size):
         for place in _aligned(block):
             head = file.read(at + place, HEAD_BYTES)
             if len(head) < HEAD_BYTES or struct.unpack("<I", head[4:])[0] >> 29 in (WHOLE, FIRST):
                 return at + place
-        at += _SEARCH_BYTES
     return file.size
 
 
@@ -176,15 +167,38 @@ def byte_range(file: FileBytes, num_parts: int, part_index: int) -> tuple[int, i
     return next_head(file, begin) if begin else 0, next_head(file, end)
 
 
-def _aligned(data: bytes) -> list[int]:
-    """Where the magic word is at multiples of 4."""
-    found = []
+def _aligned(data: bytes) -> Iterator[int]:
+    """Where the magic word is at multiples of 4. Looks no further than it is asked for."""
     at = data.find(MAGIC)
     while at >= 0:
         if at % 4 == 0:
-            found.append(at)
+            yield at
         at = data.find(MAGIC, at + 1)  # the word does not overlap itself, but one more is simplest
-    return found
+
+
+def _blocks(file: FileBytes, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes from `begin` to `end`, in blocks with their places, each twice as long as the one before."""
+    at, size = begin, _FIRST_BLOCK
+    while at < end:
+        yield at, file.read(at, min(size, end - at))
+        at += size
+        size = min(2 * size, _LARGEST_BLOCK)
+
+
+def _read_piece(file: FileBytes, offset: int, begin: int, length: int) -> bytes:
+    """The bytes of a piece of the record at `offset`. Raises DamagedRecord, also for a head within them."""
+    blocks = []
+    for at, block in _blocks(file, begin, begin + length):
+        inside = next(_aligned(block), None)
+        if inside is not None:
+            raise DamagedRecord(
+                file.path, offset, f"another record's head lies in it, at {at + inside}: its length {length} is wrong"
+            )
+        blocks.append(block)
+    piece = b"".join(blocks)
+    if len(piece) < length:
+        raise DamagedRecord(file.path, offset, "the file was cut short while it was read")
+    return piece
 
 
 def _head(flag: int, length: int) -> bytes:

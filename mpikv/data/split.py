@@ -99,8 +99,8 @@ class SplitSampler:
     ) -> SplitSampler:
         """Make the sampler of this worker: part `store.rank` of `store.num_workers`. Local.
 
-        Its `set_epoch` compares the workers' numbers of batches so far, without waiting: worker 0 prints a line where
-        they differ, in synchronous stores.
+        In synchronous stores its `set_epoch` compares the workers' numbers of batches so far, without waiting: worker 0
+        prints a line where they differ.
 
         >>> list(data.SplitSampler.for_store(4, kv.create('local'), shuffle=False))
         [0, 1, 2, 3]
@@ -108,7 +108,7 @@ class SplitSampler:
         if not hasattr(store, "rank") or not hasattr(store, "num_workers"):
             raise checks.wrong("store", "a KVStore (anything with rank and num_workers)", store)
         sampler = cls(length, store.num_workers, store.rank, last=last, shuffle=shuffle, seed=seed)
-        if hasattr(store, "session"):
+        if hasattr(store, "session") and "async" not in getattr(store, "type", ""):
             sampler._store = weakref.ref(store)
         return sampler
 

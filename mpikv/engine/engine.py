@@ -33,6 +33,7 @@ T = TypeVar("T")
 BUSY_SWITCH_S = 0.5e-3
 BUSY_NAP_S = 2e-3  # beside a program that computes: a link has much longer to do, and each wake-up takes 30 us from it
 PARKED_S = 50e-3  # while a caller does the work
+STOP_S = 60.0  # the thread ends after its step, in which MPI, a codec or an optimizer may never return
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
@@ -217,11 +218,16 @@ class Engine:
             sys.setswitchinterval(usual_s)
 
     def stop(self) -> None:
-        """End the thread and give up what still runs. Idempotent."""
+        """End the thread and give up what still runs. Idempotent. MpikvError where the thread does not end."""
         self._stopped = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                raise MpikvError(
+                    f"the thread that moves transfers on has not ended in {STOP_S:g} s: a call of MPI, a codec or an "
+                    "optimizer does not return"
+                )
         with self._lock:
             for running in (*self._running, *self._services):
                 running.cancel()

@@ -19,7 +19,10 @@ class Board:
         self._waiting: list[tuple[Sequence[str], Reply]] = []
 
     def handle(self, verb: str, keys: Sequence[str], values: Sequence[bytes], reply: Reply) -> None:
-        """Handle one request. `reply` is called with the answer: now, or when the keys that `get` waits for exist."""
+        """Handle one request. `reply` is called with the answer: now, or when the keys that `get` waits for exist.
+
+        Raises ValueError for a request that cannot be answered, and has changed nothing then.
+        """
         held = self._values
         if verb == "get":
             self._waiting.append((keys, reply))
@@ -29,7 +32,11 @@ class Board:
             reply([])
             self._answer()
         elif verb == "add":
-            held[keys[0]] = b"%d" % (int(held.get(keys[0], b"0")) + int(values[0]))
+            before = held.get(keys[0], b"0")
+            try:
+                held[keys[0]] = b"%d" % (int(before) + int(values[0]))
+            except ValueError:
+                raise ValueError(f"add to the key {keys[0]!r}: its value is no number, but {before[:40]!r}") from None
             reply([held[keys[0]]])
             self._answer()
         elif verb == "append":

@@ -26,16 +26,17 @@ from mpikv.engine.backoff import Backoff
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Steps
 from mpikv.engine.running import Ended, Running
-from mpikv.errors import MpikvError, ShapeMismatch, UnsupportedError
+from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups import messages
 from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
-from mpikv.groups.shared import Chunk, SharedCalls
+from mpikv.groups.shared import Chunk, MismatchError, SharedCalls
 from mpikv.transports.base import Group
 
 WINDOW_BITS = 5  # calls under way by messages at the same time: 32
 LEAST_BITS = 21  # UCX's tags, the shortest among the usual ones, have 23
 PATIENCE_S = 5e-3  # how long a call through memory is made on the spot while others are awaited
+ALL_LATER = -1  # for the number of a call: none is made from now on
 REMEMBERED = 64  # calls, for the question which one it was
 
 
@@ -145,6 +146,7 @@ class RankGroup:
 
     ranks: the transport's, in the group's order. number: which group of the job it is, the same on all its ranks.
     shared: the ranks' memory, where they all share one. stalled: makes the error of a call that has waited too long.
+    tell: tells the other ranks of the group which call, by its number, this one does not make: they wait for it.
     """
 
     def __init__(
@@ -157,16 +159,18 @@ class RankGroup:
         shared: SharedCalls | None,
         algorithm: str,
         stalled: Callable[[Call, float], BaseException],
+        tell: Callable[[RankGroup, int, BaseException], None],
     ) -> None:
         self.group, self.number, self.engine = group, number, engine
         self.rank, self.size = group.rank, group.size
         self.timeout_s = timeout_s
-        self.stalled = stalled
+        self.stalled, self._tell = stalled, tell
         self.shared = shared
         self.tags = Tags.of(group.transport.max_tag, number)
         self.calls = 0
         self.failure: BaseException | None = None
         self.under_way: list[Call] = []
+        self._heard: dict[int, BaseException] = {}  # calls that have failed on another rank, by their numbers
         self.history: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._algorithm = algorithm
         self._order = threading.Lock()
@@ -335,6 +339,7 @@ class RankGroup:
             with self.engine.lock:
                 self.under_way.append(call)
                 self.engine.take(running)
+                self._fail_if_heard()
         if running.done and running.error is not None:
             raise running.error
         return call
@@ -365,7 +370,7 @@ class RankGroup:
             raise
         except BaseException as error:  # Ctrl-C too: the others count on this rank's part of it
             if call.number >= 0:
-                self.failure = self.failure or error
+                self._failed(error)
             raise
         finally:
             self._over(call)
@@ -382,14 +387,50 @@ class RankGroup:
             self.failure = self.failure or error
         call.running.fail(error)
 
+    def refuse(self, error: BaseException) -> None:
+        """Count a collective call that could not be made here, since its arguments are wrong, and tell the others.
+
+        Ranks that have made it wait for this one; where all of them have refused it, the group goes on. Local.
+        """
+        with self._order, self.engine.lock:
+            self.calls += 1
+            self.history.append((self.calls, f"a call with wrong arguments ({type(error).__name__}: {error})"))
+            self._heard.pop(self.calls, None)
+            self._tell(self, self.calls, error)
+
+    def _failed(self, error: BaseException) -> None:
+        """Make no more collective calls. The others are told, but for what each rank finds by itself.
+
+        That is that calls differ, or that somebody does not come.
+        """
+        if self.failure is None:
+            self.failure = error
+            if not isinstance(error, (MismatchError, StallError, PeerError)):
+                with self.engine.lock:
+                    self._tell(self, ALL_LATER, error)
+
+    def hear(self, number: int, error: BaseException) -> None:
+        """Another rank says that it does not make call `number`, or ALL_LATER. The caller holds the engine's lock."""
+        if number == ALL_LATER:
+            self.failure = self.failure or error
+        else:
+            self._heard[number] = error
+        self._fail_if_heard()
+
+    def _fail_if_heard(self) -> None:
+        for call in [one for one in self.under_way if one.number >= 0]:
+            error = self._heard.get(call.number, self.failure)
+            if error is not None:
+                self.fail(call, error)
+
     def close(self) -> None:
         """Give back the group's memory."""
         with self.engine.lock:
+            self.failure = self.failure or MpikvError("the process group was destroyed")
             for call in tuple(self.under_way):
                 self.fail(call, MpikvError(f"{call.text}: the process group was destroyed"))
             if self.shared is not None:
                 self.shared.discard()
-            self.failure = self.failure or MpikvError("the process group was destroyed")
 
 
 def _after(before: Call | None, steps: Steps[None]) -> Steps[None]:

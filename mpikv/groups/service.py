@@ -2,7 +2,8 @@
 
 Two kinds: to the rank that holds the board (board.py), and `status`, by which a rank that waits for long asks the
 others how far they are. A request is one message: a line of JSON, which says whom to answer under which tag, then the
-values; an answer likewise. Answers that nobody waits for any more are recognised by their number and dropped.
+values; an answer likewise. Answers that nobody waits for any more are recognised by their number and dropped. Two
+messages have no answer: that a rank leaves, and that a call of a group has failed on it.
 
 Cost: two messages per request; one probe per step of the engine.
 """
@@ -23,7 +24,7 @@ from mpikv.transports.base import Arrival, Transport
 SERVICE_TAG = 0
 REPLY_TAGS = range(1, 1024)
 HOLDER = 0  # the rank that holds the board
-LEAVE = "leave"
+LEAVE, FAILED = "leave", "failed"
 
 Status = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -43,10 +44,12 @@ def _unpacked(message: HostArray) -> tuple[dict[str, Any], list[bytes]]:
 
 
 class Service:
-    """One rank's side. status: answers `status` requests."""
+    """One rank's side. status: answers `status` requests. hear: is told of failures, with
+    rank, group, call and text.
+    """
 
-    def __init__(self, transport: Transport, status: Status) -> None:
-        self._transport, self._status = transport, status
+    def __init__(self, transport: Transport, status: Status, hear: Callable[[int, int, int, str], None]) -> None:
+        self._transport, self._status, self._hear = transport, status, hear
         self.board = Board()
         self._number = 0
         self._sends: list[Request] = []
@@ -66,17 +69,30 @@ class Service:
     def _handle(self, source: int, header: dict[str, Any], values: list[bytes]) -> None:
         verb, number = header["verb"], header["number"]
 
-        def reply(answer: list[bytes]) -> None:
-            tag = REPLY_TAGS[number % len(REPLY_TAGS)]
-            self._sends = [send for send in self._sends if not send.test()]
-            self._sends.append(self._transport.isend(_packed({"number": number}, answer), source, tag))
+        def reply(answer: list[bytes], **more: str) -> None:
+            self._send({"number": number, **more}, answer, source, REPLY_TAGS[number % len(REPLY_TAGS)])
 
         if verb == "status":
             reply([json.dumps(self._status(header["about"])).encode()])
         elif verb == LEAVE:
             self.left.add(source)
+        elif verb == FAILED:
+            self._hear(source, header["group"], header["call"], header["text"])
         else:
-            self.board.handle(verb, header["keys"], values, reply)
+            try:
+                self.board.handle(verb, header["keys"], values, reply)
+            except ValueError as error:  # its mistake, and not this rank's
+                reply([], error=str(error))
+
+    def _send(self, header: dict[str, Any], values: Sequence[bytes], rank: int, tag: int) -> None:
+        self._sends = [send for send in self._sends if not send.test()]
+        self._sends.append(self._transport.isend(_packed(header, values), rank, tag))
+
+    def tell_failure(self, ranks: Sequence[int], group: int, call: int, text: str) -> None:
+        """Tell these ranks that a call of a group has failed here. Local; the caller holds the engine's lock."""
+        for rank in ranks:
+            header = {"verb": FAILED, "number": 0, "group": group, "call": call, "text": text}
+            self._send(header, (), rank, SERVICE_TAG)
 
     # --- asking
 
@@ -119,4 +135,6 @@ class Service:
             answer, found = _unpacked(message)
             if answer["number"] == number:
                 yield request
+                if "error" in answer:
+                    raise ValueError(answer["error"])
                 return found

@@ -17,7 +17,7 @@ from typing import Any
 from mpikv.config import Config
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate
-from mpikv.errors import MpikvError, StallError
+from mpikv.errors import MpikvError, PeerError, StallError
 from mpikv.groups.group import RankGroup
 from mpikv.groups.service import HOLDER, Service
 from mpikv.groups.shared import SharedCalls, region_bytes
@@ -52,7 +52,7 @@ class World:
         self.groups: dict[int, RankGroup] = {}
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
-        self.service = Service(transport, self._status)
+        self.service = Service(transport, self._status, self._hear)
         self._watch = Watch(self.engine, self.service, self.groups, self.rank, self.labels)
         self.engine.serve(self.service.serve(), "service")
         self.engine.serve(self._watch.serve(), "watch")
@@ -72,9 +72,19 @@ class World:
             shared=self._shared(group, number),
             algorithm=self.config.host_algorithm,
             stalled=self._watch.stall,
+            tell=self._tell,
         )
         self.groups[number] = made
         return made
+
+    def _tell(self, group: RankGroup, call: int, error: BaseException) -> None:
+        others = [rank for rank in group.group.ranks if rank != self.rank]
+        self.service.tell_failure(others, group.number, call, f"{type(error).__name__}: {error}")
+
+    def _hear(self, rank: int, number: int, call: int, text: str) -> None:
+        group = self.groups.get(number)
+        if group is not None:
+            group.hear(call, PeerError(f"a call of this process group has failed on {self.labels[rank]}: {text}"))
 
     def _status(self, about: dict[str, Any]) -> dict[str, Any]:
         return self._watch.status(about)
@@ -93,7 +103,9 @@ class World:
     def ask(
         self, verb: str, keys: Sequence[str], values: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> list[bytes]:
-        """Ask the board (board.py). Blocks; raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S."""
+        """Ask the board (board.py). Blocks; raises StallError after `timeout_s`, default MPIKV_TIMEOUT_S, and
+        ValueError for a request that the board cannot answer.
+        """
         limit_s = self.config.timeout_s if timeout_s is None else timeout_s
         running = self.engine.start(self.service.ask(verb, keys, values), f"{verb} of {', '.join(keys)}")
         try:

@@ -8,5 +8,5 @@ passes signals on, sends what the rank prints line by line, says how it ended, a
     watch  the job while it runs              ranks  what is known of its ranks        output  merged, tagged, coloured
     entrance, channel  between rank and launcher   rank, quick, command, sink  the process above each rank
     processes, sweep  what is left            remote, sync, folder  ssh and rsync      kubernetes  the manifest
-    submit, slurm, sge, batch, run_batch, scheduler, follow  batch jobs, see submit
+    submit, slurm, sge, batch, scheduler, follow  batch jobs, see submit
 """

@@ -1,8 +1,9 @@
 """Batch scripts: what a job asks for, and the script that a scheduler is given for it.
 
-A script holds what a user edits: the scheduler's option lines and a few settings. Then it finds Python and calls `mpikv
-batch` (run_batch.py), which does the rest. It is a template of `templates/` in which three kinds of lines are replaced:
-`@directives` by the scheduler's option lines, `@settings` by the settings, `@part NAME` by a file beside it.
+A script holds what a user edits: the scheduler's option lines and a few settings. Then it finds Python, asks for
+`TEMPLATES`, and goes on with the lines of `job.sh` there: in the same shell, since its traps, set in the script's first
+line, must stay. It is a template in which three kinds of lines are replaced: `@directives` by the scheduler's option
+lines, `@settings` by the settings, `@part NAME` by a file beside it.
 
 The scripts of `scripts/slurm` and `scripts/sge` are these templates with default values. After a change of a template
 `python -m mpikv.launch.batch` writes them again, from the root of the repository.
@@ -17,7 +18,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 
 from mpikv.config import VARIABLES
@@ -28,6 +28,7 @@ DISTRIBUTIONS = ("block", "cyclic")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  # Grid Engine's rule for job names, the narrower of the two
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
+TEMPLATES = Path(__file__).with_name("templates")
 NOTICE_S = 60  # Slurm looks for jobs near their limit once in 30 s and may signal up to 60 s early
 
 
@@ -194,31 +195,41 @@ def render(template: str, job: Job, directives: list[str]) -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files("mpikv.launch").joinpath("templates", *name.split("/")).read_text(encoding="utf-8")
+    return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
 def _settings(job: Job) -> list[str]:
     """The variables at the script's top, each with its comment."""
     settings = [
-        (f"PYTHON_ENV={shlex.quote(job.python_env) if job.python_env else ''}",
+        (f"PYTHON_ENV={quoted(job.python_env) if job.python_env else ''}",
          "the Python environment's folder; empty: the active one, else .venv here"),
-        (f"PROGRAM=({job.program or shlex.join(job.command)})", "what every rank runs"),
+        (f"PROGRAM=({job.program or quoted(*job.command)})", "what every rank runs"),
         ("RANKS=", "how many; empty: one in each slot of the job"),
         (f"SERVERS={job.servers}", "how many of them are parameter servers; 0: none, the workers own the weights"),
         (f"PLACEMENT={job.placement}", "of the servers: spread over the hosts, hosts of their own, or last"),
         (f"DISTRIBUTION={job.distribution}", "block: ranks fill host after host; cyclic: each host in turn gets one"),
-        (f"REQUEUE={'yes' if job.requeue else 'no'}", "yes: stopped before its limit, with status 0, it goes on later"),
+        (f"REQUEUE={'yes' if job.requeue else 'no'}", "yes: stopped and saved before its limit, it goes on later"),
     ]  # fmt: skip
-    if job.scheduler == "sge":  # Slurm signals a job that nears its limit; in Grid Engine mpikv batch keeps the time
+    if job.scheduler == "sge":  # Slurm signals a job that nears its limit; in Grid Engine job.sh keeps the time
         after = job.time_s - job.notice_s if job.time_s else ""
         settings.append((f"STOP_AFTER={after}", "seconds until the ranks are asked to stop: below h_rt; empty: never"))
     settings.append((f"STOP_FILE={_stop_file(job)}", "where a Trainer saves everything then"))
     names = ", ".join(job.environ) or "more variables for all ranks"
-    settings.append((f"ENV_FILE={shlex.quote(job.environment)}" if job.environ else "ENV_FILE=",
+    settings.append((f"ENV_FILE={quoted(job.environment)}" if job.environ else "ENV_FILE=",
                      f"a file with lines export NAME=VALUE: {names}"))  # fmt: skip
     launcher = "srun" if job.with_srun else "mpirun"
-    settings.append((f"LAUNCH_OPTIONS=({shlex.join(job.launch_options)})", f"more words for {launcher}"))
+    settings.append((f"LAUNCH_OPTIONS=({quoted(*job.launch_options)})", f"more words for {launcher}"))
     return [f"{setting}  # {comment}" for setting, comment in settings]
+
+
+def quoted(*words: str) -> str:
+    """Words as bash takes them, on one line: one that begins with `#$` would be an option for Grid Engine."""
+    return " ".join(
+        "$'" + word.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n") + "'"
+        if "\n" in word
+        else shlex.quote(word)
+        for word in words
+    )
 
 
 def environment_file(variables: Mapping[str, str]) -> str:
@@ -229,10 +240,10 @@ def environment_file(variables: Mapping[str, str]) -> str:
 def _stop_file(job: Job) -> str:
     """As shell text. A requeued job keeps its number, and so finds its file."""
     if job.stop_file:
-        return shlex.quote(job.stop_file)
+        return quoted(job.stop_file)
     number = "SLURM_JOB_ID" if job.scheduler == "slurm" else "JOB_ID"
     before, after = str(job.output("\n")).removesuffix(".out").split("\n")
-    return f"${{MPIKV_STOP_FILE:-{shlex.quote(before)}${number}{after}.state}}"
+    return f"${{MPIKV_STOP_FILE:-{quoted(before)}${number}{after}.state}}"
 
 
 def repository_scripts() -> dict[str, str]:

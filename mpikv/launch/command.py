@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 
 from mpikv.launch import channel
-from mpikv.launch.processes import adopt_orphans, descendants, die_with_parent, send
-from mpikv.launch.sink import Place, Printer, Sink
+from mpikv.launch.processes import adopt_orphans, descendants, die_with_parent, segments, send
+from mpikv.launch.sink import Place, Sink
 
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)
@@ -37,7 +37,7 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126  # as a shell has them
 class Command:
     """The command while it runs."""
 
-    def __init__(self, place: Place, sink: Sink | Printer, stand_in_ended: int, grace_s: float = GRACE_S) -> None:
+    def __init__(self, place: Place, sink: Sink, stand_in_ended: int, grace_s: float = GRACE_S) -> None:
         """stand_in_ended: a pipe that ends with the stand-in."""
         self._grace_s = grace_s
         self._place = place
@@ -49,6 +49,7 @@ class Command:
         self._told = False  # it got a signal to end
         self.abandoned = False  # nobody is left to report to
         self._dismissed = False
+        self._segments: set[str] = set()  # files that nobody may be left to remove
         self._kill_at = float("inf")
         self._lines: dict[int, bytearray] = {}  # unfinished line of each stream
         self._paused = False
@@ -64,9 +65,12 @@ class Command:
         while self._status is None:
             self._step(TICK_S)
         self._end_rest()
+        for path in self._segments:
+            with contextlib.suppress(OSError):  # mpirun has removed it
+                os.unlink(path)
         self._sink.write(channel.GONE, b"{}")
         held = time.monotonic() + (self._grace_s + HOLD_S if self._status != 0 else SEND_S)
-        while self._sink.socket is not None and not self.abandoned and time.monotonic() < held:
+        while not self.abandoned and time.monotonic() < held:
             if self._dismissed or ((self._status == 0 or self._disowned) and not self._sink.pending):
                 break
             self._step(TICK_S)
@@ -84,8 +88,7 @@ class Command:
         self._selector.register(read_end, selectors.EVENT_READ)
         self._selector.register(self._stand_in_ended, selectors.EVENT_READ)
         self._wakeup = read_end
-        if self._sink.socket is not None:
-            self._selector.register(self._sink.socket, selectors.EVENT_READ)
+        self._selector.register(self._sink.socket, selectors.EVENT_READ)
         adopt_orphans()
 
     def _start(self, command: Sequence[str], env: dict[str, str], folder: str | None) -> tuple[str, int]:
@@ -152,9 +155,10 @@ class Command:
                     self._selector.unregister(fd)
                 else:
                     self._selector.register(fd, selectors.EVENT_READ)
-        sink = self._sink.socket
-        if sink is not None and not self.abandoned:
-            self._selector.modify(sink, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sink.pending else 0))
+        if not self.abandoned:
+            self._selector.modify(
+                self._sink.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._sink.pending else 0)
+            )
 
     def _read(self, fd: int) -> bool:
         """Pass on what the command has printed. False where there is nothing to read now."""
@@ -179,10 +183,8 @@ class Command:
 
     def _obey(self) -> None:
         """What the launcher says."""
-        sink = self._sink.socket
-        assert sink is not None
         try:
-            data = sink.recv(READ_BYTES)
+            data = self._sink.socket.recv(READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -205,21 +207,21 @@ class Command:
             self._dismissed = self._dismissed or signum in ENDING
             return
         self._told = self._told or signum in ENDING
+        if signum == signal.SIGTERM and not patient:  # mpirun ends the job, or was killed, or the launcher was
+            self._segments |= segments(os.getpid())
+            self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
         if signum == signal.SIGKILL:
             self._kill_at = 0.0
         elif self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signum)
-        if signum == signal.SIGTERM and not patient:
-            self._kill_at = min(self._kill_at, time.monotonic() + self._grace_s)
 
     def _abandon(self) -> None:
         """The launcher is gone: the command has no business any more."""
         if self.abandoned:
             return
         self.abandoned = True
-        if self._sink.socket is not None:
-            self._selector.unregister(self._sink.socket)
+        self._selector.unregister(self._sink.socket)
         self._pass_on(signal.SIGTERM)
 
     def _reap(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import resource
 import selectors
 import socket
 import time
@@ -21,6 +22,7 @@ from mpikv.launch import channel
 
 GREETING_S = channel.CONNECT_S + 5.0  # a rank gives up before
 MORE_STRANGERS = 64  # beyond one connection of each rank to each address
+OWN_FILES = 64  # listeners, mpirun's pipes, what Python has open
 ANSWER_BYTES = channel.NONCE_BYTES + channel.PROOF_BYTES
 
 
@@ -45,7 +47,15 @@ class Entrance:
         self._strangers: dict[socket.socket, Stranger] = {}  # the oldest first
         self._listeners = listeners(addresses, backlog=min(4096, ranks + 16))
         self.addresses = [(host, listener.getsockname()[1]) for listener, host in self._listeners.items()]
-        self._most_strangers = MORE_STRANGERS + ranks * len(self._listeners)
+        strangers = MORE_STRANGERS + ranks * len(self._listeners)
+        files = allow_files(strangers + 2 * ranks + OWN_FILES)  # of each rank a connection and perhaps a log
+        if files < ranks + OWN_FILES:
+            raise ConfigError(
+                f"the launcher of {ranks} ranks needs {ranks + OWN_FILES} open files, and may have {files} here: raise "
+                "the limit (ulimit -Hn, or LimitNOFILE of the service that starts it)"
+            )
+        # Without a file left for the next connection, the listener would be ready for ever, and this process spin.
+        self._most_strangers = min(strangers, max(1, files - ranks - OWN_FILES))
         for listener in self._listeners:
             selector.register(listener, selectors.EVENT_READ)
 
@@ -118,6 +128,15 @@ class Entrance:
     def _forget(self, stranger: Stranger) -> None:
         self._selector.unregister(stranger.socket)
         del self._strangers[stranger.socket]
+
+
+def allow_files(count: int) -> int:
+    """Let this process, and what it starts, open so many files, or as many as it may. Returns how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else soft
 
 
 def listeners(addresses: Sequence[str], backlog: int) -> dict[socket.socket, str]:

@@ -19,7 +19,7 @@ from mpikv import checks
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.launch import allocation, channel, environment, hosts, line, remote, sync
-from mpikv.launch.command import NOT_FOUND
+from mpikv.launch.command import GRACE_S, NOT_FOUND
 from mpikv.launch.hosts import Host
 from mpikv.launch.output import Output
 from mpikv.launch.placement import Block, place
@@ -27,7 +27,7 @@ from mpikv.launch.processes import JOB
 from mpikv.launch.rank import LAUNCH
 from mpikv.launch.ranks import FAILED
 from mpikv.launch.watch import Limits, Watch
-from mpikv.mpirun import find_mpirun, identify
+from mpikv.mpirun import AS_ROOT, find_mpirun, identify
 from mpikv.runtime.interface import mpirun_variables
 from mpikv.runtime.launcher import OPEN_MPI
 
@@ -49,7 +49,7 @@ class Job(NamedTuple):
     secret: str
     id: str
     addresses: list[str]  # of this machine; none where only this machine has ranks
-    grace_s: float
+    limits: Limits
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             if options.sync_dst_dir:
                 for host in job.hosts:
                     print(shlex.join(sync.command(host, os.getcwd(), options.sync_dst_dir, job.shell, _own(options))))
-            print(line.shown(job.words, {**job.variables, **_told(job, [])}))
+            print(line.shown(job.words, _to_type(job, os.environ)))
             if NOT_SHOWN in (value for pairs in job.given.values() for value in pairs.values()):
                 print(
                     f"mpikv launch: values of --env are not printed: put them in the places of {NOT_SHOWN}",
@@ -108,15 +108,8 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         shell = shell or remote.shell(options.ssh or "ssh", chosen)
     # mpirun starts its daemons through Slurm itself. Open MPI 5 does not know Grid Engine; hydra gives it all values.
     alone = scheduled and not options.ssh and "PE_HOSTFILE" not in environ
-    words = line.build(
-        mpirun,
-        blocks,
-        options.command,
-        remote_shell=() if alone else shell,
-        oversubscribe=options.oversubscribe or not (chosen or scheduled),
-        more=options.mpirun_options,
-    )
     given = environment.asked(options, environ)
+    limits = _limits(options, Config.from_environ({**environ, **given["all"], **given["worker"]}))
     if options.dry_run:
         given = {role: dict.fromkeys(pairs, NOT_SHOWN) for role, pairs in given.items()}
     given["all"] = {
@@ -125,6 +118,16 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         **given["all"],
         "MPIKV_NUM_SERVERS": str(servers),  # else a variable set here would make servers of workers
     }
+    exported = sorted(given["all"]) if elsewhere else []
+    words = line.build(
+        mpirun,
+        blocks,
+        options.command,
+        remote_shell=() if alone else shell,
+        oversubscribe=options.oversubscribe or not (chosen or scheduled),
+        more=options.mpirun_options,
+        plain=line.Plain(options.sync_dst_dir or "", given, exported) if options.dry_run else None,
+    )
     variables, addresses = mpirun.environment(() if alone else shell), []
     if elsewhere:
         family = OPEN_MPI if mpirun.is_open_mpi else mpirun.family
@@ -133,8 +136,16 @@ def prepare(options: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     return Job(
         chosen, blocks, words, variables, shell,
         options.sync_dst_dir or os.getcwd(), given, secrets.token_hex(16), secrets.token_hex(8),
-        addresses, options.grace,
+        addresses, limits,
     )  # fmt: skip
+
+
+def _limits(options: argparse.Namespace, workers: Config) -> Limits:
+    """The time limits. workers: their settings."""
+    grace_s = GRACE_S if options.grace is None else options.grace
+    save_s = workers.timeout_s if options.grace is None else options.grace  # as long as workers wait for each other
+    saves = "TERM" in workers.stop_signals.split(",")
+    return Limits(options.timeout, options.start_timeout, grace_s, save_s, saves)
 
 
 def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
@@ -176,11 +187,17 @@ def check_script(script: str) -> None:
 
 
 def _told(job: Job, addresses: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """The variables that tell the process above each rank what to do. Without addresses it prints for itself."""
-    plan: dict[str, object] = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.grace_s}
-    if addresses:
-        plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
+    """The variables that tell the process above each rank what to do."""
+    plan = {"job": job.id, "folder": job.folder, "env": job.given, "grace_s": job.limits.grace}
+    plan |= {"addresses": list(addresses), "secret": job.secret, "network": channel.network()}
     return {LAUNCH: json.dumps(plan), JOB: f"{job.id}/mpirun"}
+
+
+def _to_type(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that go in front of a line that is typed here."""
+    needed = {**job.variables, **job.given["all"]}
+    as_root = AS_ROOT if os.geteuid() else ()
+    return {name: value for name, value in needed.items() if environ.get(name) != value and name not in as_root}
 
 
 def _own(options: argparse.Namespace) -> list[str]:
@@ -189,6 +206,8 @@ def _own(options: argparse.Namespace) -> list[str]:
 
 
 def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
+    if job.shell:
+        remote.check_program(job.shell)
     if options.launcher == "ssh":
         remote.check(job.hosts, job.shell)
     if options.sync_dst_dir:
@@ -197,7 +216,7 @@ def _start(job: Job, options: argparse.Namespace, output: Output) -> int:
         job.blocks,
         job.secret,
         output,
-        Limits(options.timeout, options.start_timeout, options.grace),
+        job.limits,
         job.addresses or ["127.0.0.1"],
     )
     environ = {name: value for name, value in os.environ.items() if name != environment.GIVEN}

@@ -1,4 +1,8 @@
-"""The one `mpirun` line of a job: global options, then a program for each block of ranks, separated by `:`."""
+"""The one `mpirun` line of a job: global options, then a program for each block of ranks, separated by `:`.
+
+As it is run, each rank is below a process of ours. `mpikv launch --dry-run` prints a line without them, which starts
+the same ranks and can be typed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from mpikv.launch.placement import Block, per_host
 from mpikv.launch.processes import JOB
@@ -18,6 +23,18 @@ TWICE = ("--bind-to", "--map-by")
 SERVER = (sys.executable, "-m", "mpikv.server")
 
 
+class Plain(NamedTuple):
+    """What the line itself must say where nothing of ours runs above the ranks.
+
+    folder: of the ranks, "" for the current one. given: variables by role. exported: names of variables that ranks on
+    other hosts get from mpirun's environment.
+    """
+
+    folder: str
+    given: Mapping[str, Mapping[str, str]]
+    exported: Sequence[str]
+
+
 def build(
     mpirun: Mpirun,
     blocks: Sequence[Block],
@@ -26,8 +43,9 @@ def build(
     remote_shell: Sequence[str] = (),
     oversubscribe: bool = False,
     more: Sequence[str] = (),
+    plain: Plain | None = None,
 ) -> list[str]:
-    """The words of the line.
+    """The words of the line. plain: for one that can be typed.
 
     remote_shell: () for mpirun's own choice. oversubscribe: whether mpirun may start more ranks than it has slots.
     more: further options of mpirun, as the user gave them.
@@ -42,8 +60,15 @@ def build(
     words += more
     for i, block in enumerate(blocks):
         program = SERVER if block.role == "server" else command
-        words += [":"] * (i > 0) + mpirun.exported([LAUNCH, JOB])
-        words += mpirun.in_any_folder() if remote_shell else []
+        words += [":"] * (i > 0)
+        if plain is not None:
+            words += mpirun.exported(plain.exported) + (mpirun.in_folder(plain.folder) if plain.folder else [])
+            own = [f"{name}={value}" for name, value in plain.given[block.role].items()]
+            words += ["-n", str(block.ranks), *(["env", *own] if own else []), *program]
+            continue
+        words += mpirun.exported([LAUNCH, JOB])
+        # Ranks change to their folder themselves. Hydra fails on hosts that lack the one it was started in.
+        words += mpirun.in_folder("/") if remote_shell and not mpirun.is_open_mpi else []
         # Isolated and without site: it needs the standard library alone, and no variable of the user's may hinder it.
         words += ["-n", str(block.ranks), sys.executable, "-I", "-S", str(QUICK), "rank"]
         words += [block.role, str(block.first_number), str(block.first_rank), "--", *map(guarded, program)]

@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   mpikv launch -n 2 -s 2 python train.py --kv-store dist_sync
   mpikv launch -n 8 -H hosts --launcher ssh --sync-dst-dir $HOME/job python train.py
   mpikv launch -n 4 -s 0 --env OMP_NUM_THREADS=2 --timeout 3600 --output-dir logs python train.py
-  mpikv launch -n 4 --dry-run python train.py          the line that would be run
+  mpikv launch -n 4 --dry-run python train.py          a line of mpirun that starts the same
   mpikv launch -n 2 "python train.py --lr 0.1"         a command in quotes, as in MXNet's tutorial
 
 exit status: the first failing rank's (128 + N for signal N); 124 after --timeout, 130 after Ctrl-C, 2 for wrong
@@ -58,12 +58,14 @@ def add_parser(commands: Any) -> None:
                         "and run the command there")  # fmt: skip
     parser.add_argument("--ssh", metavar="COMMAND", help="the remote shell, like 'ssh -p 2222' (default ssh)")
     parser.add_argument("--oversubscribe", action="store_true", help="more processes than the hosts have slots")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be run")
+    parser.add_argument("--dry-run", action="store_true", help="print a line of mpirun that starts the "
+                        "same ranks, and run nothing")  # fmt: skip
     parser.add_argument("--timeout", metavar="SECONDS", type=seconds, help="end the job after so long, with status 124")
     parser.add_argument("--start-timeout", metavar="SECONDS", type=seconds, default=120.0,
                         help="for all ranks to start (default 120)")  # fmt: skip
-    parser.add_argument("--grace", metavar="SECONDS", type=seconds, default=4.0,
-                        help="from SIGTERM to SIGKILL when the job is ended (default 4)")  # fmt: skip
+    parser.add_argument("--grace", metavar="SECONDS", type=seconds,
+                        help="from SIGTERM to SIGKILL when the job is ended (default 4; MPIKV_TIMEOUT_S where workers "
+                        "save their state at SIGTERM, see MPIKV_STOP_SIGNALS)")  # fmt: skip
     parser.add_argument("--output-dir", metavar="DIR", help="also write each rank's output to DIR/worker-0.log, ...")
     parser.add_argument("--mpirun-options", metavar="TEXT", type=shlex.split, default=[],
                         help="more options for mpirun, like '--map-by numa'")  # fmt: skip

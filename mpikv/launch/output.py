@@ -6,6 +6,7 @@ the watch over it. Cost: one copy of each line.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ from mpikv.files import open_log
 COLOURS = (36, 33, 32, 35, 34, 31)  # of ANSI X3.64: cyan, yellow, green, magenta, blue, red
 SERVER_STYLE = "2;"  # faint
 OUT, ERR = 1, 2
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_BYTES = 1 << 24  # waiting to be written; then no more is read from the ranks
 
 
@@ -40,6 +42,7 @@ class Output:
         self._bytes = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._losing = False  # lines, for which there is no room
         self.broken = False  # nobody reads stdout or stderr any more
         self._thread = threading.Thread(target=self._write, daemon=True, name="mpikv-launch-output")
         self._thread.start()
@@ -73,24 +76,32 @@ class Output:
 
     def close(self, limit_s: float = 5.0) -> None:
         """Write the rest, unless nobody takes it within `limit_s`."""
+        for name, file in self._files.items():
+            try:
+                file.close()
+            except OSError as error:  # a network file system may say only now that the disk is full
+                self._stop_logging(name, error)
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(limit_s)
-        for file in self._files.values():
-            file.close()
 
     def _log(self, name: str, data: bytes) -> None:
         if self._folder is None:
             return
-        if name not in self._files:
-            try:
+        try:
+            if name not in self._files:
                 self._files[name] = open_log(self._folder / name)
-            except OSError as error:
-                self._folder = None  # before the line that says so
-                self.say(f"--output-dir: {error}; nothing more is written there")
-                return
-        self._files[name].write(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._files[name].write(rest) :]
+        except OSError as error:  # the disk is full: no reason to end a job
+            self._stop_logging(name, error)
+
+    def _stop_logging(self, name: str, error: OSError) -> None:
+        if self._folder is not None:
+            path, self._folder = self._folder / name, None  # before the line that says so
+            self.say(f"warning: {path}: {error.strerror}; nothing more is written to --output-dir")
 
     def _put(self, stream: int, data: bytes) -> None:
         if data and not self.broken:
@@ -98,6 +109,13 @@ class Output:
                 self._waiting.append((stream, data))
                 self._bytes += len(data)
                 self._changed.notify()
+
+    def _lose(self, stream: int, error: OSError) -> None:
+        """Go on without what cannot be written."""
+        if not self._losing:
+            self._losing = True
+            name = "stdout" if stream == OUT else "stderr"
+            self._put(ERR, f"mpikv launch: warning: {name}: {error.strerror}; lines are lost\n".encode())
 
     def _write(self) -> None:
         while True:
@@ -107,15 +125,17 @@ class Output:
                 if not self._waiting:
                     return
                 stream, data = self._waiting.popleft()
+                self._bytes -= len(data)
             try:
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(stream, rest) :]
-            except OSError:
+            except OSError as error:
+                if error.errno in DISK_FULL:  # under `mpikv launch ... >log`
+                    self._lose(stream, error)
+                    continue
                 self.broken = True
                 with self._changed:
                     self._waiting.clear()
                     self._bytes = 0
                 return
-            with self._changed:
-                self._bytes -= len(data)

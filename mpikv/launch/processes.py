@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable
 JOB = "_MPIKV_JOB"  # in every process of a job: "<job>/<role>-<number>"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 STEP_S = 0.02
+SEGMENT = re.compile(r" (/.*/(?:sm|vader)_segment\.[^/\n]*)$", re.MULTILINE)  # of Open MPI 5, and 4
 
 
 def die_with_parent(parent: int, signum: int) -> Callable[[], None]:
@@ -70,6 +72,19 @@ def of_job(job: str) -> list[int]:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
             if mark in b"\0" + file.read() and pid != os.getpid():
                 found.append(pid)
+    return found
+
+
+def segments(root: int) -> set[str]:
+    """Open MPI's files of shared memory that a process and those below it have mapped.
+
+    `mpirun` removes them; nobody does where it was killed. 16 MiB for each rank, in /dev/shm unless told otherwise. No
+    other file: a program may have its data in /dev/shm.
+    """
+    found: set[str] = set()
+    for pid in (root, *descendants(root)):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as file:
+            found |= set(SEGMENT.findall(file.read()))
     return found
 
 

@@ -10,8 +10,7 @@ through an inherited one.
 which passes signals on and copies the status; the process that does the above is the stand-in's child, and has time to
 let the command end and to report how it did.
 
-Without a launcher (the variable `_MPIKV_LAUNCH` is missing) it prints the tagged lines itself. Only the standard
-library is imported: see quick.py.
+Only the standard library is imported: see quick.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 
 from mpikv.launch.command import FORWARDED, GRACE_S, Command
 from mpikv.launch.processes import JOB, die_with_parent
-from mpikv.launch.sink import Place, Printer, Sink
+from mpikv.launch.sink import Place, Sink
 from mpikv.runtime.launcher import said_rank
 
 LAUNCH = "_MPIKV_LAUNCH"  # JSON: job, secret, addresses, folder, env, grace_s
@@ -99,10 +98,9 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
     command = [unguarded(word) for word in command]
     rank = said_rank(os.environ)
     place = Place(role, int(first_number) + rank - int(first_rank), rank, socket.gethostname())
-    plan = json.loads(os.environ.pop(LAUNCH, "{}"))
-    sink: Sink | Printer
+    plan = json.loads(os.environ.pop(LAUNCH))
     try:
-        sink = Sink(plan, place) if "addresses" in plan else Printer(place)
+        sink = Sink(plan, place)
     except ConnectionError as error:
         print(
             f"mpikv launch: {place.label} cannot reach the launcher ({error}): the hosts of a job must reach each "
@@ -111,10 +109,9 @@ def answer(arguments: Sequence[str], stand_in_ended: int, daemon: int) -> int:
             flush=True,
         )
         return NO_LAUNCHER
-    if sink.socket is not None:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # mpirun waits for all who hold its pipes
-            os.dup2(nothing, stream)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # mpirun waits for all who hold its pipes
+        os.dup2(nothing, stream)
     above = Command(place, sink, stand_in_ended, plan.get("grace_s", GRACE_S))
     status = above.run(command, environment(os.environ, plan, place), plan.get("folder"))
     if above.abandoned:
@@ -135,6 +132,6 @@ def end_daemon(pid: int) -> None:
 def environment(environ: Mapping[str, str], plan: Mapping[str, Any], place: Place) -> dict[str, str]:
     """What the command gets to see."""
     given = plan.get("env", {})
-    job = {JOB: f"{plan['job']}/{place.role}-{place.number}"} if "job" in plan else {}
+    job = {JOB: f"{plan['job']}/{place.role}-{place.number}"}
     # A pipe is no terminal, so Python would keep what it prints until it has 8 KiB of it.
     return {"PYTHONUNBUFFERED": "1", **environ, **given.get("all", {}), **given.get(place.role, {}), **job}

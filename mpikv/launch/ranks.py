@@ -118,10 +118,10 @@ def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | 
     bad = [rank for rank in ranks if rank.status not in (None, 0) and not (asked and rank.role == "server")]
     if missing:
         ended = f"mpirun ended with status {own}" if own else "mpirun ended"
-        return Verdict(own or FAILED, f"{ended}, and {_names(missing, len(ranks))} never started")
+        return Verdict(own or FAILED, f"{ended}, and {names(missing, len(ranks))} never started")
     if lost:
         hosts = sorted({rank.host for rank in lost})
-        return Verdict(own or FAILED, f"{_names(lost, len(ranks))} on {', '.join(hosts)} went away without a report")
+        return Verdict(own or FAILED, f"{names(lost, len(ranks))} on {', '.join(hosts)} went away without a report")
     if bad and all(rank.role == "server" and rank.told for rank in bad):
         # Open MPI's mpirun may end them before the launcher does: a worker that ends without MPI_Init, as a shell does,
         # is an error for it once a server has been there.
@@ -140,7 +140,7 @@ def judge(ranks: Sequence[Rank], mpirun_status: int | None, *, asked: Verdict | 
     return Verdict(0, asked.text if asked is not None else "")
 
 
-def _names(ranks: Sequence[Rank], of: int) -> str:
+def names(ranks: Sequence[Rank], of: int) -> str:
     """`worker 0, worker 1 and 6 more (8 of 9 ranks)`."""
     shown = ", ".join(rank.name for rank in ranks[:4])
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,13 @@ def shell(text: str, hosts: Sequence[Host]) -> tuple[str, ...]:
     if os.path.basename(words[0]) == "ssh":
         words += PATIENCE
     return (*words, *(("-l", users.pop()) if users != {""} else ()))
+
+
+def check_program(words: Sequence[str]) -> None:
+    """Raise ConfigError where this machine has no such remote shell."""
+    if shutil.which(words[0]) is None:
+        how = ": apt-get install openssh-client" if words[0] == "ssh" else ""
+        raise ConfigError(f"other hosts are reached by {words[0]}, which is not on this machine{how}")
 
 
 def check(hosts: Sequence[Host], words: Sequence[str]) -> None:

@@ -37,7 +37,8 @@ class Scheduler(NamedTuple):
     """One of them.
 
     script: of a job. state: where a job is, by its number; raises SchedulerError where there is no answer. submission:
-    the command that takes a script and prints the job's number. ending: the command that ends a job.
+    the command that takes a script and prints the job's number. ending: the command that ends a job. option: an example
+    of `mpikv submit --option`.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Scheduler(NamedTuple):
     state: Callable[[str], State]
     submission: tuple[str, ...]
     ending: str
+    option: str
 
     def submit(self, text: str, without: Collection[str] = ()) -> str:
         """Hand over a script; the job's number. without: variables of this environment that the job shall not have.
@@ -76,7 +78,7 @@ def run(
             input=text,
             capture_output=True,
             text=True,
-            errors="replace",
+            errors="surrogateescape",  # words of the script need not be UTF-8
             timeout=COMMAND_S,
             check=False,
             env=seen,

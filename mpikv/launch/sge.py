@@ -109,4 +109,4 @@ def read_accounting(text: str) -> int | None:
     return int(codes[-1]["exit_status"]) or (0 if failed == "0" else 1)
 
 
-SGE = Scheduler("Grid Engine", script, state, ("qsub", "-terse"), "qdel")
+SGE = Scheduler("Grid Engine", script, state, ("qsub", "-terse"), "qdel", '--option "-l h_vmem=4G"')

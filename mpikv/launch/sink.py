@@ -1,8 +1,7 @@
-"""Where the process above a rank sends what it has to say: to the launcher, or to its own streams."""
+"""The connection by which the process above a rank tells the launcher what it has to say."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,28 +20,6 @@ class Place(NamedTuple):
     @property
     def label(self) -> str:
         return f"{self.role} {self.number} @ {self.host}"
-
-
-class Printer:
-    """Writes tagged lines to this process's own streams. For a line that was started by hand."""
-
-    socket = None
-    pending = b""
-
-    def __init__(self, place: Place) -> None:
-        self._tag = f"[{place.label}] ".encode()
-
-    def write(self, kind: int, data: bytes) -> None:
-        """Whole lines of the command, or what became of it."""
-        if kind in (channel.OUT, channel.ERR):
-            text = b"".join(self._tag + line for line in data.splitlines(keepends=True))
-            os.write(1 if kind == channel.OUT else 2, text)
-        elif kind == channel.ENDED and json.loads(data)["error"]:
-            os.write(2, self._tag + json.loads(data)["error"].encode() + b"\n")
-
-    def flush(self) -> bool:
-        """Nothing waits here."""
-        return True
 
 
 class Sink:

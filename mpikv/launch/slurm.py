@@ -95,4 +95,4 @@ def _final(name: str, code: str) -> State:
     return State(name.lower().replace("_", " "), status)
 
 
-SLURM = Scheduler("Slurm", script, state, ("sbatch", "--parsable"), "scancel")
+SLURM = Scheduler("Slurm", script, state, ("sbatch", "--parsable"), "scancel", '--option "--mem=4G"')

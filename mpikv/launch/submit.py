@@ -38,6 +38,27 @@ exit status: 0 when the job was submitted; with --wait the job's; 2 for a wrong 
 Ctrl-C, which cancels a job that is waited for."""
 
 
+class Parser(argparse.ArgumentParser):
+    """The options of one scheduler's jobs. `DASHED` take the word after them even if it begins with a dash.
+
+    argparse would take such a word for an option of its own, and say that the value is missing.
+    """
+
+    DASHED = ("options", "launch_options")
+    hint = ""  # after an option that does not exist
+
+    def _get_nargs_pattern(self, action: argparse.Action) -> str:
+        # A for a word, O for one that looks like an option. In argparse since its beginning.
+        return "([AO])" if action.dest in self.DASHED else super()._get_nargs_pattern(action)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """See argparse; but what is unknown is an error here already, where its cure is known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self.hint}")
+        return found, unknown
+
+
 def add_parser(commands: Any) -> None:
     """Add `submit` to the commands of `mpikv`."""
     submit = commands.add_parser(
@@ -48,7 +69,7 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = submit.add_subparsers(metavar="slurm|sge", required=True, dest="scheduler")
+    kinds = submit.add_subparsers(metavar="slurm|sge", required=True, dest="scheduler", parser_class=Parser)
     for key, scheduler in SCHEDULERS.items():
         parser = kinds.add_parser(
             key,
@@ -58,6 +79,7 @@ def add_parser(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_options(parser)
+        parser.hint = f"; what {scheduler.name} itself understands goes through --option, as in {scheduler.option}"
         parser.set_defaults(run=_run, parser=parser)
 
 

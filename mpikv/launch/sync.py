@@ -24,6 +24,7 @@ from mpikv.launch.remote import AT_ONCE, run
 
 LEFT_OUT = (".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".venv", "venv")
 LIMIT_S = 3600.0
+NOT_FOUND = 127  # rsync's status for a command that the other host does not have
 MEBI = 1 << 20
 
 
@@ -69,6 +70,7 @@ def copy(
         status, printed, said = run(command(host, folder, target, shell, left_out), LIMIT_S)
         if status != 0:
             reason = next((line for line in said.splitlines() if line.strip()), f"status {status}")
+            reason += " (rsync is needed there, too)" if status == NOT_FOUND else ""
             return f"{host.name}: {reason}"
         files, size = statistics(printed)
         seconds = time.monotonic() - begun

@@ -2,7 +2,9 @@
 
 The end of one rank with a status other than 0 is the job's end: the others have `LAST_WORDS_S` to say what they miss,
 then SIGTERM, then SIGKILL. Ctrl-C and SIGTERM become SIGTERM for all ranks, as `mpirun` does it. Every path through
-here ends within 10 s of the event that begins the end; `--grace` lengthens the way from SIGTERM to SIGKILL.
+here ends within 10 s of the event that begins the end; `--grace` lengthens the way from SIGTERM to SIGKILL. That is
+longer, too, where workers that are asked to end finish their step and save their state first: their settings tell so
+(MPIKV_STOP_SIGNALS), or the line in which worker 0 announces it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from mpikv.launch.entrance import GREETING_S, Entrance
 from mpikv.launch.output import ERR, OUT, Output
 from mpikv.launch.placement import Block
 from mpikv.launch.processes import die_with_parent, is_alive
-from mpikv.launch.ranks import FAILED, IDLE_SERVERS, Rank, Verdict, expected, first_failure, judge
+from mpikv.launch.ranks import FAILED, IDLE_SERVERS, Rank, Verdict, expected, first_failure, judge, names
 from mpikv.runtime.abort import MISTAKE
 
 LAST_WORDS_S = 1.0
@@ -40,6 +42,7 @@ ABORTED = re.compile(
     rb"|mpikv: error: \[rank \d+ of \d+ on \S+\] )",
     re.MULTILINE,
 )
+STOPPING = re.compile(rb"^mpikv: .*: all workers stop after their step$", re.MULTILINE)  # session/service.py
 HARMLESS = b"plm:ssh: Warning: setpgid("  # Open MPI 5, when its child was quicker (PRRTE, plm_ssh_module.c)
 # The link is dead, or what came is nonsense
 WRONG = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -52,12 +55,15 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 class Limits(NamedTuple):
     """Time limits, in seconds. job: None for none. start: for all ranks to report. grace: from SIGTERM to SIGKILL.
 
-    greeting: for who has connected to prove that it belongs to the job.
+    save: instead of `grace` where the end is asked for and workers save their state then. saves: whether they are known
+    to do so. greeting: for who has connected to prove that it belongs to the job.
     """
 
     job: float | None
     start: float
     grace: float
+    save: float
+    saves: bool = False
     greeting: float = GREETING_S
 
 
@@ -92,6 +98,7 @@ class Watch:
         self._plan: list[tuple[float, Callable[[], None]]] = []  # what comes next in the end, with its time
         self._asked: Verdict | None = None
         self._ending = False
+        self._saving: bool | None = None  # whether they have `Limits.save` instead of `grace`; None: not so far
         self._killed_mpirun = False
         self._reports = 0
         self._held: list[tuple[int, bytes]] = []  # mpirun's own lines after the first failure
@@ -215,6 +222,8 @@ class Watch:
                 self._reports += 1
                 rank.aborted, rank.abort_status = self._reports, int(said[1] or said[2] or MISTAKE)
             self._output.lines(OUT if kind == channel.OUT else ERR, rank.role, rank.number, rank.host, body)
+            if self._ending and STOPPING.search(body):
+                self._let_save()
         elif kind == channel.ENDED:
             self._ended(peer.rank, json.loads(body))
         elif kind == channel.GONE:
@@ -248,8 +257,8 @@ class Watch:
                 self._to_all(channel.BYE)
             return
         if self._limits.job is not None and now - self._started > self._limits.job:
-            self._output.say(f"the time limit of {self._limits.job:g} s is over: the job is ended")
-            self._end(Verdict(TIMED_OUT, f"timed out after {self._limits.job:g} s"), signal.SIGTERM)
+            limit = f"{self._limits.job:g} s"
+            self._ask(f"the time limit of {limit} is over", Verdict(TIMED_OUT, f"timed out after {limit}"))
         elif self._output.broken:
             self._end(Verdict(BROKEN_PIPE, "nobody reads the output any more"), signal.SIGTERM)
         elif self._mpirun.poll() is not None:
@@ -275,39 +284,71 @@ class Watch:
             self._to_all(channel.SIGNAL, signal=signum)
         elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             name = signal.Signals(signum).name
-            if self._asked is not None and self._asked.status > 128:
+            if self._asked is not None and self._asked.status:
                 self._output.say(f"{name} again: the ranks are killed")
                 self._plan = []
                 self._kill_steps(time.monotonic())
                 return
-            self._output.say(f"{name}: all ranks are told to end (again: they are killed)")
-            self._end(Verdict(128 + signum, f"ended by {name}"), signal.SIGTERM)
+            self._ask(name, Verdict(128 + signum, f"ended by {name}"))
 
     # --- the end
+
+    def _ask(self, why: str, verdict: Verdict) -> None:
+        """Begin an end that somebody asks for. Workers may take it as a request to save their state."""
+        self._output.say(f"{why}: all ranks are told to end (SIGTERM again: they are killed)")
+        self._end(verdict, signal.SIGTERM)
+        if self._limits.saves:
+            self._let_save()
+
+    def _let_save(self) -> None:
+        """Put SIGKILL off, once, where the end was asked for and nothing has failed."""
+        if self._asked is None or not self._asked.status or self._saving is not None:
+            return
+        self._saving = True
+        limit_s = self._limits.save
+        self._output.say(f"workers that save their state after this step have {limit_s:g} s for it (--grace)")
+        self._kill_after(limit_s)
 
     def _end_after_failure(self) -> None:
         if not self._ending:
             self._end(None, signal.SIGTERM, after_s=LAST_WORDS_S)
+        elif self._saving:  # which they do together: nobody can finish it any more
+            self._saving = False
+            self._kill_after(self._limits.grace)
 
     def _end(self, asked: Verdict | None, signum: int | None, after_s: float = 0.0) -> None:
         """Begin the end: `signum` to all ranks after `after_s`, then harder. asked: why, if not for a failure."""
         if asked is not None and first_failure(list(self.ranks.values())) is None:
             self._asked = asked
         self._ending = True
-        at = time.monotonic() + after_s
         self._plan = []
-        if signum is not None:
-            self._plan.append((at, lambda: self._to_all(channel.SIGNAL, signal=int(signum))))
-            at += self._limits.grace
-        self._kill_steps(at)
+        if after_s:
+            self._plan.append((time.monotonic() + after_s, lambda: self._to_all(channel.SIGNAL, signal=signum)))
+        elif signum is not None:
+            self._to_all(channel.SIGNAL, signal=signum)
+        self._kill_steps(time.monotonic() + after_s + (0.0 if signum is None else self._limits.grace))
+
+    def _kill_after(self, limit_s: float) -> None:
+        """SIGTERM was sent: what follows comes so long from now."""
+        self._plan = []
+        self._kill_steps(time.monotonic() + limit_s)
 
     def _kill_steps(self, at: float) -> None:
         self._plan += [
-            (at, lambda: self._to_all(channel.SIGNAL, signal=int(signal.SIGKILL))),
+            (at, self._kill),
             (at + KILL_MPIRUN_S, lambda: self._kill_mpirun(signal.SIGTERM)),
             (at + 2 * KILL_MPIRUN_S, lambda: self._kill_mpirun(signal.SIGKILL)),
             (at + 2 * KILL_MPIRUN_S, self._forget),
         ]
+
+    def _kill(self) -> None:
+        workers = [rank for rank in self.ranks.values() if rank.role == "worker" and rank.running]
+        if self._asked is not None and workers:
+            self._output.say(
+                f"{names(workers, len(self.ranks))} had not ended: killed, and a state that was not yet saved is lost "
+                "(--grace SECONDS gives more time)"
+            )
+        self._to_all(channel.SIGNAL, signal=int(signal.SIGKILL))
 
     def _kill_mpirun(self, signum: int) -> None:
         """Only once its ranks had their chance: it ends all that it has started."""

@@ -85,10 +85,12 @@ class Adam(RunningMeans):
 
 
 class AdamW(RunningMeans):
-    """g = clip(rescale_grad * grad);  w = w - lr_t * (m / (sqrt(v) + epsilon) + wd * w).
+    """MXNet's AdamW, not PyTorch's: the decay is scaled by lr_t, not lr, and the defaults are others (wd 0, not 0.01).
 
-    With correct_bias=False lr_t = lr. With True the decay, too, is scaled by the corrected rate (PyTorch's AdamW scales
-    it by lr, and adds its eps to the corrected root).
+    g = clip(rescale_grad * grad);  w = w - lr_t * (m / (sqrt(v) + epsilon) + wd * w).
+
+    With correct_bias=False lr_t = lr. PyTorch's adds its eps, by default 1e-8, to the corrected root. `create` and
+    Trainer take that class as it is: `Trainer(net, torch.optim.AdamW, {"lr": 1e-3})`.
 
     >>> weight, optimizer = np.ones(1), optimizers.AdamW(learning_rate=0.5, wd=0.5, correct_bias=False)
     >>> state = optimizer.update('w', weight, np.zeros(1), optimizer.init(weight))

@@ -18,7 +18,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -81,6 +81,11 @@ def read_archive(file: IO[bytes], kind: str, origin: str) -> tuple[dict[str, Any
         raise StatesFileError(f"{origin}: not a file of states, or a damaged one ({error})") from error
     except _DAMAGE as error:
         raise StatesFileError(f"{origin}: damaged ({type(error).__name__}: {error})") from error
+
+
+def are_names(given: Any) -> TypeGuard[list[str]]:
+    """Whether it is a list of different strings."""
+    return isinstance(given, list) and all(type(name) is str for name in given) and len(set(given)) == len(given)
 
 
 def damaged(origin: str, what: str) -> NoReturn:

@@ -1,8 +1,9 @@
 """A class whose attributes are declared (fields.py): constructor, checks, JSON and help come from the declarations.
 
 It does for optimizers what `dataclasses` does for records, and type checkers treat it so (PEP 681). Different from
-there: every value is checked whenever it is set, an argument that is unknown or given by its place is answered with the
-names that there are, and a subclass may give a new default alone, `learning_rate = 0.1`.
+there: every value is checked whenever it is set, an argument that is unknown or given by its place, and an attribute
+that is unknown, are answered with the names that there are, and a subclass may give a new default alone,
+`learning_rate = 0.1`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from mpikv.checks import meant, options, shown
 from mpikv.optimizers.fields import Field, factors, field, flag, number, texts
@@ -25,9 +26,19 @@ else:
         return lambda cls: cls
 
 
+class _Closing(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        object.__setattr__(made, "_closed", True)
+        return made
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(factors, field, flag, number, schedule, texts))
-class Declared:
-    """Base of classes with declared attributes. `fields` has those of the class and its bases, by name."""
+class Declared(metaclass=_Closing):
+    """Base of classes with declared attributes. `fields` has those of the class and its bases, by name.
+
+    An object has the attributes that it was made with: AttributeError for others, but for names that begin with `_`.
+    """
 
     name: ClassVar[str] = ""
     fields: ClassVar[Mapping[str, Field]] = {}
@@ -112,7 +123,16 @@ class Declared:
 
     def __setattr__(self, name: str, value: Any) -> None:
         field = self.fields.get(name)
+        if field is None and "_closed" in self.__dict__ and not (name.startswith("_") or hasattr(self, name)):
+            self._refuse(name)
         object.__setattr__(self, name, value if field is None else field.check(self.name, name, value))
+
+    def _refuse(self, name: str) -> NoReturn:
+        names = self._settable()
+        raise AttributeError(f"{self.name} has no attribute {name!r}; it has {', '.join(names)}.{meant(name, names)}")
+
+    def _settable(self) -> list[str]:
+        return list(self.fields)
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.fields)

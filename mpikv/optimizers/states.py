@@ -161,7 +161,7 @@ def _read(file: IO[bytes], origin: str) -> tuple[list[Part], dict[str, Any] | No
         key, shape, dtype = _key(record, origin), record.get("shape"), record.get("dtype")
         if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
             damaged(origin, f"damaged: key {shown(key)} has shape {shown(shape)}")
-        if dtype not in {str(known) for known in SUPPORTED_DTYPES}:
+        if dtype not in [str(known) for known in SUPPORTED_DTYPES]:  # a list: what is there may have no hash
             damaged(origin, f"damaged: key {shown(key)} has dtype {shown(dtype)}")
         n_elems = math.prod(shape)
         begin, end = record.get("begin", 0), record.get("end", n_elems)

@@ -3,7 +3,8 @@
 The torch optimizer works on the weight's own memory (a float32 copy for dtypes other than float32 and float64). Its
 state is kept as ours, NumPy arrays and numbers, so that it can be saved and moved; the torch object itself lives for
 one update. `learning_rate` and `wd` are its `lr` and `weight_decay`, and follow schedules and factors; `rescale_grad`
-and `clip_gradient` act before it. Nothing is known of its formula, so its keys are not cut.
+and `clip_gradient` act before it. All other arguments of the class are in `kwargs`, and are attributes, too. Nothing is
+known of its formula, so its keys are not cut.
 
 PyTorch is imported at the first update, not before.
 
@@ -21,14 +22,16 @@ from typing import Any, ClassVar, TypeGuard
 import numpy as np
 
 from mpikv.arrays import HostArray, own_space
-from mpikv.checks import meant, shown
+from mpikv.checks import meant, options, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer
+from mpikv.optimizers.fields import field
 from mpikv.optimizers.function import count_of
 from mpikv.optimizers.schedules import Scheduler
 from mpikv.optimizers.step import State, Step
 
 _COMMON = ("rescale_grad", "clip_gradient", "lr_scheduler", "multi_precision")
+_OURS = {"lr": "learning_rate", "weight_decay": "wd"}
 _REFUSED = {"LBFGS": "it evaluates the model several times in a step", "SparseAdam": "gradients here are dense"}
 
 
@@ -39,20 +42,54 @@ def is_torch_class(value: object) -> TypeGuard[type[Any]]:
     )
 
 
+def _options(owner: str, name: str, value: Any) -> dict[str, Any]:
+    return options(f"{owner}: {name}", value)
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_json(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else {"value": repr(value)}
+
+
+def _to_json(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _json(kwargs[name]) for name in sorted(kwargs)}
+
+
+def _sent(owner: str, name: str, sent: Any, current: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that another rank has; values of kinds that are not sent have to be those that are here."""
+    found = {}
+    for one, value in options(f"{owner}: {name}", sent).items():
+        if one in current and _json(current[one]) == value:
+            found[one] = current[one]
+        elif isinstance(value, Mapping):
+            raise UnsupportedError(f"{owner}: {one}={value.get('value')}, which only the whole optimizer carries")
+        else:
+            found[one] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
 class TorchOptimizer(Optimizer):
     """An optimizer made of a torch.optim class and its keyword arguments; see the module. `create` makes one.
 
     kwargs: the class's own, and those that every optimizer here has. `learning_rate` and `lr` mean the same, as do `wd`
-    and `weight_decay`. Raises TypeError for others (lists the valid ones), UnsupportedError for a class that cannot
-    serve. The example needs PyTorch.
+    and `weight_decay`. Each is an attribute, under either name, and may be changed as those of other optimizers. Raises
+    TypeError for others (lists the valid ones), UnsupportedError for a class that cannot serve. The example needs
+    PyTorch.
 
     >>> import torch
     >>> weight, optimizer = np.ones(2), optimizers.create(torch.optim.SGD, lr=0.5)
     >>> state = optimizer.update('w', weight, np.ones(2), optimizer.init(weight))
     >>> weight
     array([0.5, 0.5])
+    >>> optimizer.lr, optimizer.momentum = 0.1, 0.9
+    >>> optimizer.learning_rate, optimizer.nesterov
+    (0.1, False)
     """
 
+    kwargs: dict[str, Any] = field(
+        default={}, check=_options, doc="the class's own arguments", init=False, to_json=_to_json, from_json=_sent
+    )
     name: ClassVar[str] = "torch"
     elementwise = False
 
@@ -71,7 +108,8 @@ class TorchOptimizer(Optimizer):
             valid = ", ".join([*parameters, *_COMMON])
             near = meant(unknown[0], [*parameters, *_COMMON])
             raise TypeError(f"torch.optim.{torch_class.__name__} has no {', '.join(unknown)}; it has {valid}.{near}")
-        self._settable = [name for name in ("lr", "weight_decay") if name in parameters]
+        self._ours = {name: ours for name, ours in _OURS.items() if name in parameters}
+        self._own = {name: one.default for name, one in parameters.items() if name not in {*_OURS, *self.fields}}
         if rate is None and not isinstance(common.get("lr_scheduler"), Scheduler):
             rate = _default(parameters, "lr")
         decay = _default(parameters, "weight_decay") if decay is None else decay
@@ -80,13 +118,28 @@ class TorchOptimizer(Optimizer):
         self.kwargs = kwargs
 
     def __repr__(self) -> str:
-        return f"TorchOptimizer({self.torch_class.__name__}, {self.kwargs!r}, {super().__repr__()})"
+        return f"TorchOptimizer({self.torch_class.__name__}, {super().__repr__()})"
+
+    def __getattr__(self, name: str) -> Any:
+        """An argument of the class."""
+        values = self.__dict__
+        if name in values.get("_ours", ()):
+            return getattr(self, self._ours[name])
+        if name in values.get("_own", ()):
+            return self.kwargs.get(name, self._own[name])
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_own", ()):
+            name, value = "kwargs", {**self.kwargs, name: value}
+        super().__setattr__(self.__dict__.get("_ours", {}).get(name, name), value)
+
+    def _settable(self) -> list[str]:
+        return [*self._ours, *self._own, *_COMMON]
 
     def config(self) -> dict[str, Any]:
-        """See `Optimizer`; with the class's name and its arguments."""
-        name = f"{self.torch_class.__module__}.{self.torch_class.__name__}"
-        kwargs = {name: repr(value) for name, value in sorted(self.kwargs.items())}
-        return {**super().config(), "class": name, "kwargs": kwargs}
+        """See `Optimizer`; with the class's name."""
+        return {**super().config(), "class": f"{self.torch_class.__module__}.{self.torch_class.__name__}"}
 
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Optimizer:
@@ -121,7 +174,7 @@ class TorchOptimizer(Optimizer):
         parameter = torch.from_numpy(w.reshape(step.shape)).requires_grad_()
         parameter.grad = torch.from_numpy(tmp[0].reshape(step.shape))
         in_force = {"lr": step.learning_rate, "weight_decay": step.wd}
-        optimizer = self.torch_class([parameter], **self.kwargs, **{name: in_force[name] for name in self._settable})
+        optimizer = self.torch_class([parameter], **self.kwargs, **{name: in_force[name] for name in self._ours})
         kept = {name: _to_torch(torch, value) for name, value in step.state.items() if name not in ("t", "master")}
         if kept:
             optimizer.state[parameter] = kept

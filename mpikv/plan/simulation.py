@@ -30,7 +30,7 @@ from mpikv.topology import topology
 
 # Connections share a link in evenly at first, while their windows are small; later one that has it keeps it for a
 # while. So a turn is as long as what its sender has had since the link was idle, within these limits, which were chosen
-# so that servers with two and three workers take the times that were measured (docs/scaling.md).
+# so that servers with two and three workers take the times that were measured (tests/fixtures/plan_measured.md).
 SHORTEST_TURN_BYTES, LONGEST_TURN_BYTES = 256 << 10, 8 << 20
 NETWORK_BYTES = 1 << 20  # of one sender under way to one host: a window of TCP's, about
 HEARTBEAT = 1 << 14  # events between two calls of `alive`

@@ -6,8 +6,8 @@ ever: its interpreter goes on into MPI_Finalize, which waits for the others. So 
 
 - an uncaught exception prints its traceback, each line with this rank and host, and aborts the job with status 1;
 - a mistake in a call (see tracebacks.py) prints one line, and ends the job with status 2;
-- `sys.exit`, `exit` and `quit` with a status are remembered; if the interpreter then ends with a store still open, the
-  job ends with it. Python tells nobody of a bare `raise SystemExit(3)`: that rank closes its store as at any end;
+- the status of `sys.exit`, `exit` and `quit` is remembered; if the interpreter then ends with a store still open, the
+  job ends with it (that of a bare `raise SystemExit(3)` cannot be: Python shows it to nobody before its exit handlers);
 - SIGTERM, which `mpirun` sends to the other ranks when one was killed, first prints what this rank was waiting for.
 
 Ranks run the same program, so that most errors are made by all of them. Rank 0 tells its own at once, and the others
@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from mpikv import tracebacks
 from mpikv.config import wants_full_tracebacks
 from mpikv.observe.activity import Activity
-from mpikv.runtime import children, launcher, printed, unmet
+from mpikv.runtime import launcher, printed, unmet
 from mpikv.runtime.forked import TakesSignals
 
 FLUSH_S = 0.2  # mpirun has read what a rank printed; give it this long to pass it on before it is told to kill
@@ -64,10 +64,11 @@ class Guard(TakesSignals):
         self.activities: list[Activity] = []  # of the stores that are open
 
     def install(self) -> None:
-        """Replace `sys.excepthook`, what ends a program with a status, and SIGTERM's default action."""
+        """Replace `sys.excepthook`, `sys.exit`, `exit` and `quit`, and SIGTERM's default action."""
         sys.excepthook = self.excepthook
-        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):  # `python -S` lacks the last two
-            setattr(module, name, self._remember_exit)
+        sys.exit = self._remember_exit  # type: ignore[assignment] # it does not return either
+        for name in {"exit", "quit"} & vars(builtins).keys():  # without the module `site` there are none
+            setattr(builtins, name, Quitter(self._note, getattr(builtins, name)))
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._terminated)
 
@@ -144,13 +145,16 @@ class Guard(TakesSignals):
         stream.flush()
 
     def _remember_exit(self, status: Any = None, /) -> None:
+        self._note(status)
+        self._exit(status)
+
+    def _note(self, status: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             pass  # it ends that thread alone
         elif isinstance(status, int):
             self.exit_status = int(status) & 0xFF
         else:
             self.exit_status = 0 if status is None else 1
-        self._exit(status)
 
     def _terminated(self, signum: int, _frame: FrameType | None) -> None:
         for activity in () if self.is_child() else self.activities:
@@ -160,6 +164,21 @@ class Guard(TakesSignals):
                 os.write(2, f"[{self.label}] was told to end (SIGTERM) while {text}\n".encode())
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
+
+
+class Quitter:
+    """`exit` or `quit` of the module `site`, with its status noted."""
+
+    def __init__(self, note: Callable[[Any], None], before: Callable[[Any], None]) -> None:
+        self._note, self._before = note, before
+
+    def __repr__(self) -> str:
+        return repr(self._before)
+
+    def __call__(self, code: Any = None) -> None:
+        """End the program, as `sys.exit` does."""
+        self._note(code)
+        self._before(code)
 
 
 def guard() -> Guard | None:
@@ -180,11 +199,13 @@ def install(rank: int, size: int) -> Guard:
 def install_early(*, others_wait: bool) -> None:
     """Let an error end the job before the ranks have made a store, if MPI runs already or others wait in MPI_Init."""
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized():
+    if launcher.is_child_of_rank():
+        pass  # its end is its own
+    elif mpi and mpi.Is_initialized():
         if not mpi.Is_finalized() and mpi.COMM_WORLD.Get_size() > 1:
             install(mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size())
             return
-    elif not children.is_child() and (started_by := launcher.find()) and started_by.size > 1:
+    elif (started_by := launcher.find()) and started_by.size > 1:
         install(launcher.said_rank(os.environ), started_by.size)
         if others_wait:
             unmet.end_job_at_exit()  # also where the program catches the error: the others wait all the same

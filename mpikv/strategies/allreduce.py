@@ -19,6 +19,7 @@ import cloudpickle
 from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives.nccl import NcclComm
+from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError, MpikvError
 from mpikv.hostmemory.segment import HostMemory
@@ -306,11 +307,10 @@ class AllreduceStrategy(Strategy):
         refused = refused or next(iter(self._session.control.refused.values()), None)
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
-        if self.keys.communicators is not None:  # those of keys that went another way may still be in the making
-            self._session.wait_for(self.keys.communicators.made(), "close")
         if error is not None:
             raise error
         if self.keys.communicators is not None:
+            self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")
             self.keys.communicators.free()
         if self.keys.nccl is not None:
             self.keys.nccl.close()

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.codecs.identity import IDENTITY
+from mpikv.errors import StatesFileError
 from mpikv.keys import Key
 from mpikv.optimizers.states import Part, parts_from_bytes, parts_to_bytes
 from mpikv.session.base import Session
@@ -41,6 +43,17 @@ def gather(session: Session, strategy: Strategy, call: str, keys: Sequence[Key] 
     found = [part for part in strategy.codec_states(call) if keys is None or part.key in keys]
     mine = parts_to_bytes(part._replace(worker=session.rank) for part in found)
     return [part for blob in session.gather(call, mine) for part in parts_from_bytes(blob)]
+
+
+def check(saved: Iterable[Part], path: str) -> None:
+    """Raise StatesFileError where a file has residuals that are none of their pieces'."""
+    for part in saved:
+        residual = part.state.get(RESIDUAL)
+        if residual is not None and (residual.dtype, residual.shape) != (np.float32, (part.end - part.begin,)):
+            raise StatesFileError(
+                f"{path} is damaged: the residual of key {shown(part.key)} at worker {part.worker} is {residual.dtype} "
+                f"{residual.shape}, not float32 ({part.end - part.begin},)"
+            )
 
 
 def spread(session: Session, strategy: Strategy, call: str, saved: Sequence[Part]) -> None:

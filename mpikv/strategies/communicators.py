@@ -10,7 +10,7 @@ from typing import Any
 
 from mpikv.checks import shown
 from mpikv.engine.engine import Engine
-from mpikv.engine.request import Predicate, Request, Steps
+from mpikv.engine.request import Predicate, Steps
 from mpikv.engine.running import Running
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
@@ -48,12 +48,12 @@ class Communicators:
         yield self._made[key_id]
         return self._made[key_id].result
 
-    def made(self) -> Request:
-        """Return what is done when none is being made any more: MPI must not lose what one is duplicated from."""
-        return Predicate(lambda: all(running.done for running in self._made.values()))
+    def all_made(self) -> bool:
+        """Whether none is being made any more. MPI must not end before, even if no round has needed them."""
+        return all(running.done for running in self._made.values())
 
     def free(self) -> None:
-        """Give all back, when all are `made`. Collective."""
+        """Give all back, once they are made. Collective."""
         for running in self._made.values():
             if running.result is not None:
                 running.result.Free()

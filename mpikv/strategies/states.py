@@ -76,6 +76,7 @@ def load_file(session: Session, strategy: Strategy, path: str) -> Sequence[Part]
     def read() -> states.StatesFile:
         stateless = not codec_states.compresses(session)
         file = _read_file(path, session.infos, session.optimizers(), stateless=stateless)
+        codec_states.check(file.codecs, path)
         of_codecs.extend(file.codecs)
         return file
 
@@ -165,11 +166,6 @@ def _read_file(
         if info is not None and (part.shape, part.dtype) != (info.shape, info.dtype):
             there, here = (f"{one.dtype} {one.shape}" for one in (part, info))
             raise StatesFileError(f"{path}: key {shown(part.key)} is {there} there and {here} here")
-        owed = part.state.get(codec_states.RESIDUAL)
-        if owed is not None and (owed.shape, owed.dtype) != ((part.end - part.begin,), np.dtype(np.float32)):
-            raise StatesFileError(
-                f"{path}: key {shown(part.key)}: {owed.dtype} {owed.shape} is owed of {part.begin} to {part.end}"
-            )
     return file
 
 

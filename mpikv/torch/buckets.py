@@ -2,8 +2,11 @@
 
 A bucket is one key of the store. Its memory comes from `store.zeros`, so that workers of one host add it where it is:
 in host memory, or on the store's GPU for parameters that are there. Each parameter has a place in one bucket, a tensor
-with the parameter's own strides, which becomes its `grad`. Where buckets are compressed, the tail has a key of its own,
-which is not.
+with the parameter's own strides, which becomes its `grad`; on a GPU a copy does. Where buckets are compressed, the tail
+has a key of its own, which is not.
+
+A program may keep a gradient, clear `grad`, and run another backward pass. Before that is written, a place sees whether
+anybody holds its memory; then the bucket goes on in other memory, and what was kept stays as it is.
 
 Gradients of one bucket may be produced in several streams of a GPU. A bucket knows in which ones its memory was written
 to, and a stream that uses all of it waits for these. The host waits for nothing of that.
@@ -11,6 +14,7 @@ to, and a stream that uses all of it waits for these. The host waits for nothing
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +25,7 @@ from mpikv.arrays import HostArray, dtype_of
 from mpikv.codecs.compression import NONE, Compression
 from mpikv.codecs.identity import IDENTITY
 from mpikv.kvstore import KVStore, Request
-from mpikv.torch.arrays import dtype_name, is_dense, on_store, tensor_of
+from mpikv.torch.arrays import dtype_name, is_dense, on_store
 
 TAIL = -1  # in place of a parameter's number: the tail (tail.py)
 
@@ -52,17 +56,24 @@ def form_of(name: str, parameter: torch.Tensor, store: KVStore) -> Form:
 class Bucket:
     """One key, its memory, and which parameters lie there. flat: NumPy's, or a tensor on the store's GPU."""
 
-    def __init__(self, key: str, flat: Any, members: Sequence[int]) -> None:
+    def __init__(self, key: str, flat: Any, members: Sequence[int], tail_elems: int) -> None:
         self.key = key
         self.on_gpu = isinstance(flat, torch.Tensor)
         self._streams: dict[int, Any] = {}
         self.flat = flat
         self.members = [i for i in members if i != TAIL]
         self.has_tail = TAIL in members
+        self._tail_elems = tail_elems
         self.waits_for = 0  # gradients, before it can leave
         self.left = False  # in this round
         self.compressed = False
         self.request: Request | None = None
+
+    @property
+    def tail(self) -> HostArray:
+        """The memory of the tail, at the end."""
+        tail: HostArray = self.flat[self.flat.size - self._tail_elems :]
+        return tail
 
     def written(self) -> None:
         """Note that the memory was written to in the stream that is current in this thread."""
@@ -80,11 +91,34 @@ class Bucket:
             self._streams = {current.cuda_stream: current}
 
 
-class Place(NamedTuple):
-    """Where a parameter's gradient lies."""
+class Place:
+    """Where a parameter's gradient lies: the elements of a bucket from `begin` on. view: the tensor there."""
 
-    bucket: Bucket
     view: torch.Tensor
+
+    def __init__(self, bucket: Bucket, form: Form, begin: int) -> None:
+        self.bucket = bucket
+        self._form = form
+        self.begin = begin
+        self._memory: weakref.ref[Any] | None = None
+        self.make()
+
+    def make(self) -> None:
+        """Make the tensor, where the bucket's memory is now."""
+        form, flat, begin = self._form, self.bucket.flat, self.begin
+        self.handed_out = False  # as a `grad`
+        if not self.bucket.on_gpu:
+            flat, self._memory = tensors.in_memory_of(flat[begin : begin + form.n_elems])
+            begin = 0
+        self.view = flat.as_strided(form.size, form.stride, begin)
+
+    def take_back(self) -> bool:
+        """Make the tensor anew, if nobody else has the old one or a view of it. Returns whether that is so."""
+        del self.view
+        if self._memory is not None and self._memory() is not None:
+            return False
+        self.make()
+        return True
 
 
 def make_buckets(
@@ -96,12 +130,12 @@ def make_buckets(
     limit_bytes: int,
     tail_elems: int,
     compression: Compression,
-) -> tuple[list[Bucket], dict[int, Place], HostArray | None]:
+) -> tuple[list[Bucket], dict[int, Place]]:
     """Buckets for parameters in the order in which their gradients appear. Collective, blocks.
 
     name: begin of the keys. members: numbers of the parameters, the same on every worker. tail_elems: float32 values
     behind the last of them; 0 for none. compression: of all but the tail, whatever the store's own is. Returns the
-    buckets, each parameter's place, and the tail.
+    buckets and each parameter's place.
     """
     numbers = [*members, TAIL] if tail_elems else list(members)
     sizes = [tail_elems if i == TAIL else forms[i].n_elems for i in numbers]
@@ -125,24 +159,19 @@ def make_buckets(
         flats.update(zip(chosen, made, strict=True))
     found = []
     places: dict[int, Place] = {}
-    tail = None
     for g, group in enumerate(groups):
-        bucket = Bucket(f"{name} {g}", flats[g], [numbers[i] for i in group])
-        memory = bucket.flat if bucket.on_gpu else tensor_of(bucket.flat)
+        bucket = Bucket(f"{name} {g}", flats[g], [numbers[i] for i in group], tail_elems)
         begins = buckets.offsets([sizes[i] for i in group])
         for i, begin in zip(group, begins, strict=False):
-            if numbers[i] == TAIL:
-                tail = bucket.flat[begin : begin + tail_elems]
-                continue
-            form = forms[numbers[i]]
-            places[numbers[i]] = Place(bucket, memory.as_strided(form.size, form.stride, begin))
+            if numbers[i] != TAIL:
+                places[numbers[i]] = Place(bucket, forms[numbers[i]], begin)
         found.append(bucket)
     for bucket, group in zip(found, groups, strict=True):
         store.session.compressions.of_keys[bucket.key] = NONE if bucket.has_tail else shaped[group[0]]
     store.init([bucket.key for bucket in found], [bucket.flat for bucket in found])
     for bucket in found:
         bucket.compressed = store.session.infos[bucket.key].codec != IDENTITY.name
-    return found, places, tail
+    return found, places
 
 
 def zeros_on_gpu(store: KVStore, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[torch.Tensor]:

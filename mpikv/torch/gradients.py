@@ -26,17 +26,17 @@ tail. Idea of the buckets: Li et al., PyTorch Distributed, VLDB 2020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpikv import tensors
-from mpikv.arrays import HostArray
 from mpikv.codecs.compression import make
-from mpikv.collective_calls import CollectiveCalls
+from mpikv.collective_calls import CollectiveCalls, difference
 from mpikv.errors import ConfigError, PeerError, UnsupportedError
+from mpikv.notices import warn_of_codec
 from mpikv.torch.buckets import Bucket, Form, Place, form_of, make_buckets
 from mpikv.torch.buffers import Buffers
 from mpikv.torch.compression import Untaken
@@ -46,9 +46,9 @@ from mpikv.torch.tail import Flags, Outcome, Tail
 class Gradients:
     """The gradients of named parameters.
 
-    calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. compression: as
-    DistributedModel takes it. buffers: travel with the gradients; None: they do not. source: the worker whose buffers
-    all workers get.
+    calls: of the store. name: what its keys begin with. scale: the factor of this worker's gradients. settings: lines
+    about the optimizers (steps.py), for each round; none: there is nothing to compare. compression: as DistributedModel
+    takes it. buffers: travel with the gradients; None: they do not. source: the worker whose buffers all workers get.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Gradients:
         *,
         scale: float,
         bucket_bytes: int,
+        settings: Callable[[], Sequence[str]],
         compression: Any = None,
         buffers: Buffers | None = None,
     ) -> None:
@@ -75,10 +76,11 @@ class Gradients:
         self.compression = self._store.session.compressions.of_new_keys if compression is None else make(compression)
         self._untaken = Untaken()
         self._buffers = buffers
+        self._settings = settings
         self._overlap = not self._store.session.shares_memory
         self._buckets: list[Bucket] = []
         self._places: dict[int, Place] = {}
-        self._array: HostArray | None = None  # the tail's memory
+        self._last: Bucket | None = None  # the one with the tail
         self._tail = Tail(self._store.num_workers, len(named), 0)
         self._trained: Flags = self._requires_grad()  # as agreed
         self._groups = 0
@@ -118,6 +120,7 @@ class Gradients:
         new = i not in self.fired
         self.fired[i] = None
         if i not in self._places:
+            self._grad(i)  # raises for one that cannot be exchanged
             return
         self._write(i)
         bucket = self._places[i].bucket
@@ -129,9 +132,11 @@ class Gradients:
 
     def _write(self, i: int) -> None:
         """Copy the gradient of parameter i to its place, multiplied by the factor."""
-        grad, view = self._grad(i), self._places[i].view
-        if grad is view:
+        grad = self._grad(i)
+        if grad is self._places[i].view:
             return  # what PyTorch adds there later must come before the factor
+        self._take_back(i)
+        view = self._places[i].view
         if tensors.device_of(grad) == tensors.device_of(view):
             torch.mul(grad, self.scale, out=view)
         else:
@@ -139,14 +144,39 @@ class Gradients:
 
     def _grad(self, i: int) -> torch.Tensor:
         grad = self.parameters[i].grad
-        assert grad is not None
+        if grad is None:
+            raise UnsupportedError(
+                f"a hook took away the gradient of parameter {self.names[i]!r} before it was exchanged; "
+                "clear gradients after the backward pass"
+            )
         if grad.is_sparse:
             raise UnsupportedError(
                 f"parameter {self.names[i]!r} has a sparse gradient, which a store cannot add; "
                 "make the embedding with sparse=False"
             )
-        view = self._places[i].view
-        return grad if grad is view else grad.detach()
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"the gradient of parameter {self.names[i]!r} has a graph (create_graph=True), which does not travel: "
+                "take torch.autograd.grad for derivatives that are differentiated again, and backward without "
+                "create_graph for what is exchanged"
+            )
+        return grad
+
+    def _take_back(self, i: int) -> None:
+        """Make sure that what is written to the place of parameter i changes no gradient that the program has kept."""
+        place = self._places[i]
+        if not place.handed_out or place.take_back():
+            return
+        bucket = place.bucket
+        bucket.flat = np.array(bucket.flat)
+        added_in_place = [
+            one for one in bucket.members if one != i and self.parameters[one].grad is self._places[one].view
+        ]
+        for one in bucket.members:
+            self._places[one].make()
+        for one in added_in_place:
+            if one in self.fired:
+                self._write(one)
 
     def _leave(self, bucket: Bucket) -> None:
         self._fill(bucket)
@@ -162,15 +192,17 @@ class Gradients:
                 self._untaken.fill(i, self._places[i].view, used=i in self.fired)
 
     def _complete(self, i: int) -> None:
-        parameter, view = self.parameters[i], self._places[i].view
+        parameter = self.parameters[i]
+        in_place = parameter.grad is self._places[i].view
         if i in self.fired:
-            if parameter.grad is view:
-                view.mul_(self.scale)
+            if in_place:
+                self._places[i].view.mul_(self.scale)
             return
-        if parameter.grad is view:
-            parameter.grad = view.clone()  # it stays as it is if no worker has used it
+        if in_place:
+            parameter.grad = self._places[i].view.clone()  # it stays as it is if no worker has used it
         if parameter.grad is None or not parameter.requires_grad:
-            view.zero_()
+            self._take_back(i)
+            self._places[i].view.zero_()
         else:
             self._write(i)
 
@@ -180,41 +212,46 @@ class Gradients:
         """Exchange what has not left yet, and wait for all. Collective, blocks.
 
         failed: this worker's backward pass ended early: PeerError on the others. Raises ConfigError where parameters
-        are frozen on some workers only, and what `pushpull` raises.
+        are frozen on some workers only, or optimizers' settings differ, and what `pushpull` raises.
         """
         if self._store.has_optimizer:
             raise UnsupportedError("the store has an optimizer for all keys, so it gives no sums; use another store")
         if failed:
             self.fired.clear()  # their gradients may be gone, and are of no use
             self._used[:] = False
-        if self._array is None:
+        if self._last is None:
             self._start()
-        assert self._array is not None
+        assert self._last is not None
         mine = self._store.rank == self.source
         buffers = self._buffers
+        settings = "\n".join(self._settings())
+        if ": betas=" in settings and any(bucket.compressed for bucket in self._buckets):
+            warn_of_codec(self.compression.push.name)
         self._tail.fill(
-            self._array,
+            self._last.tail,
             self._requires_grad(),
             self._used,
             failed=self._store.rank if failed else None,
             more_buffers=buffers is not None and buffers.changed_otherwise(),
             buffers=buffers.collect() if mine and buffers is not None else None,
+            settings=settings,
         )
         self._exchange([bucket for bucket in self._buckets if bucket.has_tail or self._is_trained(bucket)])
-        outcome = self._tail.read(self._array)
+        outcome = self._tail.read(self._last.tail)
         try:
             if not failed:
-                self._check(outcome)
+                self._check(outcome, settings)
                 self._exchange_new(outcome.trained)
                 self._deliver_all(outcome, mine)
         finally:
             self._reset()
 
     def _deliver_all(self, outcome: Outcome, mine: bool) -> None:
-        assert self._array is not None
+        assert self._last is not None
         taken = outcome.used & outcome.trained
+        copies: dict[Bucket, torch.Tensor] = {}
         for i in np.flatnonzero(taken):
-            self._deliver(int(i))
+            self._deliver(int(i), copies)
         for bucket in self._buckets:
             if bucket.left and bucket.compressed:
                 for one in bucket.members:
@@ -222,7 +259,7 @@ class Gradients:
                         self._untaken.keep(one, self._places[one].view, first=self._store.rank == 0)
         if self._buffers is not None:
             if not mine:
-                self._buffers.deliver(self._tail.buffers(self._array))
+                self._buffers.deliver(self._tail.buffers(self._last.tail))
             if outcome.more_buffers:
                 self._buffers.send_otherwise(self.source)
 
@@ -239,7 +276,7 @@ class Gradients:
 
     def _add_group(self, members: list[int], tail_elems: int) -> None:
         key = f"{self.name}/gradients" + (f" {self._groups}," if self._groups else "")
-        found, places, tail = make_buckets(
+        found, places = make_buckets(
             self._store,
             key,
             members,
@@ -251,8 +288,7 @@ class Gradients:
         self._groups += 1
         self._buckets += found
         self._places |= places
-        if tail is not None:
-            self._array = tail
+        self._last = next((bucket for bucket in found if bucket.has_tail), self._last)
         for i in places.keys() & self.fired.keys():
             if self.parameters[i].grad is not None:  # else somebody has cleared it since
                 self._write(i)
@@ -278,7 +314,7 @@ class Gradients:
             if same:
                 self._store.pushpull([bucket.key for bucket in same], [bucket.flat for bucket in same])
 
-    def _check(self, outcome: Outcome) -> None:
+    def _check(self, outcome: Outcome, settings: str) -> None:
         if outcome.failed:
             who = ", ".join(f"worker {worker}" for worker in outcome.failed)
             raise PeerError(f"the backward pass of {who} ended early, by an error; there are no gradients of this step")
@@ -290,6 +326,12 @@ class Gradients:
             raise ConfigError(
                 f"requires_grad of {names} differs between workers; {self.names[i]!r} is {here} on worker "
                 f"{self._store.rank}. Freeze and unfreeze parameters on all workers at the same step"
+            )
+        if outcome.other_settings:
+            texts = self.calls.allgather(np.frombuffer(f"{settings}\0".encode(), np.uint8)).tobytes().decode()
+            raise ConfigError(
+                f"the optimizers of the workers have different settings: {difference(texts.split(chr(0))[:-1])}. Set "
+                "the same on all workers; for a scheduler that is stepped inside `join`: join(optimizer, scheduler)"
             )
 
     def _exchange_new(self, trained: Flags) -> None:
@@ -307,16 +349,24 @@ class Gradients:
         if chosen:
             self._exchange(chosen)
 
-    def _deliver(self, i: int) -> None:
-        parameter, view = self.parameters[i], self._places[i].view
+    def _deliver(self, i: int, copies: dict[Bucket, torch.Tensor]) -> None:
+        """Let the sum be the parameter's `grad`. copies: of buckets on a GPU, in this round."""
+        parameter, place = self.parameters[i], self._places[i]
+        view, bucket = place.view, place.bucket
         if parameter.grad is view:
             return
-        if tensors.device_of(parameter) == tensors.device_of(view):
-            parameter.grad = view
-        elif parameter.grad is None:
-            parameter.grad = view.to(parameter.device)
+        if tensors.device_of(parameter) != tensors.device_of(view):
+            if parameter.grad is None:
+                parameter.grad = view.to(parameter.device)
+            else:
+                parameter.grad.detach().copy_(view)
+        elif bucket.on_gpu:  # a copy there takes less time than to find out whether anybody holds the memory
+            if bucket not in copies:
+                copies[bucket] = bucket.flat.clone()
+            parameter.grad = copies[bucket].as_strided(view.size(), view.stride(), place.begin)
         else:
-            parameter.grad.detach().copy_(view)
+            parameter.grad = view
+            place.handed_out = True
 
     def _reset(self) -> None:
         self.fired.clear()

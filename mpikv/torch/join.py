@@ -3,7 +3,8 @@
 Inside `join` a worker says with its first gradient of a round how many examples its batch had. The gradients are then
 weighted by these numbers, so that the update is the mean over all examples that were there; a worker that has run out
 counts 0. It goes through the rounds of the others with gradients of zero, until nobody has data any more. Then every
-worker gets the parameters, buffers and, if given, the optimizer's state of a worker that had data to the end.
+worker gets the parameters, buffers and, if given, the states of optimizer and scheduler of a worker that had data to
+the end.
 
 Cost: one exchange of two numbers per worker and round, inside `join` only; at the end, where some worker ran out before
 others, one broadcast of the model.
@@ -14,12 +15,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from mpikv.collective_calls import CollectiveCalls
 from mpikv.torch.gradients import Gradients
+from mpikv.torch.states import broadcast_object, broadcast_optimizer_state
 
 
 class Join:
@@ -67,7 +70,7 @@ class Join:
         return True
 
     @contextmanager
-    def joined(self, optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    def joined(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Iterator[None]:
         """See `DistributedModel.join`."""
         if self.active:
             raise RuntimeError("join inside join of the same model")
@@ -78,12 +81,12 @@ class Join:
         self.active, self.n_examples, self._last = True, 0, None
         try:
             yield
-            self._keep_up(optimizer)
+            self._keep_up(optimizer, scheduler)
         finally:
             self.active = False
             self._gradients.scale, self._gradients.source = self._scale, 0
 
-    def _keep_up(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _keep_up(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """Take part in the rounds of the others, since this worker has no more data."""
         rounds = 0
         while self._weigh(there=False):
@@ -96,9 +99,9 @@ class Join:
             return
         root = int(np.flatnonzero(self._last)[0])
         self._synchronize_model(root)
+        if scheduler is not None:
+            scheduler.load_state_dict(broadcast_object(scheduler.state_dict(), root, store=self._calls.store))
         if optimizer is not None:
-            from mpikv.torch.states import broadcast_optimizer_state  # noqa: PLC0415
-
             broadcast_optimizer_state(optimizer, root, store=self._calls.store)
         elif rounds:
             warnings.warn(

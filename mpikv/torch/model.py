@@ -19,15 +19,16 @@ from typing import Any
 import torch
 
 from mpikv.buckets import LIMIT_BYTES
-from mpikv.collective_calls import CollectiveCalls
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.kvstore import KVStore
 from mpikv.torch import arrays, buffers
+from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
+from mpikv.torch.steps import Steps
 
-_OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_join"})
+_OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})
 
 
 class DistributedModel(torch.nn.Module):
@@ -35,11 +36,11 @@ class DistributedModel(torch.nn.Module):
 
     module: the same on all workers, down to names, shapes, dtypes, memory formats and `requires_grad` of its parameters
     and buffers (ShapeMismatch on all where they differ). store: `dist_sync`, with or without servers, without an
-    optimizer of its own; or `local`. average: gradients are the mean over the workers, else the sum. compression: how
-    gradients travel: `Compression.fp16`, the name of a codec, or a dict as `set_gradient_compression` takes it;
-    default: as that call has said for all keys. Each bucket is compressed as one key, of gradients that are divided by
-    the number of workers already; the module's buffers never are. bucket_bytes: how many bytes of gradients travel
-    together between hosts. sync_buffers: whether buffers are worker 0's after every
+    optimizer of its own; or `local`; default as in `init`. average: gradients are the mean over the workers, else the
+    sum. compression: how gradients travel: `Compression.fp16`, the name of a codec, or a dict as
+    `set_gradient_compression` takes it; default: as that call has said for all keys. Each bucket is compressed as one
+    key, of gradients that are divided by the number of workers already; the module's buffers never are. bucket_bytes:
+    how many bytes of gradients travel together between hosts. sync_buffers: whether buffers are worker 0's after every
     backward pass that is exchanged, else they are only at the start.
 
     Making it is collective, blocks, and gives every worker the parameters and buffers of worker 0. Every `backward`
@@ -49,9 +50,12 @@ class DistributedModel(torch.nn.Module):
     `backward` clips by the global norm. Parameters may be frozen and unfrozen between passes, on all workers alike
     (else ConfigError on all).
 
+    A backward pass raises ConfigError on all workers where the steps since the last one were made by optimizers of
+    `torch.optim` with different settings, such as learning rates.
+
     `module` stays usable; gradients of its own forward passes are exchanged, too, unless these contain checkpointing
-    with use_reentrant=True. Raises UnsupportedError for sparse gradients, `dist_async`
-    stores, dtypes that a store cannot add.
+    with use_reentrant=True. Raises UnsupportedError for sparse gradients, gradients with a graph (create_graph=True),
+    `dist_async` stores, dtypes that a store cannot add, and in `forward` for parameters that came later.
 
     >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
     >>> model(torch.ones(4, 2)).mean().backward()
@@ -62,7 +66,7 @@ class DistributedModel(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        store: KVStore,
+        store: KVStore | None = None,
         *,
         average: bool = True,
         compression: Any = None,
@@ -78,7 +82,8 @@ class DistributedModel(torch.nn.Module):
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         super().__init__()
-        calls = CollectiveCalls(store)
+        calls = calls_of(store)
+        store = calls.store
         named = list(module.named_parameters())
         _check_parameters(module, store)
         kept = buffers.Buffers(module, calls)
@@ -88,6 +93,7 @@ class DistributedModel(torch.nn.Module):
             named,
             scale=1 / store.num_workers if average else 1.0,
             bucket_bytes=bucket_bytes,
+            settings=Steps(one for _, one in named).take if store.num_workers > 1 else list,
             compression=compression,
             buffers=kept if sync_buffers else None,
         )
@@ -103,6 +109,7 @@ class DistributedModel(torch.nn.Module):
             ("_wrapped", module),
             ("_gradients", gradients),
             ("_passes", None),
+            ("_known", {id(one) for one in gradients.parameters}),
             ("_join", Join(calls, gradients, average=average, synchronize_model=self._synchronize)),
             ("_parameters", module._parameters),
             ("_buffers", module._buffers),
@@ -135,11 +142,22 @@ class DistributedModel(torch.nn.Module):
         if self._passes is None or not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
         self._passes.before_forward()
+        self._check_new()
         if self._join.active:
             self._join.n_examples += _examples(args, kwargs)
         result = self._wrapped(*args, **kwargs)
         self._passes.after_forward(result)
         return result
+
+    def _check_new(self) -> None:
+        known = self._known
+        if all(id(one) in known for one in self._wrapped.parameters()):
+            return
+        names = [repr(name) for name, one in self._wrapped.named_parameters() if id(one) not in known]
+        raise UnsupportedError(
+            f"parameter {', '.join(names[:8])} came to the module after the DistributedModel was made, and is not "
+            "exchanged; make the DistributedModel when all parameters are there, on all workers"
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,15 +179,18 @@ class DistributedModel(torch.nn.Module):
         finally:
             self._passes.synchronize = before
 
-    def join(self, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
+    def join(
+        self, optimizer: torch.optim.Optimizer | None = None, scheduler: Any = None
+    ) -> AbstractContextManager[None]:
         """Train on data of which workers have unequally many batches: `with model.join(optimizer): for x, y in loader:
         ...`.
 
         Inside, gradients are weighted by the number of examples: the first dimension of the first tensor argument of
         the forward passes since the last exchange, for a loss that is a mean over them. (With average=False they are
         added up.) A worker that leaves the block, at the end of its data or by `break`, waits there until all others
-        have, and then has their parameters and buffers, and the state of `optimizer`, if given. Collective: all workers
-        enter it. An exception leaves the block at once, and the other workers then wait for this one in vain.
+        have, and then has their parameters and buffers, and the states of `optimizer` and `scheduler`, if given.
+        scheduler: one of `torch.optim.lr_scheduler`, where it is stepped inside. Collective: all workers enter it. An
+        exception leaves the block at once, and the other workers then wait for this one in vain.
 
         >>> model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create('local'))
         >>> with model.join():
@@ -177,7 +198,7 @@ class DistributedModel(torch.nn.Module):
         >>> model.weight.grad
         tensor([[1., 1.]])
         """
-        return self._join.joined(optimizer)
+        return self._join.joined(optimizer, scheduler)
 
     # --- the module's own
 
@@ -241,6 +262,13 @@ class DistributedModel(torch.nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._wrapped._load_from_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """TypeError: the store belongs to this process. torch.save, copy.deepcopy and AveragedModel end here."""
+        raise TypeError(
+            "a DistributedModel cannot be copied or pickled: its store belongs to this process; use its .module or "
+            "its state_dict()"
+        )
 
     def extra_repr(self) -> str:
         """Say of what module it is, and on which store.

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpikv.buckets import LIMIT_BYTES
 from mpikv.errors import ConfigError, ShapeMismatch, UnsupportedError
@@ -25,7 +26,8 @@ from mpikv.torch import arrays
 from mpikv.torch.calls import Average, Sum
 from mpikv.torch.default import calls_of
 from mpikv.torch.gradients import Gradients
-from mpikv.torch.passes import hook
+from mpikv.torch.passes import hook, is_last
+from mpikv.torch.steps import lines_of
 
 
 class _Exchanging:
@@ -34,6 +36,7 @@ class _Exchanging:
     _mpikv_gradients: Gradients
     _mpikv_passes: int
     _mpikv_counts: dict[int, int]
+    _mpikv_hooks: list[RemovableHandle | None]
     _mpikv_synchronized: bool
     _mpikv_skip: bool
     param_groups: list[dict[str, Any]]
@@ -47,7 +50,7 @@ class _Exchanging:
                 f"parameter {gradients.names[i]!r} got {count} gradients since the last step; with "
                 f"backward_passes_per_step={self._mpikv_passes} call step() or synchronize() in between"
             )
-        if count == self._mpikv_passes:
+        if count == self._mpikv_passes and is_last(self._mpikv_hooks[i]):
             gradients.ready(i)
         else:
             gradients.note(i)
@@ -62,7 +65,7 @@ class _Exchanging:
         if gradients.calls.store.num_workers > 1:
             for i in self._mpikv_counts:
                 if i not in gradients.fired:
-                    gradients.ready(i)  # used in some of the passes only
+                    gradients.ready(i)  # used in some of the passes only, or changed by later hooks
             self._mpikv_counts.clear()
             gradients.finish()
         self._mpikv_synchronized = True
@@ -152,6 +155,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         scale=1 / calls.store.num_workers if op == Average else 1.0,
         bucket_bytes=bucket_bytes,
         compression=compression,
+        settings=lambda: lines_of(found, found.param_groups),
     )
     calls.agree(
         [
@@ -170,8 +174,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     found._mpikv_counts = {}  # noqa: SLF001 - this module adds them
     found._mpikv_synchronized = found._mpikv_skip = False  # noqa: SLF001 - this module adds them
     if calls.store.num_workers > 1:
-        for i, parameter in enumerate(gradients.parameters):
-            hook(parameter, partial(found._mpikv_on_gradient, i))  # noqa: SLF001 - this module adds them
+        found._mpikv_hooks = [  # noqa: SLF001 - this module adds them
+            hook(one, partial(found._mpikv_on_gradient, i))  # noqa: SLF001 - this module adds them
+            for i, one in enumerate(gradients.parameters)
+        ]
         arrays.warn_of_host_memory("DistributedOptimizer", gradients.parameters, calls.store, 2)
     return found
 

@@ -2,9 +2,10 @@
 
 A pass is one run of PyTorch's autograd engine. It begins, as seen from here, with the gradient of the forward pass's
 result, or of a parameter; each parameter reports when PyTorch has added to its `grad`; the engine calls back when
-nothing is left to do. A pass inside another one (checkpointing with use_reentrant=True) is part of the outer one, which
-the result's gradient belongs to. A pass that ends by an error is not reported: it is seen at the next forward pass, and
-its round is then completed, so that the workers stay in step.
+nothing is left to do. Where the program has added a hook of its own to a parameter, which runs after ours, the gradient
+is taken at the end of the pass. A pass inside another one (checkpointing with use_reentrant=True) is part of the outer
+one, which the result's gradient belongs to. A pass that ends by an error is not reported: it is seen at the next
+forward pass, and its round is then completed, so that the workers stay in step.
 
 Hooks run in the thread in which the gradient is computed; on a CPU that is the one that called `backward`.
 """
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from mpikv.torch.arrays import tensors_in
 from mpikv.torch.gradients import Gradients
@@ -31,8 +33,8 @@ class Passes:
         self._task: int | None = None  # the number that PyTorch gives to the pass that is open
         self._exchanged = False
         self._begun = False  # whether a gradient came in this pass
-        for i, parameter in enumerate(gradients.parameters):
-            hook(parameter, partial(self._on_gradient, i))
+        self._late: dict[int, None] = {}  # parameters of this pass with hooks that were added later than ours
+        self._hooks = [hook(one, partial(self._on_gradient, i)) for i, one in enumerate(gradients.parameters)]
 
     def after_forward(self, result: Any) -> None:
         """Watch for the backward pass that begins at the result of this forward pass."""
@@ -44,6 +46,7 @@ class Passes:
         """Complete the round of a pass that ended by an error. Blocks then."""
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._task = None
+            self._late.clear()
             if self._exchanged:
                 self._start_round()
                 self._gradients.finish(failed=True)
@@ -63,7 +66,10 @@ class Passes:
             self._gradients.note(i)
             return
         self._start_round()
-        self._gradients.ready(i)
+        if is_last(self._hooks[i]):
+            self._gradients.ready(i)
+        else:
+            self._late[i] = None
 
     def _start_round(self) -> None:
         if not self._begun:
@@ -74,15 +80,25 @@ class Passes:
         self._task = None
         if self._exchanged and self._begun:
             self._begun = False
+            for i in self._late:
+                self._gradients.ready(i)
+            self._late.clear()
             self._gradients.finish()
 
 
-def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> None:
+def hook(parameter: torch.nn.Parameter, call: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
     """Let a function be called whenever PyTorch has added to a parameter's `grad`, even if that is frozen now."""
     if not parameter.is_floating_point():
-        return  # it never has a gradient
+        return None  # it never has a gradient
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # PyTorch refuses hooks otherwise, and keeps them afterwards
-    parameter.register_post_accumulate_grad_hook(call)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
     if frozen:
         parameter.requires_grad_(False)
+    return handle
+
+
+def is_last(handle: RemovableHandle | None) -> bool:
+    """Return whether no hook of the program's comes after this one and may still change the gradient."""
+    hooks = None if handle is None else handle.hooks_dict_ref()
+    return not hooks or handle is None or next(reversed(hooks)) == handle.id

@@ -7,6 +7,7 @@ is what was `_allgather_base`, and so on.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ReduceOp
+from torch._C._distributed_c10d import Backend, ReduceOp
 
 from mpikv.arrays import HostArray
 from mpikv.errors import UnsupportedError
@@ -25,6 +26,7 @@ from mpikv.torch import sparse
 from mpikv.torch.views import Views, same_kind
 from mpikv.torch.works import CallWork, completer
 
+CPU = torch.device("cpu")
 Tensors = list[torch.Tensor]
 _OPERATORS = (
     (ReduceOp.SUM, "sum"),
@@ -38,9 +40,26 @@ _OPERATORS = (
 )
 
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 # Before 2.7 what PyTorch's C++ holds of a work does not hold its Python object (pytorch/pytorch#146376): DDP asks a
 # work for its future at once, and waits for two broadcasts at a time.
-HELD_WORKS = 0 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7) else 8
+HELD_WORKS = 0 if VERSION >= (2, 7) else 8
+
+
+class NamedBackend(Backend):
+    """What PyTorch's C++ code finds where it looks for a group's backend: a name, and nothing that it can do.
+
+    Calls never come here: they are made on the group. PyTorch asks a group's backend what it supports from 2.14 on, and
+    keeps the group's flight recorder with it from 2.15 on; before, a backend could not be made in Python.
+    """
+
+    supports_coalescing = supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
+
+    def name(self) -> str:
+        """Return the backend's name, "mpikv"."""
+        return "mpikv"
+
+    getBackendName = name  # noqa: N815 - PyTorch's name
 
 
 def operator_of(op: Any) -> Operator:
@@ -49,6 +68,22 @@ def operator_of(op: Any) -> Operator:
         if op == known:
             return OPERATORS[name]
     raise UnsupportedError(f"{op}: the backend mpikv reduces by {', '.join(OPERATORS)}")
+
+
+def told(method: Callable[..., CallWork]) -> Callable[..., CallWork]:
+    """Let the other ranks know of a collective call whose arguments are wrong here: they wait for this rank in it."""
+
+    @functools.wraps(method)
+    def telling(self: MpiProcessGroup, *args: Any, **kwargs: Any) -> CallWork:
+        calls = self._group.calls
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if self._group.calls == calls and self._group.failure is None:
+                self._group.refuse(error)
+            raise
+
+    return telling
 
 
 class MpiProcessGroup(dist.ProcessGroup):
@@ -61,6 +96,10 @@ class MpiProcessGroup(dist.ProcessGroup):
         self._names = {"name": "", "description": ""}
         self._held: deque[CallWork] = deque(maxlen=HELD_WORKS)
         self._together: list[CallWork] | None = None  # the works of a coalescing context
+        if VERSION >= (2, 14):
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            self._register_backend(CPU, custom, NamedBackend(group.rank, group.size))
+            self._set_default_backend(custom)
 
     # --- what it is
 
@@ -105,15 +144,18 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [CPU]
 
     def __repr__(self) -> str:
         return f"<MpiProcessGroup rank {self.rank()} of {self.size()}>"
 
     # --- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> CallWork:
-        """Combine each tensor over all ranks, in place."""
+    @told
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> CallWork:
+        """Combine each tensor over all ranks, in place. PyTorch gives one alone as it is, too."""
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
         if any(tensor.layout != torch.strided for tensor in tensors):
             for tensor in tensors:
                 sparse.allreduce(self._group, tensor, _operator(opts))
@@ -124,6 +166,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @told
     def reduce(self, tensors: Tensors, opts: Any) -> CallWork:
         """Combine over all ranks into the root's tensor."""
         views, (tensor,) = Views(), tensors
@@ -132,6 +175,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, tensors, opts, lambda o: self._group.reduce(array, array, _operator(opts), opts.rootRank, o)
         )
 
+    @told
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> CallWork:
         """Each rank's output becomes its part of every rank's inputs, combined."""
         views, pairs = Views(), []
@@ -144,6 +188,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Do what `reduce_scatter` does, with one tensor that holds all inputs one behind the other."""
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
+    @told
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> CallWork:
         """Do what `reduce_scatter_single` does, with several tensors."""
         views, pairs = Views(), []
@@ -154,12 +199,14 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     # --- what only moves
 
+    @told
     def broadcast(self, tensors: Tensors, opts: Any) -> CallWork:
         """Copy the root's tensors to all ranks."""
         views = Views()
         arrays = (views.read if opts.rootRank == self.rank() else views.write)(tensors)
         return self._made(views, tensors, opts, lambda o: self._group.broadcast(arrays, opts.rootRank, o))
 
+    @told
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> CallWork:
         """Copy every rank's input to every rank, one output for each rank."""
         views, pairs = Views(), []
@@ -177,6 +224,7 @@ class MpiProcessGroup(dist.ProcessGroup):
         """Do what `allgather` does, into one tensor that holds all outputs one behind the other."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
+    @told
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Do what `all_gather_single` does, with several tensors."""
         views, pairs = Views(), []
@@ -185,6 +233,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             pairs.append((views.read([tensor])[0], self._parts(views.write([output])[0], tensor.numel())))
         return self._made(views, outputs, opts, lambda o: self._group.allgather(pairs, o))
 
+    @told
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> CallWork:
         """Copy every rank's input to the root, one output for each rank."""
         views, (tensor,), root = Views(), inputs, opts.rootRank
@@ -193,10 +242,11 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each("gather", tensor, outputs[0])
             incoming = dict(enumerate(views.write(outputs[0])))
         outgoing = {root: views.read([tensor])[0]}
-        same = f"to {root} of {tensor.dtype} {tensor.numel()}"
+        same = f"to {root} of {tensor.dtype}"  # of another length: found where it comes
         flat = [out for outs in outputs for out in outs]
         return self._made(views, flat, opts, lambda o: self._group.exchange("gather", outgoing, incoming, same, o))
 
+    @told
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> CallWork:
         """Give each rank one of the root's inputs."""
         views, (tensor,), root = Views(), outputs, opts.rootRank
@@ -205,9 +255,10 @@ class MpiProcessGroup(dist.ProcessGroup):
             self._one_each("scatter", tensor, inputs[0])
             outgoing = dict(enumerate(views.read(inputs[0])))
         incoming = {root: views.write([tensor])[0]}
-        same = f"from {root} of {tensor.dtype} {tensor.numel()}"
+        same = f"from {root} of {tensor.dtype}"
         return self._made(views, outputs, opts, lambda o: self._group.exchange("scatter", outgoing, incoming, same, o))
 
+    @told
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> CallWork:
         """Send input i to rank i, and receive output i from rank i; their lengths may differ."""
         for what in (outputs, inputs):
@@ -221,6 +272,7 @@ class MpiProcessGroup(dist.ProcessGroup):
             views, outputs, opts, lambda o: self._group.exchange("all_to_all", outgoing, incoming, same, o)
         )
 
+    @told
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> CallWork:

@@ -21,6 +21,7 @@ from mpikv.arrays import HostArray
 from mpikv.clock import MACHINE_CLOCK
 from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Completion, Request
+from mpikv.errors import ShapeMismatch
 
 FEW = 8  # requests: looking at so many costs as much as looking at one
 AT_ONCE = 64  # requests that are looked at in one call
@@ -66,14 +67,17 @@ class PolledRequest(Completion):
 
     One call, not one for each: with many transfers a step of the engine stays short, and beside Python code that
     computes each call costs a wait for the interpreter's lock.
+
+    expected: of a receive, whom it is from, the tag, and how many bytes may come: as many as `buf` has, or less.
     """
 
-    __slots__ = ("_transport", "buf")
+    __slots__ = ("_transport", "buf", "expected")
 
-    def __init__(self, transport: MpiTransport, buf: object) -> None:
+    def __init__(self, transport: MpiTransport, buf: object, expected: tuple[int, int, int, int] | None = None) -> None:
         super().__init__()
         self._transport = transport
         self.buf: object = buf  # kept alive as long as MPI reads or writes it
+        self.expected = expected
 
     def test(self) -> bool:
         """Whether MPI says it is done."""
@@ -85,6 +89,16 @@ class PolledRequest(Completion):
         """It is done, or has failed."""
         self.buf = None
         super().finish(error)
+
+    def arrived(self, status: MPI.Status) -> None:
+        """MPI is done with it; a message of another length than the receiver expects is an error."""
+        if self.expected is None:
+            return self.finish()
+        source, tag, most, other = self.expected
+        n_bytes = status.Get_elements(MPI.BYTE)
+        if n_bytes in (most, other):
+            return self.finish()
+        return self.finish(ShapeMismatch(_differs(source, tag, most, n_bytes)))
 
 
 class MpiIncoming:
@@ -113,23 +127,26 @@ class MpiTransport:
         self.sent_messages = 0
         self.sent_bytes = 0
         self._status = MPI.Status()
+        self._statuses = [MPI.Status() for _ in range(AT_ONCE)]
         self._under_way: list[PolledRequest] = []
         self._requests: list[MPI.Request] = []  # of the same, in the same order
         self._at = 0  # the first of those that are looked at next
+        self.meeting: MPI.Request | None = None  # of the last `allgather_bytes`
         self._polled_s = 0.0
 
     def isend(self, buf: HostArray, dest: int, tag: int, room_bytes: int = 0) -> Request:
         """MPI_Isend of the bytes of `buf`."""
         self.sent_messages += 1
         self.sent_bytes += buf.nbytes
-        return self._polled(start(self.comm.Isend, buf, dest, tag))
+        return self._polled(start(self.comm.Isend, buf, dest, tag), None)
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
         """MPI_Irecv into the bytes of `buf`; MPI leaves alone what a shorter message does not reach."""
-        return self._polled(start(self.comm.Irecv, buf, source, tag))
+        expected = (source, tag, buf.nbytes, buf.nbytes - room_bytes)
+        return self._polled(start(self.comm.Irecv, buf, source, tag), expected)
 
-    def _polled(self, started: MpiRequest) -> PolledRequest:
-        polled = PolledRequest(self, started.buf)
+    def _polled(self, started: MpiRequest, expected: tuple[int, int, int, int] | None) -> PolledRequest:
+        polled = PolledRequest(self, started.buf, expected)
         self._under_way.append(polled)
         self._requests.append(started.request)
         return polled
@@ -148,32 +165,39 @@ class MpiTransport:
                 self._at = 0
             looked_at = self._requests[self._at : self._at + AT_ONCE]
             try:
-                done = MPI.Request.Testsome(looked_at)
-            except MPI.Exception:
-                self._poll_each()
+                done = MPI.Request.Testsome(looked_at, self._statuses)
+            except MPI.Exception as error:
+                self._some_failed(looked_at, error)
                 return
             if done:
-                for i in sorted(done, reverse=True):
-                    polled = self._under_way.pop(self._at + i)
+                # From the last one on, so that the places of those before it stay what they are.
+                for i, status in sorted(zip(done, self._statuses, strict=False), key=_place, reverse=True):
                     self._requests.pop(self._at + i)
-                    polled.finish()
+                    self._under_way.pop(self._at + i).arrived(status)
                 return
             self._at += AT_ONCE
             left -= len(looked_at)
 
-    def _poll_each(self) -> None:
-        """Some have failed: which?"""
-        left: list[tuple[PolledRequest, MPI.Request]] = []
-        for polled, request in zip(self._under_way, self._requests, strict=True):
-            try:
-                # What Testsome has completed is a null request by now, which is always done.
-                if request.Test():
-                    polled.finish()
-                else:
-                    left.append((polled, request))
-            except MPI.Exception as error:
-                polled.finish(error)
-        self._under_way, self._requests = [one for one, _ in left], [one for _, one in left]
+    def _some_failed(self, looked_at: list[MPI.Request], error: MPI.Exception) -> None:
+        """End those that MPI has ended, which are null requests by now, with what their statuses say."""
+        ended = [i for i, request in enumerate(looked_at) if request == MPI.REQUEST_NULL]
+        # Which status is whose MPI says by numbers that are lost with the exception.
+        told = {(one.source, one.tag): one for one in self._statuses[: len(ended)]}
+        failed = sum(one.error != MPI.SUCCESS for one in told.values())
+        for i in sorted(ended, key=lambda i: self._under_way[self._at + i].expected is None):  # sends last
+            polled = self._under_way[self._at + i]
+            status = None if polled.expected is None else told.get(polled.expected[:2])
+            code = MPI.ERR_OTHER if status is None else MPI.Get_error_class(status.error)
+            if status is not None and code == MPI.SUCCESS:
+                polled.arrived(status)
+            elif polled.expected is not None and code == MPI.ERR_TRUNCATE:
+                failed -= 1
+                polled.finish(ShapeMismatch(_differs(*polled.expected[:3], "more")))
+            else:
+                polled.finish(error if failed else None)
+        for i in reversed(ended):
+            self._requests.pop(self._at + i)
+            self._under_way.pop(self._at + i)
 
     def glance(self) -> None:
         """`poll`, but where much is under way not more often than is worth it."""
@@ -189,6 +213,14 @@ class MpiTransport:
         """Free the communicator."""
         if self.comm != MPI.COMM_NULL:
             self.comm.Free()
+
+
+def _place(done: tuple[int, MPI.Status]) -> int:
+    return done[0]
+
+
+def _differs(source: int, tag: int, expected: int, came: object) -> str:
+    return f"message from rank {source}, tag {tag}: {came} bytes, {expected} expected"
 
 
 def wait_for(request: MPI.Request, timeout_s: float, on_timeout: Callable[[], BaseException]) -> None:
@@ -215,11 +247,15 @@ def allgather_bytes(
 ) -> list[bytes]:
     """Every rank's bytes, in rank order. Collective."""
     comm: Any = transport.comm
+
+    def done(request: MPI.Request) -> None:
+        transport.meeting = request  # and with it its arrays: MPI may write into them after a StallError, too
+        wait_for(request, timeout_s, on_timeout)
+
     sizes = np.empty(transport.size, np.int64)
-    wait_for(comm.Iallgather(np.array([len(data)], np.int64), sizes), timeout_s, on_timeout)
+    done(comm.Iallgather(np.array([len(data)], np.int64), sizes))
     gathered = np.empty(int(sizes.sum()), np.uint8)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     mine = np.frombuffer(data, np.uint8)
-    request = comm.Iallgatherv([mine, MPI.BYTE], [gathered, sizes, offsets[:-1], MPI.BYTE])
-    wait_for(request, timeout_s, on_timeout)
+    done(comm.Iallgatherv([mine, MPI.BYTE], [gathered, sizes, offsets[:-1], MPI.BYTE]))
     return [gathered[offsets[i] : offsets[i + 1]].tobytes() for i in range(transport.size)]

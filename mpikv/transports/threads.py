@@ -17,7 +17,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.clock import MACHINE_CLOCK, Clock
 from mpikv.engine.request import Completion, Request
-from mpikv.errors import MpikvError
+from mpikv.errors import ShapeMismatch
 from mpikv.transports.base import Transport
 
 EAGER_BYTES = 4096
@@ -45,7 +45,8 @@ class _Message(Completion):
         if self.data.size == target.size - room_bytes:
             target = target[: self.data.size]
         if target.size != self.data.size:
-            raise MpikvError(
+            self.finish()
+            raise ShapeMismatch(
                 f"message from rank {self.source}, tag {self.tag}: {self.data.size} bytes, {target.size} expected"
             )
         target[:] = self.data
@@ -89,8 +90,11 @@ class _Box:
         for route in [route for route in self.receives if route in self.messages]:
             while route in self.receives and route in self.messages:
                 receive = _first(self.receives, route)
-                self.next(route).move_to(receive.buf, receive.room_bytes)
-                receive.finish()
+                try:
+                    self.next(route).move_to(receive.buf, receive.room_bytes)
+                    receive.finish()
+                except ShapeMismatch as error:
+                    receive.finish(error)
 
 
 def _first(queues: dict[Route, deque[T]], route: Route) -> T:

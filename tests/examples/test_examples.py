@@ -127,7 +127,7 @@ def test_jax(n: int | None, digits: Path) -> None:
 @pytest.mark.parametrize(("n", "servers"), [(None, 0), job(3, 0), job(3, 1)])
 def test_word_vectors_by_rows_are_those_of_dense_keys(n: int | None, servers: int) -> None:
     """The same losses, and at most a tenth of the bytes that the whole tables have, pushed and pulled, in each step."""
-    text = EXAMPLES.parent / "docs/semantics.md"
+    text = EXAMPLES.parent / "CHANGELOG.md"
     common = ["--text", text, "--num-epochs", 2, "--min-count", 1, "--piece", 16, "--window", 2, "--negatives", 8]
     found = {}
     for way in ((), ("--dense",)):

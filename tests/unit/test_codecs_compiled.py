@@ -251,6 +251,53 @@ def test_arrays_that_are_not_aligned(codec: Codec) -> None:
     assert _pushes(codec, shifted) == _pushes(codec, aligned)
 
 
+def _arrays(name: str, n: int) -> list[Any]:
+    values, out = np.ones(n, np.float32), np.full(n, 7, np.float32)
+    halves, factor = np.full(n, 7, np.uint16), np.float32(1)
+    return {
+        "2bit": [values, out, factor, np.full(-(-n // 4), 7, np.uint8)],
+        "1bit": [values, out, factor, np.full(-(-n // 8), 7, np.uint8)],
+        "int8": [values, 256, np.full(n + 4 * -(-n // 256), 7, np.uint8)],
+        "int8 add": [np.full(n + 4 * -(-n // 256), 7, np.uint8), 256, factor, False, out],
+        "fp16": [values, compiled.LARGEST, halves],
+        "bf16": [values, halves],
+        "fp16 add": [halves, factor, False, out],
+        "bf16 add": [halves, factor, False, out],
+    }[name]
+
+
+@pytest.mark.parametrize("name", [name for name in compiled._LOOPS if name != "finite"])
+def test_lengths_that_do_not_fit(name: str) -> None:
+    """Nothing is read or written beyond an array: each in turn is a short view of a longer one."""
+    assert compiled.run(name, *_arrays(name, 2048))
+    places = [i for i, one in enumerate(_arrays(name, 1)) if isinstance(one, np.ndarray)]
+    for place in places:
+        for length in (0, 16):
+            arguments = _arrays(name, 2048)
+            whole = list(arguments)
+            before = [one.copy() if isinstance(one, np.ndarray) else one for one in arguments]
+            arguments[place] = arguments[place][:length]
+            assert not compiled.run(name, *arguments)
+            assert all(np.array_equal(one, other) for one, other in zip(whole, before, strict=True))
+
+
+def test_arrays_of_two_axes() -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = np.zeros((2, 3), np.float16)
+    compiled.cast_into(found, values)
+    assert np.array_equal(found, values)
+    total = np.zeros((2, 3), np.float32)
+    assert not compiled.add_half(total, found)
+
+
+def test_a_residual_of_another_length() -> None:
+    """NumPy says so, whether or not there is a compiled loop."""
+    residual = np.zeros(2048, np.float32)
+    with pytest.raises(ValueError, match="broadcast"):
+        TwoBit().encode(np.ones(2048, np.float32), {"residual": residual[:16]})
+    assert not residual.any()
+
+
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(compiled, "_compiled", {})

@@ -15,7 +15,8 @@ from mpikv.arrays import HostArray
 from mpikv.codecs import registry
 from mpikv.codecs.compression import NONE, make
 from mpikv.codecs.residuals import cut_anew
-from mpikv.optimizers.states import Part, load_states, save_states
+from mpikv.optimizers.states import Part, load_states
+from mpikv.strategies.client_key import ClientKey
 from mpikv.strategies.codec_states import shares
 
 REST = {"type": Rest.name, "force": True}
@@ -210,6 +211,57 @@ def test_a_trainer_resumes_with_the_same_bits(on_store: bool, tmp_path: Path) ->
     assert run(mode, resumed, NONE) == found
 
 
+def test_a_damaged_residual_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the states of the optimizer nor what codecs remember."""
+    path = tmp_path / "states"
+
+    def save(store: Any) -> None:
+        begun(store)
+        push_rounds(store, range(1))
+        store.barrier()
+        store.save_optimizer_states(path)
+
+    with monkeypatch.context() as patch:
+        longer = {"residual": np.zeros(99, np.float32)}
+        patch.setattr(ClientKey, "codec_states", lambda key: [(0, key.info.n_elems, longer)])
+        run(Mode("dist_sync", 2, 1), save, make(REST))
+
+    def load(store: Any) -> Any:
+        begun(store)
+        push_rounds(store, range(2))
+        store.barrier()
+        store.save_optimizer_states(tmp_path / "before")
+        with pytest.raises(StatesFileError, match="states is damaged: the residual of key '1' at worker 0"):
+            store.load_optimizer_states(path)
+        store.save_optimizer_states(tmp_path / "after")
+
+    run(Mode("dist_sync", 3, 1), load, make(REST))
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=mode_id)
+def test_saving_has_no_part_in_what_pulls_owe(mode: Mode, tmp_path: Path) -> None:
+    """A version that nobody has pulled is not encoded for a file of states."""
+    params = {**REST, "pull": {"type": "2bit", "threshold": 0.5}}
+
+    def body(store: Any, *, saves: bool) -> Any:
+        begun(store, optimizer=False)
+        for round_ in range(3):
+            push_rounds(store, range(round_, round_ + 1))
+            store.barrier()
+            if saves:
+                store.save_optimizer_states(tmp_path / "states")
+        return [value.tobytes() for value in store.pull(KEYS)]
+
+    def with_states(store: Any) -> Any:
+        return body(store, saves=True)
+
+    def without(store: Any) -> Any:
+        return body(store, saves=False)
+
+    assert run(mode, with_states, make(params)) == run(mode, without, make(params))
+
+
 # --- by themselves
 
 
@@ -237,50 +289,11 @@ def test_shares() -> None:
     assert shares([], 3) == [[], [], []]
 
 
-def test_a_worker_that_owes_nothing_yet() -> None:
-    owes = np.full(5, 3.0, np.float32)
-    for saved in ([part(0, 0, 5), part(1, 0, 5, residual=owes)], [part(0, 0, 5, residual=owes), part(1, 0, 5)]):
-        assert [one.state["residual"].tolist() for given in shares(saved, 3) for one in given] == [[1.0] * 5] * 3
-
-
-@pytest.mark.parametrize("owed_of_one", [np.zeros(3, np.float32), np.zeros((67, 1), np.float32), np.zeros(67)])
-def test_a_file_that_owes_what_no_key_has_changes_nothing(owed_of_one: HostArray, tmp_path: Path) -> None:
-    path = tmp_path / "states"
-    broken = Part("67", (67,), np.dtype(np.float32), 0, 67, {"residual": owed_of_one}, 0)
-    save_states(path, [broken], meta={"optimizers": [], "configs": []})
-
-    def body(store: Any) -> Any:
-        begun(store)
-        push_rounds(store, range(2))
-        store.barrier()
-        before = owed(store)
-        with pytest.raises(StatesFileError, match=r"key '67': .* is owed of 0 to 67"):
-            store.load_optimizer_states(path)
-        return all(np.array_equal(a, b) for a, b in zip(before, owed(store), strict=True))
-
-    assert run(Mode("dist_sync", 2, 1), body, make(REST)) == [True] * 2
-
-
-def test_saving_changes_nothing_of_what_is_pulled_later(tmp_path: Path) -> None:
-    """Though the sums come back by a codec that remembers, and the last of them has not been pulled."""
-    returned = make({**REST, "pull": {"type": Rest.name, "step": 4.0}})
-
-    def body(store: Any, *, saves: bool) -> Any:
-        begun(store, optimizer=False)
-        found = []
-        for round_ in range(4):
-            push_rounds(store, range(round_, round_ + 1))
-            if saves:
-                store.save_optimizer_states(tmp_path / "states")
-                store.load_optimizer_states(tmp_path / "states")
-            if round_ != 1:
-                found += [array.tobytes() for array in store.pull(KEYS)]
-            store.barrier()
-        return found
-
-    mode = Mode("dist_sync", 2, 1)
-    expected = run(mode, lambda store: body(store, saves=False), returned)
-    assert run(mode, lambda store: body(store, saves=True), returned) == expected
+def test_shares_of_workers_that_owe_nothing() -> None:
+    """A worker whose codec has no residual, since it pushed as it is, say, owes nothing."""
+    saved = [part(0, 0, 2, count=np.array(0)), part(1, 0, 2, residual=np.array([3, 6], np.float32))]
+    for given in (shares(saved, 3), shares(saved[::-1], 3)):
+        assert [one.state["residual"].tolist() for some in given for one in some] == [[1, 2]] * 3
 
 
 def test_pieces_that_are_cut_anew() -> None:

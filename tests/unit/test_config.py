@@ -29,6 +29,7 @@ def test_defaults():
         "cuda_aware": "auto",
         "stop_signals": "",
         "stop_file": "",
+        "stop_mark": "",
     }
 
 
@@ -51,6 +52,7 @@ def test_every_variable():
         "MPIKV_CUDA_AWARE": "0",
         "MPIKV_STOP_SIGNALS": "term, SIGUSR1,TERM",
         "MPIKV_STOP_FILE": " /scratch/Job 1 ",
+        "MPIKV_STOP_MARK": "/scratch/mark",
     }
     assert set(environ) == {variable.name for variable in config.VARIABLES}
     assert dataclasses.asdict(Config.from_environ(environ)) == {
@@ -71,6 +73,7 @@ def test_every_variable():
         "cuda_aware": "0",
         "stop_signals": "TERM,USR1",
         "stop_file": "/scratch/Job 1",
+        "stop_mark": "/scratch/mark",
     }
 
 

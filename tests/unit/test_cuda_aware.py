@@ -265,15 +265,7 @@ def test_no_home(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_num_procs", "OMPI_UNIVERSE_SIZE", "PMIX_RANK", "PMIX_SERVER_URI4")
-    launchers += (
-        "PMI_RANK",
-        "PMI_FD",
-        "HYDI_CONTROL_FD",
-        "MPI_LOCALRANKID",
-        "SLURM_PROCID",
-        "PRTE_LAUNCHED",
-        "WORLD_SIZE",
-    )
+    launchers += ("PMI_RANK", "PMI_FD", "HYDI_CONTROL_FD", "MPI_LOCALRANKID", "SLURM_PROCID", "PRTE_LAUNCHED")
     users = ("OMPI_MCA_pml", "OMPI_MCA_btl_smcuda_use_cuda_ipc", "OMPI_ALLOW_RUN_AS_ROOT", "OPAL_PREFIX", "PMIX_PREFIX")
     users += ("UCX_TLS", "FI_PROVIDER", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "MPICH_GPU_SUPPORT_ENABLED")
     for name in (*launchers, *users):

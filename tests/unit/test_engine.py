@@ -281,7 +281,7 @@ def test_a_busy_service_does_not_keep_others_waiting(engine):
 
 
 def test_a_busy_service_does_not_lift_the_limit(engine):
-    stop_s = time.monotonic() + 3
+    stop_s = time.monotonic() + 20
 
     def service():
         while time.monotonic() < stop_s:
@@ -384,6 +384,26 @@ def test_stop_gives_up_what_runs(engine):
     engine.step()
     engine.stop()
     assert sorted(ended) == ["service", "transfer"]
+
+
+def test_a_thread_that_does_not_end_is_an_error(monkeypatch):
+    """It hangs inside a call, which nobody can end."""
+    monkeypatch.setattr("mpikv.engine.engine.STOP_S", 0.01)
+    inside, end = threading.Event(), threading.Event()
+
+    def poll():
+        inside.set()
+        end.wait(60)
+
+    engine = Engine(threaded=True, on_fatal=lambda error: None, poll=poll)
+    try:
+        assert inside.wait(60)
+        with pytest.raises(MpikvError, match=r"has not ended in 0\.01 s"):
+            engine.stop()
+    finally:
+        end.set()
+    monkeypatch.undo()
+    engine.stop()
 
 
 def test_several_threads_may_wait(engine):

@@ -170,6 +170,65 @@ def test_another_users_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.
     assert sorted(os.listdir(shared)) == ["model", "ours", "twice"]
 
 
+def as_another_user(monkeypatch: pytest.MonkeyPatch, *others: Path) -> None:
+    """`others` belong to somebody else than whom this process takes itself for; nothing else does, if this is root."""
+    if os.geteuid() == 0:
+        for path in others:
+            os.lchown(path, 12345, 12345)
+        monkeypatch.setattr(os, "geteuid", lambda: 1)
+    else:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of several users")
+def test_folders_that_another_user_links_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are not followed, unless the folder with the link is that user's, too."""
+    mine, shared, theirs = (tmp_path / name for name in ("mine", "shared", "theirs"))
+    for folder in (mine, shared, theirs):
+        folder.mkdir()
+        (folder / "link").symlink_to(mine)
+    (mine / "deep").mkdir()
+    (mine / "deep" / "c").touch()
+    os.chown(mine / "deep" / "c", 1, 1)  # whom this process takes itself for below
+    (shared / "more").symlink_to("../shared/./link/deep")
+    as_another_user(monkeypatch, shared / "link", theirs, theirs / "link")
+    for path in (shared / "link" / "model", shared / "more" / "model"):
+        with pytest.raises(
+            PermissionError, match=rf"{shared}/link, a symbolic link that another user has made"
+        ) as caught:
+            replace_file(path, lambda file: file.write(b"x"))
+        assert caught.value.filename == str(path)
+        with pytest.raises(PermissionError, match="another user"):
+            open_log(path)
+    assert sorted(os.listdir(mine)) == ["deep", "link"]
+    monkeypatch.chdir(theirs)
+    for name in ("link/a", "../theirs/link/../mine/deep/../b"):
+        replace_file(name, lambda file: file.write(b"x"))
+    open_log(theirs / "link" / "deep" / "c").close()
+    assert sorted(os.listdir(mine)) == ["a", "b", "deep", "link"]
+    assert os.listdir(mine / "deep") == ["c"]
+
+
+def test_modes_of_another_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than umask allows, and no set-user-id, neither there nor of one's own file; as a log it is refused."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    for file in (mine, theirs):
+        file.touch()
+        file.chmod(0o6775)
+    before = os.umask(0o077)
+    try:
+        replace_file(mine, lambda file: file.write(b"x"))
+        as_another_user(monkeypatch, theirs)
+        theirs.chmod(0o6775)
+        with pytest.raises(PermissionError, match="is another user's file"):
+            open_log(theirs)
+        replace_file(theirs, lambda file: file.write(b"x"))
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in (mine, theirs)] == [0o775, 0o700]
+
+
 def test_nobody_reads_a_private_file_while_it_is_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     write_private(file, "secret")

@@ -410,6 +410,19 @@ def test_the_board(way: str) -> None:
     run_while_time_passes(way, 3, body, lookers=3, until=3)
 
 
+def test_a_request_that_the_board_cannot_answer_is_the_askers_error() -> None:
+    def body(world, group):
+        if world.rank == 0:
+            world.ask("set", ["word"], [b"no number"])
+        group.barrier().wait()
+        with pytest.raises(ValueError, match="add to the key 'word': its value is no number, but b'no number'"):
+            world.ask("add", ["word"], [b"1"])
+        group.barrier().wait()
+        assert world.ask("get", ["word"]) == [b"no number"]
+
+    spawn_groups(2, body, config=Config(timeout_s=20))
+
+
 def test_an_error_of_one_rank_is_raised_by_spawn() -> None:
     def body(world: World, group: RankGroup):
         if group.rank == 1:

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from mpikv.data import DamagedRecord, ImageHeader, ImageRecords, RecordFile, decode_image, pack, unpack, write_records
+from mpikv.data.image_records import FORMATS
 from mpikv.errors import UnsupportedError
 
 FILES = Path(__file__).parents[1] / "fixtures" / "records"
@@ -84,6 +85,41 @@ def test_what_is_no_image_record(tmp_path: Path) -> None:
     ):
         with pytest.raises(DamagedRecord, match=words):
             images[i]
+
+
+def test_no_other_formats_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow decodes PostScript by a program that the record's bytes then control."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\necho 10.0\ntouch {tmp_path}/started\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", str(program))
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(ValueError, match="no image that Pillow can decode"):
+        decode_image(postscript)
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_formats(form: str) -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(file, form)
+    assert decode_image(file.getvalue()).shape == (2, 3, 3)
+
+
+def test_too_many_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice Pillow's limit is an error of its own; below that it only warns."""
+    file = io.BytesIO()
+    Image.new("RGB", (13, 10)).save(file, "png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 129)
+    with (
+        pytest.warns(Image.DecompressionBombWarning),
+        pytest.raises(ValueError, match=r"13 x 10 pixels; PIL\.Image\.MAX_IMAGE_PIXELS allows 129"),
+    ):
+        decode_image(file.getvalue())
+    for limit in (130, None):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        assert decode_image(file.getvalue()).shape == (10, 13, 3)
 
 
 @pytest.mark.parametrize(

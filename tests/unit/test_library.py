@@ -182,6 +182,73 @@ def test_several_ranks_started_but_one_in_the_world(environ: dict[str, str]) -> 
         launcher.check_after_init(1, "Open MPI at /x", environ)
 
 
+def test_tasks_of_slurm_that_mpi_does_not_know() -> None:
+    with pytest.raises(ConfigError, match=r"`srun --mpi=pmix python train.py` \(Open MPI\).*`mpirun -n 4 python"):
+        launcher.check_after_init(1, "Open MPI at /x", SRUN)
+
+
+def test_processes_of_torchrun() -> None:
+    """PyTorch's launcher tells its processes of each other, and MPI nothing."""
+    environ = {"RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=2, .*torchrun.*`mpirun -n 2 python train.py`"):
+        launcher.check_after_init(1, "Open MPI at /x", environ)
+    launcher.check_after_init(2, "Open MPI at /x", environ)
+    launcher.check_after_init(1, "Open MPI at /x", {"RANK": "0", "WORLD_SIZE": "1"})
+    launcher.check_after_init(1, "Open MPI at /x", {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})  # a batch script's shell
+
+
+TORCHRUN = """
+import sys
+import numpy as np
+from mpikv import Parameter, Trainer, kv
+
+for name in ("local", "device"):
+    with kv.create(name) as store:
+        store.init("w", np.zeros(2))
+if sys.argv[1] == "store":
+    kv.create("dist_sync")
+Trainer({"w": Parameter(np.zeros(2))}, "sgd", kvstore="dist_sync")
+"""
+
+
+@pytest.mark.parametrize("call", ["store", "trainer"])
+def test_a_program_under_torchrun(call: str) -> None:
+    unset = ("OMPI_", "PMI", "SLURM_", "MPIKV_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHRUN, call],
+        env={**environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("mpikv: error: ConfigError: WORLD_SIZE=2")]
+    assert len(said) == 1, done.stderr
+    assert "each trains a model of its own" in done.stderr  # the warning at the 'local' store
+
+
+@pytest.mark.parametrize(
+    ("parents", "environ", "child"),
+    [
+        ([(7, "/bin/python"), (5, "/bin/prterun")], {}, True),  # a process that the rank started
+        ([(8, "/bin/sh"), (7, "/bin/python")], {}, True),
+        ([(8, "/bin/mpirun"), (7, "/bin/python")], {}, False),  # a rank of a job that the rank started
+        ([(5, "/bin/prterun")], {}, False),
+        ([(7, "/bin/python")], {"OMPI_COMM_WORLD_SIZE": ""}, False),  # without MPI's variables it is nobody's rank
+        ([(7, "/bin/python")], {launcher.MARK: str(os.getpid())}, False),  # the rank itself
+        ([(7, "/bin/python")], {launcher.MARK: ""}, False),
+    ],
+)
+def test_children_of_a_rank(
+    parents: list[tuple[int, str]], environ: dict[str, str], child: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_parents", lambda pid: iter(parents))
+    environ = {**OPEN_MPI, launcher.MARK: "7", **environ}
+    assert launcher.is_child_of_rank(environ) == child
+
+
 @pytest.mark.parametrize(
     ("name", "environ", "fits"),
     [
@@ -206,47 +273,6 @@ def test_the_launcher_before_init(name: str, environ: dict[str, str], fits: bool
             launcher.check_before_init(name, WHEEL, environ)
 
 
-PYTORCH = {"RANK": "1", "WORLD_SIZE": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "alone"),
-    [
-        ({"WORLD_SIZE": "1", "RANK": "0"}, True),
-        ({"WORLD_SIZE": "2"}, True),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, True),  # the batch script itself
-        (PYTORCH, False),
-        ({**PYTORCH, "SLURM_STEP_NUM_TASKS": "1"}, False),
-        ({**PYTORCH, "TORCHELASTIC_RUN_ID": "none", "SLURM_STEP_NUM_TASKS": "2"}, False),  # srun torchrun
-        ({**PYTORCH, **OPEN_MPI}, True),  # said of the containers, in each of which is an mpirun
-    ],
-)
-def test_processes_that_no_mpi_has_started(environ: dict[str, str], alone: bool) -> None:
-    if alone:
-        launcher.check_before_init("Open MPI", WHEEL, environ)
-        return
-    with pytest.raises(ConfigError, match=r"^RANK=1 and WORLD_SIZE=2 say .* `mpirun -n 2 python train.py`"):
-        launcher.check_before_init("Open MPI", WHEEL, environ)
-    with pytest.raises(ConfigError, match=r"^RANK=1 and WORLD_SIZE=2 say"):  # MPI was initialised by the program
-        launcher.check_after_init(1, "Open MPI at /x", environ)
-    launcher.check_after_init(2, "Open MPI at /x", environ)
-
-
-@needs_mpi
-@pytest.mark.parametrize("before", ["", "from mpi4py import MPI"])
-def test_a_store_of_all_is_refused_where_others_are_said_to_be(before: str) -> None:
-    code = f"""
-{before}
-import mpikv
-with mpikv.kv.create("local"): pass
-with mpikv.kv.create("device"): pass
-try: mpikv.kv.create("dist_sync")
-except mpikv.ConfigError as error: print(error)
-"""
-    assert python(code, **PYTORCH).stdout.startswith("RANK=1 and WORLD_SIZE=2 say")
-    assert python(code, RANK="0", WORLD_SIZE="1").stdout == ""
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
@@ -258,7 +284,7 @@ except mpikv.ConfigError as error: print(error)
     ],
 )
 def test_the_program_of_the_launcher(names: list[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_parents", lambda: enumerate(f"/bin/{name}" for name in names))
+    monkeypatch.setattr(launcher, "_parents", lambda pid: enumerate(f"/bin/{name}" for name in names))
     assert launcher.program() == (f"/bin/{expected}" if expected else "")
 
 

@@ -144,6 +144,27 @@ def test_a_run_that_was_stopped_anywhere_has_the_same_batches(last: Any, prefetc
         assert again.state() == loader.state()
 
 
+def test_an_epoch_that_began_later_goes_on_with_the_loops_own_set_epoch() -> None:
+    loader = DataLoader(numbers(23), 4, shuffle=True)
+    loader.set_epoch(1, 7)
+    running = iter(loader)
+    next(running)
+    again, third = (DataLoader(numbers(23), 4, shuffle=True) for _ in range(2))
+    for other, start in ((again, 0), (third, 7)):
+        other.load_state(loader.state())
+        other.set_epoch(1, start)
+    expected = [batch.tolist() for batch in running]
+    assert batches(again) == batches(third) == expected
+    again.set_epoch(1)  # not after `load_state`: the whole epoch
+    whole = DataLoader(numbers(23), 4, shuffle=True)
+    whole.set_epoch(1)
+    assert batches(again) == batches(whole)
+    again.load_state({**loader.state(), "batches": 1})
+    again.set_epoch(1, 2)  # another start begins there
+    whole.set_epoch(1, 2)
+    assert batches(again) == batches(whole)
+
+
 def test_resuming_loads_nothing_that_was_done() -> None:
     loaded = []
 
@@ -308,6 +329,25 @@ def test_closing_lets_go_of_what_was_made() -> None:
     made.close()
     assert list(made) == []
     assert threads() == []
+
+
+def test_a_value_that_never_comes_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpikv.data.prefetch.END_S", 0.01)
+    inside, end = threading.Event(), threading.Event()
+
+    def hangs() -> Iterator[int]:
+        yield 1
+        inside.set()
+        end.wait(60)
+
+    made = Prefetch(hangs, 1)
+    assert next(made) == 1
+    assert inside.wait(60)
+    made.close()
+    running = threads()
+    assert len(running) == 1
+    end.set()
+    running[0].join(60)
 
 
 def test_a_generator_that_ends_at_once() -> None:

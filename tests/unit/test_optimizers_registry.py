@@ -144,6 +144,29 @@ def test_changes_take_effect_at_once() -> None:
     assert "master" not in sgd.update("a", half, np.ones(2, np.float32), state)
 
 
+def test_attributes_that_do_not_exist() -> None:
+    optimizer = optimizers.create("sgd", momentum=0.5)
+    for name, text in (("lr", "learning_rate"), ("momentun", "momentum")):
+        with pytest.raises(AttributeError, match=rf"sgd has no attribute '{name}'; it has .*Did you mean '{text}'\?"):
+            setattr(optimizer, name, 0.1)
+
+    class Own(Optimizer):
+        bound = 0.5  # not declared, and so the same on all ranks for the user to see to
+
+        def __init__(self, table: list[int], **kwargs: float) -> None:
+            super().__init__(**kwargs)
+            self.table = table
+
+    own = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    assert own.momentum == 0.5
+    made = Own([1], learning_rate=0.5)
+    made.table, made.bound, made._cache = [2], 1.0, {}
+    assert (made.table, made.bound) == ([2], 1.0)
+    for one in (made, copy.deepcopy(made), own):
+        with pytest.raises(AttributeError, match="no attribute 'tabel'"):
+            one.tabel = [3]
+
+
 def test_set_learning_rate() -> None:
     sgd = optimizers.create("sgd")
     sgd.set_learning_rate(0.5)

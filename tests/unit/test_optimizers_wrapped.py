@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import subprocess
 import sys
 
@@ -272,6 +273,28 @@ def test_torch_shapes(torch) -> None:
         state = optimizer.update("k", weight, grad, optimizer.init(weight))
         assert state["t"] == 1
         assert (weight < 1).all()
+
+
+def test_attributes_of_a_torch_class(torch) -> None:
+    optimizer = optimizers.create(torch.optim.AdamW, lr=0.5, eps=1e-3)
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.eps, optimizer.betas) == (0.5, 0.01, 1e-3, (0.9, 0.999))
+    optimizer.lr, optimizer.weight_decay, optimizer.betas = 0.25, 0.125, (0.5, 0.75)
+    assert (optimizer.learning_rate, optimizer.wd, optimizer.kwargs["betas"]) == (0.25, 0.125, (0.5, 0.75))
+    other = optimizers.create(torch.optim.AdamW)
+    other.set_attributes(json.loads(json.dumps(optimizer.attributes())))
+    assert other.config() == optimizer.config()
+    assert other.betas == (0.5, 0.75)
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert again.config() == optimizer.config()
+    with pytest.raises(AttributeError, match=r"no attribute 'beta'; it has lr, weight_decay, betas, .*mean 'betas'"):
+        again.beta = (0.5, 0.5)
+    with pytest.raises(AttributeError, match="no attribute 'momentum'"):
+        again.momentum = 0.5
+    with pytest.raises(AttributeError, match="momentum"):
+        again.momentum  # noqa: B018 - it is read
+    optimizer.foreach = object()
+    with pytest.raises(UnsupportedError, match=r"foreach=<object.*only the whole optimizer"):
+        other.set_attributes(optimizer.attributes())
 
 
 def test_torch_mistakes(torch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from on_device_cases import runs as codec_runs
 from program_cases import DTYPES, Run, hard_values, same_bits, update_program, update_runs
+from programs import need
 
 from mpikv.errors import UnsupportedError
 from mpikv.reductions import REDUCTIONS
@@ -204,9 +204,7 @@ ITEMSIZES = (1, 2, 4, 8)
 @pytest.fixture(scope="module")
 def call(runs: dict[str, list[Run]], tmp_path_factory: pytest.TempPathFactory) -> Call:
     """Runs a kernel on this processor, with a table: that of a program of `runs`, or of strided copies."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        pytest.skip("there is no C++ compiler (g++, clang++ or $CXX), so that no kernel can be run here")
+    compiler = os.environ.get("CXX") or need("g++", "clang++")
     folder = tmp_path_factory.mktemp("kernels")
     names: dict[Program, str] = {}
     for several in runs.values():

@@ -284,12 +284,47 @@ def test_a_file_cut_anywhere(tmp_path: Path) -> None:
 
 def test_a_head_is_found_over_the_edge_of_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where only its first word lies in the block that is searched."""
-    monkeypatch.setattr("mpikv.data.recordio._SEARCH_BYTES", 8)
+    monkeypatch.setattr("mpikv.data.recordio._FIRST_BLOCK", 8)
+    monkeypatch.setattr("mpikv.data.recordio._LARGEST_BLOCK", 8)
     path = tmp_path / "a.rec"
     path.write_bytes(bytes(20) + MAGIC[:2] + bytes(2) + head(2, 0) + head(0, 0))
     file = FileBytes(str(path))
     assert [next_head(file, at) for at in (0, 1, 32, 33, 36, 100)] == [32, 32, 32, 40, 40, 40]
     file.close()
+
+
+@pytest.mark.parametrize("flag", [0, 1])
+def test_going_on_behind_damage_reads_as_much_as_the_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: int
+) -> None:
+    """Not its square, where every few bytes look like the head of a record that has all the rest."""
+    counts: list[int] = []
+    read = FileBytes.read
+
+    def counted(file: FileBytes, offset: int, count: int) -> bytes:
+        found = read(file, offset, count)
+        counts.append(len(found))
+        return found
+
+    def work(n_heads: int) -> int:
+        size = 8 * n_heads
+        (tmp_path / "a.rec").write_bytes(b"".join(head(flag, size - 8 * i - 8) for i in range(n_heads)))
+        counts.clear()
+        skipping = RecordFile(tmp_path / "a.rec", damaged="skip")
+        assert list(skipping) == ([] if flag else [b""])
+        assert skipping.skipped == n_heads - 1 + flag
+        return sum(counts)
+
+    monkeypatch.setattr(FileBytes, "read", counted)
+    assert work(2048) < 2.2 * work(1024)
+
+
+def test_long_records_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpikv.data.recordio._FIRST_BLOCK", 4)
+    monkeypatch.setattr("mpikv.data.recordio._LARGEST_BLOCK", 16)
+    records = [bytes(range(n)) + MAGIC * (n % 3) + bytes(range(n)) for n in range(100)]
+    write_records(tmp_path / "a.rec", records)
+    assert list(RecordFile(tmp_path / "a.rec")) == records
 
 
 def test_iterators_read_the_file_that_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

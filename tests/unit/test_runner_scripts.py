@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.metadata
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import types
@@ -123,7 +126,7 @@ def test_a_job_that_failed_is_run_once_more_and_nothing_else_is(
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\n")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)  # where tests are run
     stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
-    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0), [mpi]) == 1
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0, bare=_stages.Bare()), [mpi]) == 1
     said = capsys.readouterr().out
     place = "title: test_it.py::"
     first, once_more = said.split(": 1 passed, 3 failed, 0 skipped in ")
@@ -138,7 +141,7 @@ def test_a_job_that_failed_is_run_once_more_and_nothing_else_is(
     assert once_more.count("said by a job") == 2  # both outputs
     assert "never False" in once_more
     assert "never True" in once_more
-    assert once_more.splitlines()[-5:-2] == [
+    assert once_more.splitlines()[-6:-3] == [
         f"failed: {place}test_never",
         f"failed: {place}test_of_a_unit",
         f"unsteady: {place}test_second",
@@ -237,10 +240,10 @@ def test_what_needs_a_gpu_is_counted_by_itself(
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT / 'tests'}\nmarkers = gpu\n")
     monkeypatch.setattr(jobs, "ROOT", tmp_path)
     stage = _stages.Stage("jobs", "title", mpi, ["test_it.py"], 120)
-    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0), [mpi]) == 0
+    assert _stages.run([stage], argparse.Namespace(k=None, v=False, slowest=0, bare=_stages.Bare()), [mpi]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("skipped: ")] == ["skipped: 1 x no time"]
-    assert lines[-3] == "1 GPU tests skipped: no driver"
+    assert lines[-4] == "1 GPU tests skipped: no driver"
     assert lines[-1] == "1 passed, 0 failed, 2 skipped"
 
 
@@ -256,20 +259,60 @@ def test_without_a_gpu_its_tests_say_why() -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_oldest_versions() -> None:
+@pytest.mark.parametrize(
+    ("name", "known", "ranks"),
+    [("oldest", ("torch",), [0, 3]), ("newest", ("torch", "jax", "optax", "expecttest"), [0, 3, 0])],
+)
+def test_other_versions(name: str, known: tuple[str, ...], ranks: list[int]) -> None:
     """A selection beside the other tests where there is an environment for it, or more of them and no others."""
-    mpi, old = Mpi("openmpi", Path("new")), Mpi("openmpi", Path("old"))
-    assert all(stage.group != "oldest" for stage in _stages.stages(mpi, mpi, quick=False))
-    (selected,) = [stage for stage in _stages.stages(mpi, mpi, quick=False, oldest=old) if stage.mpi is old]
-    assert selected.group == "oldest"
+    mpi, other = Mpi("openmpi", Path("new")), Mpi("openmpi", Path("other"))
+    assert all(stage.group != name for stage in _stages.stages(mpi, mpi, quick=False))
+    (selected,) = [s for s in _stages.stages(mpi, mpi, quick=False, versions={name: other}) if s.mpi is other]
+    assert selected.group == name
     assert "tests/unit/test_tensors.py" in selected.paths
-    assert all((ROOT / path).is_file() for path in selected.paths)
-    every = _stages.oldest_stages(old)
-    assert [(stage.paths, stage.ranks) for stage in every] == [
-        (["tests/unit", "tests/property"], 0),
-        (["tests/mpi"], 3),
-    ]
-    assert {stage.frameworks for stage in (selected, *every)} == {("torch",)}
+    assert ("tests/mpirun/test_torch_ddp.py" in selected.paths) == (name == "newest")
+    every = _stages.versions_stages(name, other)
+    assert [stage.ranks for stage in every] == ranks
+    assert [stage.paths for stage in every[:2]] == [["tests/unit", "tests/property"], ["tests/mpi"]]
+    assert {stage.frameworks for stage in (selected, *every)} == {known}
+    for group in _stages.VERSIONS[name].units, _stages.VERSIONS[name].jobs:
+        assert all(any(fnmatch.fnmatch(path, f"*/test_{one}.py") for path in selected.paths) for one in group)
+
+
+def test_the_last_lines_tell_the_versions() -> None:
+    mpi = find_mpi()
+    if mpi is None:
+        pytest.skip("no mpirun in this environment")
+    said = _stages.installed(mpi)
+    assert re.fullmatch(r"Python 3[\d.]+(, [a-z0-9]+ [\w.+]+)+", said)
+    assert f", numpy {importlib.metadata.version('numpy')}," in said
+
+
+def test_programs_are_taken_away_from_one_command_alone(tmp_path: Path) -> None:
+    if not _stages.bare().command:
+        pytest.skip("no namespaces can be made here")
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    for name in ("rsync", "own-gcc-12", "kept"):
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o755)
+    env = {**BASH, "PATH": f"{folder}:{BASH['PATH']}", "TMPDIR": str(tmp_path)}
+    code = "import shutil; print([shutil.which(name) for name in ('rsync', 'own-gcc-12', 'kept')])"
+    ask = f'for name in rsync own-gcc-12 kept; do command -v $name; done; {sys.executable} -c "{code}"'
+    for shell in ("sh", "bash"):
+        command = [*_stages.BARE, shell, "-c", ask]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.splitlines() == [str(folder / "kept"), f"[None, None, '{folder / 'kept'}']"], done.stderr
+    assert len(list(folder.iterdir())) == 3
+    assert not any(str(tmp_path) in line for line in Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def test_where_no_program_can_be_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command, why in (["sh", "-c", "echo no root >&2; exit 1"], "no root"), (["/nowhere"], "No such file"):
+        monkeypatch.setattr(_stages, "BARE", command)
+        found = _stages.bare()
+        assert not found.command
+        assert why in found.said
 
 
 def test_the_oldest_versions_are_those_of_the_project() -> None:
@@ -327,7 +370,8 @@ def test_help(script: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [f"scripts/{name}" for name in ("demo", "test", "lint", "docs", "build_ompi_cuda", "_venv.sh")] + [".ci/run"],
+    [f"scripts/{name}" for name in ("demo", "test", "lint", "docs", "build_ompi_cuda", "_venv.sh", "_bare")]
+    + [".ci/run"],
 )
 def test_shell_syntax(path: str) -> None:
     subprocess.run(["bash", "-n", ROOT / path], check=True, timeout=20)
@@ -345,7 +389,8 @@ def test_shell_syntax(path: str) -> None:
         ("scripts/test --mpich /nowhere", "--mpich needs the directory of a virtual environment"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --quick --cluster", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --quick", "give one of them"),
-        (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest", "needs an environment"),
+        (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --newest", "give one of them"),
+        (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --newest", "needs an environment"),
         (f"{sys.executable} scripts/_stages.py --gpu / --quick", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi /", "--openmpi and --mpich name environments"),
     ],
@@ -395,6 +440,45 @@ def test_what_cannot_be_installed_is_named() -> None:
     assert "slurmctld slurmd slurm-client munge gridengine-master gridengine-exec gridengine-client" in said
     assert said.endswith("are skipped.")
     assert after == "went on"
+
+
+@pytest.mark.parametrize("who", ["script", "all", "nobody"])
+@pytest.mark.parametrize("there", [False, True])
+def test_daemons_may_start_again_once_packages_are_installed(tmp_path: Path, who: str, there: bool) -> None:
+    """Also where the script is killed meanwhile, alone or with all that it has started: what forbids it is removed.
+
+    One's own file stays.
+    """
+    policy, reached, go = tmp_path / "policy", tmp_path / "reached", tmp_path / "go"
+    os.mkfifo(reached)
+    os.mkfifo(go)
+    if there:
+        policy.write_text("mine")
+    code = f"""
+. {ROOT}/scripts/_venv.sh
+eval "$(declare -f provide_clusters | sed 's#/usr/sbin/policy-rc.d#{policy}#')"
+command() {{ [ "$2" = apt-get ]; }}
+id() {{ echo 0; }}
+apt-get() {{ [ "$1" = update ] || {{ cat {policy} >{reached}; read -r _ <{go}; }}; }}
+provide_clusters
+"""
+    going = os.open(go, os.O_RDWR)  # writing waits for no reader
+    alive, held = os.pipe()  # held open by the script and all that it has started
+    with subprocess.Popen(
+        ["bash", "-ec", code], env=BASH, stdout=subprocess.DEVNULL, pass_fds=[held], start_new_session=True
+    ) as script:
+        os.close(held)
+        assert reached.read_text() == ("mine" if there else "#!/bin/sh\nexit 101\n")
+        if who == "all":
+            os.killpg(script.pid, signal.SIGTERM)
+        else:
+            if who == "script":
+                script.kill()
+            os.write(going, b"\n")
+    assert os.read(alive, 1) == b""
+    os.close(alive)
+    os.close(going)
+    assert (policy.read_text() if policy.exists() else None) == ("mine" if there else None)
 
 
 def test_a_users_own_environment_is_kept(tmp_path: Path) -> None:

@@ -284,6 +284,7 @@ FOREIGN = {
     "key twice": rewritten(header=lambda header: header["records"].append(header["records"][0])),
     "weight's shape": rewritten(header=set_in("records", 0, "shape", "2")),
     "weight's dtype": rewritten(header=set_in("records", 0, "dtype", "complex64")),
+    "weight's dtype is a list": rewritten(header=set_in("records", 0, "dtype", ["float32"])),
     "no state": rewritten(header=set_in("records", 0, "state", None)),
     "no count": rewritten(header=lambda header: header["records"][0]["state"].pop("t")),
     "count is no int": rewritten(header=set_in("records", 0, "state", "t", 1.5)),

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +57,25 @@ def test_noted_and_given_back():
     stop.restore()
     assert signal.getsignal(signal.SIGUSR1) == before
     stop.restore()
+
+
+@pytest.mark.parametrize("ends", ["heard", "restore", "end"])
+def test_mark_is_there_while_none_has_come(tmp_path: Path, ends: str) -> None:
+    """Also where the signal was ignored before, as in a batch job; a folder that is gone is nothing to fail of."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    mark = tmp_path / "mark"
+    stop, other = StopSignals(["USR1"], str(mark)), StopSignals(["USR1"], str(tmp_path / "gone" / "mark"))
+    other.install()
+    stop.install()
+    assert mark.exists()
+    if ends == "heard":
+        send(signal.SIGUSR1)
+        assert (stop.why(), other.why()) == ("SIGUSR1", "SIGUSR1")
+    else:
+        getattr(stop, ends)()
+    assert not mark.exists()
+    stop.restore()
+    other.restore()
 
 
 def test_handler_of_the_program_is_called_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -234,3 +235,26 @@ def test_more_pulls_under_way_than_reply_tags(monkeypatch):
         return {(float(a[0]), float(b[-1])) for a, b in (request.wait() for request in requests)}
 
     assert Mode("dist_sync", 2, 3).run(body) == [{(3.0, 4.0)}] * 2
+
+
+@pytest.mark.parametrize("mode", [mode for mode in FEW_DIST_SYNC if mode.workers > 1 and not mode.device], ids=mode_id)
+def test_results_of_two_calls_do_not_come_to_one_array(mode):
+    told = threading.Event()
+
+    def body(store):
+        store.init(["a", "b"], [full(0), full(0)])
+        value = full(1)
+        if store.rank:
+            assert told.wait(60)
+            first = store.pushpull_async("a", value)
+        else:
+            first = store.pushpull_async("a", value)
+            for second in (value, [value]):
+                with pytest.raises(ValueError, match="result of an earlier call is still to come to its array"):
+                    store.pushpull_async("b" if second is value else ["b"], second)
+            told.set()
+        first.wait()
+        store.pushpull_async("b", value).wait()  # the array is free again
+        return value.tolist()
+
+    assert mode.run(body) == [[mode.workers**2] * 4] * mode.workers

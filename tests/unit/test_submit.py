@@ -13,7 +13,6 @@ from jobs import ROOT
 from mpikv.errors import ConfigError
 from mpikv.launch import batch, sge, slurm
 from mpikv.launch.batch import Job, parse_time, time_text
-from mpikv.launch.run_batch import KINDS
 from mpikv.launch.scheduler import SchedulerError, State
 
 SCRIPTS = batch.repository_scripts()
@@ -63,9 +62,10 @@ def test_bash_accepts_what_they_call() -> None:
     for file in (TEMPLATES / "job.sh", *parts.values()):
         done = subprocess.run(["bash", "-n", str(file)], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
-    named = set(re.findall(r'\. "\$PARTS/(.*)"', (TEMPLATES / "job.sh").read_text()))
-    kinds = {f"{word}.sh" for kind in KINDS for word in (kind, kind.split("-")[0])}
-    assert (named - {"$KIND.sh", "${KIND%-*}.sh"}) | kinds == set(parts)
+    text = "".join(file.read_text() for file in (TEMPLATES / "job.sh", *parts.values()))
+    kinds = set(re.findall(r'"\$TEMPLATES/job.sh" (\S+)', "".join(SCRIPTS.values())))
+    named = set(re.findall(r'\. "\$PARTS/(\S*)"', text)) - {"$KIND.sh", "${KIND%-*}.sh"}
+    assert named | {f"{word}.sh" for kind in kinds for word in (kind, kind.split("-")[0])} == set(parts)
 
 
 def settings(script: str) -> list[str]:
@@ -148,7 +148,19 @@ def test_no_time_limit_is_the_queues(scheduler: str) -> None:
     assert "h_rt=" not in "".join(directives(script, "#$"))
 
 
-WORDS = ("python", "a b", "it's", '"', "$HOME `id` \\", "new\nline", "*", "-c", "", "ü")
+WORDS = (
+    "python",
+    "a b",
+    "it's",
+    '"',
+    "$HOME `id` \\",
+    "new\nline",
+    "'\\n'\n#$ -N x\n#SBATCH --hold",
+    "*",
+    "-c",
+    "",
+    "ü",
+)
 
 
 @pytest.mark.parametrize("scheduler", JOBS)
@@ -159,7 +171,9 @@ def test_every_word_arrives(scheduler: str) -> None:
     )
     top = RENDER[scheduler](job).split("# ---- The rest")[0] + batch.environment_file({"A": "x'y\n$z"})
     show = 'printf "%s\\0" "${PROGRAM[@]}" "${LAUNCH_OPTIONS[@]}" "$A" "$PYTHON_ENV" "$ENV_FILE"'
-    done = subprocess.run(["bash"], input=f"{top}\n{show}\n", capture_output=True, text=True, check=True)
+    text = f"{top}\n{show}\n"
+    done = subprocess.run(["bash"], input=text, capture_output=True, encoding="utf-8", check=True)
+    assert not [line for line in top.splitlines() if line.startswith(("#$ -N x", "#SBATCH --hold"))]
     assert done.stdout.split("\0") == [*WORDS, *WORDS, "x'y\n$z", "/a b/env", "/a 'b", ""]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -278,20 +279,23 @@ def test_values_of_variables(slurm: dict[str, str], tmp_path: Path, wait: bool) 
     text = sbatch.read_text()
     seen = 'env >"$FAKE/seen"; cp -p "$FAKE"/.mpikv-*.env "$FAKE/copy"\n'
     sbatch.write_text(text.partition("\n")[0] + "\n" + seen + text.partition("\n")[2])
-    words = ["slurm", "-n", "2", *(["--wait"] if wait else []), "--env", "A=b'c", "--env", "TOKEN", "--", "true"]
+    words = ["slurm", "-n", "2", *(["--wait"] if wait else []), "--env", "A=b'c", "--env", "TOKEN", "--env", "LATIN"]
+    latin = os.fsdecode(b"caf\xe9")  # as an environment may hold it
     done = subprocess.run(
-        command(*words), env={**slurm, "TOKEN": "s3cret"}, cwd=tmp_path, capture_output=True, text=True, timeout=60,
-        check=False,
+        command(*words, "--", "true", latin), env={**slurm, "TOKEN": "s3cret", "LATIN": latin}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == (7 if wait else 0), done.stderr
-    script, copy = (tmp_path / "script").read_text(), tmp_path / "copy"
+    script, copy = (tmp_path / "script").read_text(errors="surrogateescape"), tmp_path / "copy"
+    assert f"PROGRAM=(true '{latin}')" in settings(script)
     (line,) = (line for line in settings(script) if line.startswith("ENV_FILE="))
     for text in (script, (tmp_path / "seen").read_text(), done.stdout, done.stderr):
         assert "s3cret" not in text
         assert "b'c" not in text
     assert copy.stat().st_mode & 0o777 == 0o600
-    show = f'. {copy}; printf "%s\\0" "$A" "$TOKEN"'
-    assert subprocess.run(["sh", "-c", show], capture_output=True, text=True, check=True).stdout == "b'c\0s3cret\0"
+    show = f'. {copy}; printf "%s\\0" "$A" "$TOKEN" "$LATIN"'
+    shown = subprocess.run(["sh", "-c", show], capture_output=True, check=True).stdout
+    assert shown == b"b'c\0s3cret\0caf\xe9\0"
     left = list(tmp_path.glob(".mpikv-*.env"))
     assert [str(file) for file in left] == ([] if wait else [line.removeprefix("ENV_FILE=")])
 
@@ -307,6 +311,25 @@ def test_values_of_variables_are_not_printed(tmp_path: Path) -> None:
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "mpikv", "submit", *words]
+
+
+EXAMPLES = [line.partition(" > ")[0] for line in submit.EXAMPLES.splitlines() if line.startswith("  mpikv submit")]
+
+
+@pytest.mark.parametrize(
+    "line", [*EXAMPLES, 'mpikv submit sge -n 2 --option "-P x" --launch-option --mca -- train.py --option --account=y']
+)
+def test_lines_as_one_types_them(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the help, and words that begin with a dash behind options that take them."""
+    words = shlex.split(line)[1:]
+    assert main([*words[:2], "--dry-run", *words[2:]]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n")
+    if "--account=x" in line:
+        assert "#SBATCH --account=x" in script.splitlines()
+    if "-P x" in line:
+        assert "#$ -P x" in script.splitlines()
+        assert {"LAUNCH_OPTIONS=(--mca)", "PROGRAM=(train.py --option --account=y)"} <= set(settings(script))
 
 
 def test_submit_and_wait(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -355,6 +378,13 @@ def test_ctrl_c_cancels(slurm: dict[str, str], tmp_path: Path) -> None:
         (("slurm", "-n", "2", "--env", "NOT_SET_HERE", "--", "true"), {}, "NOT_SET_HERE: no such variable"),
         (("slurm", "-n", "2", "--output-dir", "/proc/x", "--", "true"), {}, "--output-dir /proc/x"),
         (("slurm", "-n", "2"), {}, "no command"),
+        (
+            ("slurm", "-n", "2", "--mem", "4G", "--", "true"),
+            {},
+            "arguments: --mem; what Slurm itself understands goes ",
+        ),
+        (("sge", "-n", "2", "--gpus=2", "--", "true"), {}, 'through --option, as in --option "-l h_vmem=4G"'),
+        (("sge", "-n", "2", "--option"), {}, "--option: expected one argument"),
         (("slurm", "--", "true"), {}, "-n/--num-workers"),
         (("pbs", "-n", "2", "--", "true"), {}, "pbs"),
     ],

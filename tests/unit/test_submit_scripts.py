@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ VERSIONS = {
 MPIRUN = """#!{python} -IS
 import os, signal, subprocess, sys
 words = sys.argv[1:]
+version = open(os.environ["FAKE"] + "/version").read()
 if words == ["--version"]:
-    print(open(os.environ["FAKE"] + "/version").read())
+    print(version)
     sys.exit(0)
 if "--mpi=list" in words:
     print(os.environ["PLUGINS"], file=sys.stderr)
@@ -41,44 +42,42 @@ if "python" in words:
 for word in words:
     if word.endswith("/hosts"):
         print("hosts:", *open(word).read().split("\\n"), sep="|", flush=True)
-program = [sys.executable, "-ISc", *words[words.index("RUN") + 1:]]
-if words[words.index("RUN") - 2] != "sh":
-    os.execv(sys.executable, program)
-# Open MPI: rank 0 is run, below the shell that belongs to each rank; the others end with status 0, but for the lost.
-shell = words[words.index("RUN") - 1]
-env = {{**os.environ, "OMPI_COMM_WORLD_RANK": "0"}}
-rank = subprocess.Popen(["sh", shell, *program], env=env, start_new_session=True)
+# Rank 0 is run, below the shell that belongs to each rank; the others begin, and end with status 0, but for the lost.
+at = words.index("RUN")
+mark = os.path.join(os.path.dirname(words[at - 2]), words[at - 1])
+ranks = []
 for number in (signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: os.killpg(rank.pid, number))
-status = rank.wait()
-for other in range(1, int(words[words.index("-n") + 1]) - int(os.environ.get("LOST", "0"))):
-    open(os.path.join(os.path.dirname(shell), str(other)), "w")
+    signal.signal(number, lambda number, _: [os.killpg(rank.pid, number) for rank in ranks])
+others = range(1, int(os.environ.get("SLURM_NTASKS") or os.environ["NSLOTS"]))
+for other in others:
+    open(f"{{mark}}-begun-{{other}}", "w")
+number_is = "OMPI_COMM_WORLD_RANK" if "Open" in version else "PMI_RANK"
+if sys.argv[0].endswith("srun"):
+    number_is = "SLURM_PROCID"
+program = [*words[at - 3:at], sys.executable, "-ISc", *words[at + 1:]]
+ranks.append(subprocess.Popen(program, env={{**os.environ, number_is: "0"}}, start_new_session=True))
+status = ranks[0].wait()
+for other in others[int(os.environ.get("LOST", "0")):]:
+    open(f"{{mark}}-ended-{{other}}", "w")
+open(os.environ["FAKE"] + "/over", "w")
 sys.exit(status)
-"""
-# `python -m mpikv batch`, without the package's own __init__, which imports NumPy and takes longer than all else here.
-BATCH = """import argparse, sys, types
-package = types.ModuleType("mpikv")
-package.__path__ = ["{package}"]
-sys.modules["mpikv"] = package
-from mpikv.launch.run_batch import add_parser
-parser = argparse.ArgumentParser()
-add_parser(parser.add_subparsers())
-assert sys.argv[1:3] == ["-m", "mpikv"]
-options = parser.parse_args(sys.argv[3:])
-sys.exit(options.run(options))
 """
 SPEAK = """#!/bin/sh
 echo "{name} $*" >>"$FAKE/called"
 {does}
 """
+# As a program with a store: it waits for the signal, says so, and saves.
 UNTIL_STOPPED = """
 import os, signal, time
 def stop(number, frame):
     os.write(1, f"asked by {{signal.Signals(number).name}}\\n".encode())  # print may be in the middle of its work
+    os.unlink(os.environ["MPIKV_STOP_MARK"])
+    if {saves}:
+        open(os.environ["MPIKV_STOP_FILE"], "w").write("weights")
     os._exit({status})
 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
     signal.signal(number, stop)
-open(os.environ["FAKE"] + "/ready", "w").close()
+open(os.environ["MPIKV_STOP_MARK"], "w").close()
 print("ready", flush=True)
 for _ in range(600):  # a signal that comes just before a sleep is handled when that has ended
     time.sleep(0.1)
@@ -117,9 +116,8 @@ class Site:
     def make_environment(self, name: str) -> Path:
         python = self.folder / name / "bin" / "python"
         python.parent.mkdir(parents=True)
-        does = 'case $1 in --version) echo "Python 3" ;; -c) exit "${IMPORT_STATUS:-0}" ;; -m) %s ;; esac'
-        (self.folder / "mpikv").write_text(BATCH.format(package=Path(batch.__file__).parents[1]))
-        self._write(python, does % f'exec {sys.executable} -IS "{self.folder}/mpikv" "$@"')
+        finds = f'echo "{batch.TEMPLATES}"; exit "${{IMPORT_STATUS:-0}}"'
+        self._write(python, f'case $1 in --version) echo "Python 3" ;; -c) {finds} ;; esac')
         return self.folder / name
 
     def _write(self, file: Path, does: str) -> None:
@@ -155,7 +153,7 @@ class Site:
         merged = {**self.environ, **job, **environ}
         return subprocess.Popen(
             ["bash", str(file), *words], cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={name: value for name, value in merged.items() if value},
+            start_new_session=True, env={name: value for name, value in merged.items() if value},
         )  # fmt: skip
 
     def run(self, path: str, *words: str, lines: dict[str, str] | None = None, **environ: str) -> tuple[int, str]:
@@ -163,9 +161,11 @@ class Site:
         output, _ = process.communicate(timeout=60)
         return process.returncode, output
 
-    def stop(self, path: str, number: int, *, status: int = 0, **options: Any) -> tuple[int, str]:
+    def stop(
+        self, path: str, number: int, program: str = "", *, status: int = 0, saves: bool = True, **options: Any
+    ) -> tuple[int, str]:
         """Run a script, send it a signal when its program is ready, and wait for its end."""
-        process = self.start(path, "RUN", UNTIL_STOPPED.format(status=status), **options)
+        process = self.start(path, "RUN", program or UNTIL_STOPPED.format(status=status, saves=saves), **options)
         assert process.stdout is not None
         seen = ""
         while "ready\n" not in seen:
@@ -183,14 +183,8 @@ def site(tmp_path: Path) -> Site:
 
 
 def launched(output: str) -> str:
-    """The words of the launcher that started the program, without the folders that change.
-
-    With Open MPI's mpirun a shell belongs to every rank, and to no other launcher's.
-    """
-    words = next(line for line in output.splitlines() if "<RUN>" in line).partition(" <RUN>")[0]
-    words, shell, _ = words.partition(" <sh> <")
-    assert bool(shell) == ("Open MPI," in output and not words.startswith("srun"))
-    return words
+    """The words of the launcher that started the program, before those of the shell that belongs to every rank."""
+    return next(line for line in output.splitlines() if "<RUN>" in line).partition(" <sh> <")[0]
 
 
 ONE = ("RUN", "print('trained')")
@@ -290,7 +284,7 @@ def test_mpirun_in_grid_engine(site: Site, mpi: str, words: str, hosts: str) -> 
 
 def test_agent_of_grid_engine(site: Site) -> None:
     """What Open MPI and MPICH give to it, with and without options of ssh, reaches qrsh."""
-    part = Path(batch.__file__).with_name("templates") / "parts" / "sge-mpirun.sh"
+    part = batch.TEMPLATES / "parts" / "sge-mpirun.sh"
     agent = part.read_text().partition("<<'END'\n")[2].partition("END\n")[0]
     for words in (["h2", 'A=1;export A;prted --x "y z"'], ["-x", "-q", "h2", "A=1;export A;prted", "--x", '"y z"']):
         subprocess.run(["sh", "-s", "--", *words], input=agent, text=True, env=site.environ, check=True)
@@ -364,7 +358,7 @@ def test_environment_without_mpikv(site: Site) -> None:
 
 def test_no_mpirun(site: Site) -> None:
     (site.env / "bin" / "mpirun").unlink()
-    for name in ("bash", "sh", "cat", "rm", "hostname"):
+    for name in ("bash", "sh", "cat", "rm", "hostname", "mktemp"):
         (site.folder / "bin" / name).symlink_to(f"/bin/{name}")
     status, output = site.run("slurm/train.sbatch", *ONE, PATH=str(site.folder / "bin"))
     assert status == 2
@@ -383,12 +377,11 @@ def test_ranks_that_do_not_start(site: Site, path: str) -> None:
 @pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
 def test_lost_ranks(site: Site, path: str) -> None:
     """Open MPI's mpirun ends with status 0 all the same."""
-    # The script looks for files of a slow file system for a while; Grid Engine's has a clock, too.
-    site.command("sleep", '[ "$1" = 1 ] || exec /bin/sleep "$1"')
+    site.command("sleep")  # the script looks for files of a slow file system for a while
     status, output = site.run(path, *ONE, LOST="2")
     assert status == 1, output
-    assert "mpikv: error: 2 of 4 ranks never ended, though mpirun says status 0: a host was lost\n" in output
-    assert not list(site.folder.glob(".mpikv-ranks*"))
+    assert "mpikv: error: 2 of 4 ranks never ended, though the launcher says status 0: a host was lost\n" in output
+    assert not list(site.folder.glob(".mpikv-job*"))
 
 
 @pytest.mark.parametrize("name", ["USR1", "USR2", "TERM"])
@@ -400,6 +393,117 @@ def test_signals_reach_the_program_as_usr1(site: Site, path: str, name: str) -> 
     assert "\nasked by SIGUSR1\n" in output
     assert output.endswith("mpikv: job 17 ends with status 0\n")
     assert site.called() == []
+
+
+OWN_HANDLER = """
+import os, signal, time
+came = []
+signal.signal(signal.SIGUSR1, lambda *_: came.append(1))
+print("ready", flush=True)
+while not came:
+    time.sleep(0.05)
+time.sleep(1.5)
+print("came", len(came), flush=True)
+"""
+
+
+def test_a_handler_of_a_program_without_a_store_is_called_once(site: Site) -> None:
+    """It may take long, and nothing says when it has been called."""
+    status, output = site.stop("slurm/train.sbatch", signal.SIGUSR1, program=OWN_HANDLER)
+    assert status == 0
+    assert "\ncame 1\n" in output
+
+
+# What the script's shells do before each command: without SIGNAL_AT they write down where they are; at that line they
+# signal the script's shell, or, as Grid Engine does, all processes of the job that are there. The shell that becomes
+# the launcher goes on when the script's shell has noticed.
+HOOK = r"""
+at() {
+    [ -z "$PID" ] || [ -n "$STATUS" ] || [ -z "$ASKED" ] || [ "$BASHPID" != $$ ] || : >"$FAKE/noticed"
+    case " $SIGNAL_AT " in
+    "  ")
+        local when=before
+        [ ! -e "$FAKE/over" ] || when=after
+        printf '%s\n' "$when $1" >>"$FAKE/lines"
+        ;;
+    *" $1 "*)
+        [ ! -e "$FAKE/sent $1" ] || return
+        : >"$FAKE/sent $1"
+        local whom=$$
+        [ -z "$ALL" ] || { [ "$BASHPID" = $$ ] && [ -n "$PID" ]; } || whom=-$$
+        kill -USR1 -- "$whom"
+        [ "$BASHPID" = $$ ] || [ -z "$WORK" ] || [ -n "$STATUS" ] || until [ -e "$FAKE/noticed" ]; do sleep 0.02; done
+        ;;
+    esac
+}
+set -T
+trap 'at "${BASH_SOURCE##*/}:$LINENO"' DEBUG
+"""
+
+
+def widened(folder: Path, path: str, program: str, signal_at: str = "") -> tuple[list[str], int, str, Site]:
+    """A job whose shells do what HOOK says. Returns the lines where they were, its status and output, and its site."""
+    folder.mkdir()
+    site = Site(folder)
+    (folder / "hook").write_text(HOOK)
+    environ = {"SIGNAL_AT": signal_at, "BASH_ENV": str(folder / "hook"), "ALL": "yes" if "sge" in path else ""}
+    environ |= {"SLURM_ARRAY_TASK_ID": "0"} if "array" in path else {}
+    status, output = site.run(path, "RUN", program, lines={"REQUEUE": "yes"}, **environ)
+    lines = (folder / "lines").read_text().splitlines() if not signal_at else []
+    return lines, status, output, site
+
+
+@pytest.mark.parametrize("path", SCRIPTS)
+def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
+    """From the script's second line to its end. A program that runs then, or later, is asked once; if it had ended, the
+    job ends as it would have.
+    """
+    ends, until_stopped = "pass", UNTIL_STOPPED.format(status=0, saves=True)
+    seen, status, output, _ = widened(tmp_path / "seen", path, ends)
+    assert status == 0, output
+    first = SCRIPTS[path].splitlines().index(batch._read("traps.sh").strip()) + 1
+    lines: dict[str, bool] = {}
+    for when, line in (entry.split() for entry in seen):
+        if line.partition(":")[0] != "script" or int(line.partition(":")[2]) > first:
+            lines.setdefault(line, when == "before")
+    assert {line.partition(":")[0] for line in lines} >= {"script", "job.sh", "environment.sh", "watch.sh", "launch.sh"}
+    assert len(lines) > 60
+    if path in ("slurm/array.sbatch", "sge/train-servers.sh"):  # the rest is that of the script before it
+        lines = {line: before for line, before in lines.items() if line.startswith(("script", "array.sh"))}
+
+    def check(line: str) -> str:
+        folder = tmp_path / line.replace(":", "-")
+        _, status, output, site = widened(folder, path, until_stopped if lines[line] else ends, line)
+        asked = [line for line in output.splitlines() if line.startswith("asked by ")]
+        if not (folder / f"sent {line}").exists() or status != 0:
+            return f"{line}: status {status}: {output}"
+        if lines[line]:
+            right = asked == ["asked by SIGUSR1"] and " and goes " in output and site.called()
+        else:
+            right = not asked and output.endswith("mpikv: job 17 ends with status 0\n") and not site.called()
+        return "" if right else f"{line}: {output}"
+
+    with ThreadPoolExecutor(4) as pool:
+        wrong = [text for text in pool.map(check, lines) if text]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("tool", ["python", "awk", "mktemp", "qresub"])
+def test_signals_of_grid_engine_spare_what_the_script_calls(site: Site, tool: str) -> None:
+    """They go to all processes of the job: here while the script waits for `tool`, the first time that it does."""
+    file = site.env / "bin" / "python" if tool == "python" else site.folder / "bin" / tool
+    real = file.with_name("real")
+    if not file.exists():
+        real.symlink_to(f"/usr/bin/{tool}")
+    else:
+        file.rename(real)
+    site._write(file, f'[ -e "$FAKE/sent" ] || {{ : >"$FAKE/sent"; kill -USR1 0; }}\nexec {real} "$@"')
+    lines = {"REQUEUE": "yes", "STOP_AFTER": "0" if tool == "qresub" else ""}
+    status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines=lines)
+    assert status == 0
+    assert (site.folder / "sent").exists()
+    assert "mpikv: job 17 on h1:3,h2:1\n" in output
+    assert output.endswith("mpikv: job 17 ends with status 0 and goes on as job 43\n")
 
 
 def test_ranks_are_told_what_the_signals_mean(site: Site) -> None:
@@ -415,6 +519,38 @@ def test_slurm_requeues(site: Site) -> None:
     assert status == 0
     assert site.called() == ["scontrol requeue 17"]
     assert output.endswith("mpikv: job 17 ends with status 0 and goes back into the queue\n")
+
+
+def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
+    """It saves, and does not go on; in whichever order they come."""
+    process = site.start(
+        "slurm/train.sbatch", "RUN", UNTIL_STOPPED.format(status=0, saves=True), lines={"REQUEUE": "yes"}
+    )
+    assert process.stdout is not None
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGSTOP)  # else it might hear one alone
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
+        os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=50)
+    assert output.count("asked by SIGUSR1") == 1
+    assert output.endswith("mpikv: job 17 ends with status 0\n")
+    assert site.called() == []
+
+
+@pytest.mark.parametrize("path", ["slurm/train.sbatch", "sge/train.sh"])
+@pytest.mark.parametrize("before", [True, False])
+def test_requeued_only_when_this_run_has_saved(site: Site, path: str, before: bool) -> None:
+    """Not a training that has ended, whose evaluation a signal met: an older stop file is of an earlier run."""
+    if before:
+        (site.folder / "train-17.state").write_text("weights")
+    status, output = site.stop(path, signal.SIGUSR1, saves=False, lines={"REQUEUE": "yes"})
+    assert status == 0
+    assert site.called() == []
+    assert output.endswith(
+        "mpikv: not put into the queue again: this run has not written train-17.state\n"
+        "mpikv: job 17 ends with status 0\n"
+    )
 
 
 def test_grid_engine_requeues(site: Site) -> None:
@@ -452,35 +588,11 @@ def test_not_requeued(site: Site, path: str, number: int, status: int) -> None:
 
 
 def test_clock_of_grid_engine(site: Site) -> None:
-    site.command(
-        "sleep",
-        'if [ "$1" = 1740 ]; then until [ -e "$FAKE/ready" ]; do /bin/sleep 0.1; done; else /bin/sleep "$1"; fi',
-    )
-    status, output = site.run("sge/train.sh", "RUN", UNTIL_STOPPED.format(status=0))
+    program = UNTIL_STOPPED.format(status=0, saves=True)
+    status, output = site.run("sge/train.sh", "RUN", program, lines={"STOP_AFTER": "0"})
     assert status == 0
     assert "mpikv: signal USR1: " in output
     assert "asked by SIGUSR1" in output
-
-
-def test_clock_ends_with_the_job(site: Site) -> None:
-    status, output = site.run("sge/train.sh", *ONE, lines={"STOP_AFTER": "987654"})
-    assert status == 0, output
-    until_s = time.monotonic() + 10
-    while (found := sleeping("987654")) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert not found
-
-
-def sleeping(word: str) -> list[str]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[:2] == [b"sleep", word.encode()]:
-            found.append(folder.name)
-    return found
 
 
 @pytest.mark.parametrize(("task", "value"), [(0, "0.01"), (3, "0.1")])

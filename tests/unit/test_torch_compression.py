@@ -294,7 +294,7 @@ def test_a_store_that_compresses_all_keys_leaves_flags_and_calls_alone(way: str)
 
 def test_the_bytes_that_leave() -> None:
     """Of two workers on two hosts: 1000 gradients in two buckets, and as they are flags, one sum, and what they add."""
-    n, rest = 500, 200
+    n, rest = 500, 500
 
     def body(store: Any) -> tuple[int, ...]:
         model = mt.DistributedModel(Parts("ab", n), store, compression=compression, bucket_bytes=4 * n)

@@ -137,7 +137,7 @@ def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hos
 
 def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
     cuda.use(FakeGpu())
-    bucket = Bucket("key", torch.zeros(4), [0, 1])
+    bucket = Bucket("key", torch.zeros(4), [0, 1], 0)
     with cuda.stream() as first:
         bucket.written()
     with cuda.stream() as second:

@@ -8,7 +8,7 @@ import frameworks
 import pytest
 
 from mpikv.config import Config
-from mpikv.errors import StallError, UnsupportedError
+from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.testing.groups import spawn_groups
 
 torch = frameworks.need("torch")
@@ -136,6 +136,80 @@ def test_gather_scatter_and_all_to_all(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("expected", [3, 1, 0], ids=lambda n: f"{n} for 2")
+def test_lengths_that_do_not_fit_are_an_error_of_who_expects_them(way: str, expected: int) -> None:
+    """Rank 1 expects another number of rank 0's elements than come; all hear of it, and nobody else is blamed."""
+
+    def body(group):
+        me = group.rank()
+        outs = [torch.zeros(expected if (me, rank) == (1, 0) else 2) for rank in range(3)]
+        kind, match = PeerError, "failed on rank 1 of 3 .*: ShapeMismatch: rank 0 of the group sent another length"
+        if me == 1:
+            kind, match = ShapeMismatch, "^rank 0 of the group sent another length .* 8 bytes, "
+        with pytest.raises(kind, match=match):  # noqa: PT012 - in the first call or, where that was done, in the next
+            group.alltoall(outs, [torch.full((2,), float(me))] * 3).wait()
+            assert me != 1
+            assert [out.tolist() for out in outs] == [[0, 0], [1, 1], [2, 2]]
+            group.barrier().wait()
+
+    run(3, body, way)
+
+
+def test_what_a_rank_sends_itself_fits() -> None:
+    def body(group):
+        outs = [torch.zeros(2), torch.zeros(2)]
+        sent = [torch.ones(1 if group.rank() == 0 and to == 0 else 2) for to in range(2)]
+        with pytest.raises(MpikvError, match="this rank sends itself 1 elements, and expects 2"):  # noqa: PT012
+            group.alltoall(outs, sent).wait()
+            assert group.rank() == 1
+            group.barrier().wait()
+
+    run(2, body)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("call", ["all_to_all", "all_reduce", "gather"])
+def test_arguments_that_are_wrong_on_one_rank_are_told_to_the_others(way: str, call: str, monkeypatch) -> None:
+    """At once: asking who has made which call would take longer than this test may."""
+    monkeypatch.setattr("mpikv.groups.watch.ASK_AFTER_S", 1e9)
+    calls = {
+        "all_to_all": lambda group, right: group.all_to_all_single(
+            torch.ones(6), torch.ones(6), None, [2, 2, 1 + right]
+        ),
+        "all_reduce": lambda group, right: group.allreduce(
+            [torch.ones(2)], None if right else reduced_by(c10d._make_nccl_premul_sum(2.0))
+        ),
+        "gather": lambda group, right: group.gather(
+            [[torch.ones(2)] * (2 + right)] if group.rank() == 1 else [], [torch.ones(2)], rooted(c10d.GatherOptions, 1)
+        ),
+    }
+
+    def body(group):
+        if group.rank() == 1:
+            with pytest.raises(ValueError if call != "all_reduce" else UnsupportedError):
+                calls[call](group, 0)
+        elif call != "gather":  # whose other ranks have nothing to wait for
+            with pytest.raises(PeerError, match=r"a call of this process group has failed on rank 1 of 3 on .*Error: "):
+                calls[call](group, 1).wait()
+        else:
+            calls[call](group, 1).wait()
+
+    spawn_groups(3, lambda world, group: body(MpiProcessGroup(world, group)), config=Config(timeout_s=60, **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_tensor_without_a_list(way: str) -> None:
+    """As DistributedDataParallel hands over its map of parameters for ranks that have left its `join`."""
+
+    def body(group):
+        tensor = torch.tensor([1, 2], dtype=torch.int32)
+        group.allreduce(tensor if group.rank() == 0 else [tensor]).wait()
+        assert tensor.tolist() == [2, 4]
+
+    run(2, body, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_coalesced_calls(way: str) -> None:
     def body(group):
         me = group.rank()
@@ -211,6 +285,15 @@ def test_sparse_tensors() -> None:
             group.allreduce([tensor], reduced_by(dist.ReduceOp.MAX))
 
     run(3, body)
+
+
+def test_sparse_tensors_of_different_shapes() -> None:
+    def body(group):
+        tensor = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank(),))
+        with pytest.raises(ShapeMismatch, match=r"one of shape \([34],\) with 1 sparse dimensions, rank"):
+            group.allreduce([tensor])
+
+    run(2, body)
 
 
 def test_a_group_of_one_rank() -> None:

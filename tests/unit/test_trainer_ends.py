@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,6 +66,26 @@ def test_uneven_epochs_are_told_where_they_end(mode: Mode, capfd: pytest.Capture
     assert len(told) == 1
     assert "before epoch 2 began, workers had different numbers of batches: " in told[0]
     assert re.search(r"worker 1 on \S+: 3", told[0])
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_workers_that_need_not_keep_step_are_told_nothing(
+    servers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where one alone has pushed, as worker 0 does when weights are resumed."""
+
+    def body(store) -> None:
+        trainer = Trainer([Parameter(np.zeros(3, np.float32))], "sgd", kvstore=store)
+        sampler = SplitSampler.for_store(10, store)
+        trainer.save(tmp_path / "run")
+        trainer.resume(tmp_path / "run")
+        sampler.set_epoch(0)
+        for _ in range(1 + store.rank):
+            trainer.step(1)
+        sampler.set_epoch(1)
+
+    Mode("dist_async", 2, servers=servers).run(body)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("mode", MODES, ids=mode_id)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import frameworks
 import numpy as np
 import pytest
 
-from mpikv import KVStore, Trainer, torch_parameter
+from mpikv import KVStore, Trainer, notices, torch_parameter
 from mpikv.errors import MpikvError, StatesFileError, UnsupportedError
+from mpikv.testing.ranks import RankError
 
 torch = frameworks.need("torch")
 from torch import nn  # noqa: E402
@@ -91,6 +93,54 @@ def test_a_class_of_torch_optim(mode: Mode) -> None:
     assert_close(run(mode, body), right)
 
 
+@pytest.mark.parametrize("mode", [MODES["one host"], MODES["two hosts"], MODES["servers"]], ids=str)
+@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+def test_arguments_of_a_torch_class_are_attributes(mode: Mode, on_store: bool) -> None:
+    def changed(step: int) -> dict[str, Any]:
+        return {"lr": 0.01 + step / 1000, "betas": (0.9 - step / 100, 0.99), "weight_decay": 0.1 * step}
+
+    def body(store: KVStore) -> list[np.ndarray]:
+        net = network(store.rank)
+        trainer = Trainer(net, torch.optim.AdamW, kvstore=store, update_on_kvstore=on_store)
+        for step in range(STEPS):
+            trainer.zero_grad()
+            loss(net, batch(step, store.rank)).backward()
+            for name, value in changed(step).items():
+                setattr(trainer.optimizer, name, value)
+            trainer.step()
+        return weights(net)
+
+    def made(parameters: Any) -> Any:
+        optimizer = torch.optim.AdamW(parameters)
+        plain, steps = optimizer.step, iter(range(STEPS))
+
+        def step() -> None:
+            optimizer.param_groups[0].update(changed(next(steps)))
+            plain()
+
+        optimizer.step = step
+        return optimizer
+
+    assert_close(run(mode, body), reference(even(mode.workers), optimizer=made))
+
+
+@pytest.mark.parametrize("mode", [MODES["one host"], MODES["servers"]], ids=["one host", "servers"])
+@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+def test_arguments_of_a_torch_class_that_differ(mode: Mode, on_store: bool) -> None:
+    def body(store: KVStore) -> None:
+        net = network(store.rank)
+        trainer = Trainer(net, torch.optim.AdamW, kvstore=store, update_on_kvstore=on_store)
+        trainer.optimizer.betas = (0.5 + store.rank / 4, 0.99)
+        loss(net, batch(0, store.rank)).backward()
+        trainer.step()
+
+    with pytest.raises(RankError) as caught:
+        run(mode, body)
+    said = [str(error) for error in caught.value.errors.values()]
+    assert len(said) == mode.workers
+    assert all("'betas': [0.5, 0.99]" in one and "'betas': [0.75, 0.99]" in one for one in said)
+
+
 @pytest.mark.parametrize("mode", [MODES["one host"], MODES["two hosts"]], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
 def test_tensors_that_the_host_cannot_see(mode: Mode, on_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +209,11 @@ def test_tied_weights_are_one_parameter() -> None:
         (lambda: [p.detach() for p in NET.parameters()], ValueError, "nothing to train"),
         (nn.Tanh, ValueError, "there are no parameters"),
         (lambda: [NET], TypeError, "'0' is Sequential.*pass a torch.nn.Module itself"),
-        (lambda: [{"params": list(NET.parameters())}], TypeError, "'0' is dict"),
+        (
+            lambda: [{"params": list(NET.parameters())}],
+            TypeError,
+            "no groups of parameters.*lr_mult = 0.1.*wd_mult = 0",
+        ),
         (lambda: [NET[0].weight * 2], ValueError, "result of a computation"),
         (lambda: NET[0].weight, TypeError, "a torch.nn.Module, a dict or a list of parameters, not Parameter"),
         (lambda: nn.Linear(2, 2, device="meta"), UnsupportedError, "meta"),
@@ -248,6 +302,38 @@ def test_weights_in_another_order_of_memory() -> None:
             np.testing.assert_array_equal(found, np.arange(54.0).reshape(3, 2, 3, 3) * (1 + mode.workers))
 
 
+@pytest.mark.parametrize("mode", [MODES["one host"], MODES["two hosts"], MODES["servers"]], ids=str)
+def test_weights_that_are_changed_between_the_steps_are_warned_of(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "__warningregistry__", {}, raising=False)
+
+    def body(store: KVStore) -> None:
+        net = network(store.rank)
+        frozen = net[0].bias.requires_grad_(False)
+        trainer = sgd(net, store)
+        for step in range(5):
+            trainer.zero_grad()
+            loss(net, batch(step, store.rank)).backward()
+            trainer.step(wait=step != 1)
+            if step == 1:
+                for parameter in net.parameters():
+                    trainer.wait(parameter)
+            if step == 2:
+                assert not seen
+                with torch.no_grad():
+                    frozen.add_(1)  # stays as it is written
+            if step == 3:
+                store.barrier()
+                assert not seen
+                store.barrier()
+                net.load_state_dict(net.state_dict())
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run(mode, body)
+    (found,) = [str(one.message) for one in seen]
+    assert "'0.weight', '2.weight', '2.bias' changed outside of the Trainer" in found
+
+
 # ---- buffers
 
 
@@ -319,6 +405,29 @@ def test_gradients_stay_in_shared_memory_whatever_zero_grad_does() -> None:
         assert stats["direct_calls"] + stats["declined_calls"] == 6
 
     run(MODES["one host"], body)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+@pytest.mark.parametrize("on_store", [True, False], ids=["store", "worker"])
+@pytest.mark.parametrize("how", [lambda grad: grad, lambda grad: grad.detach().view(-1)], ids=["itself", "view"])
+def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, on_store: bool, how: Any) -> None:
+    def body(store: KVStore) -> list[np.ndarray]:
+        net = network(store.rank)
+        trainer = sgd(net, store, update_on_kvstore=on_store)
+        kept = []
+        for step in range(STEPS):
+            trainer.zero_grad(set_to_none=True)
+            if step % 4 == 2:
+                trainer.zero_grad(set_to_none=False)  # there is none yet
+            loss(net, batch(step, store.rank)).backward()
+            trainer.step()
+            if step % 3:  # sums of the workers, where these update by themselves
+                kept += [(how(p.grad), p.grad.clone()) for p in net.parameters()]
+        for one, value in kept:
+            torch.testing.assert_close(one, value.view(one.shape), rtol=0, atol=0)
+        return weights(net)
+
+    assert_close(run(mode, body), reference(even(mode.workers)))
 
 
 def test_a_trainer_that_is_gone_takes_its_hooks_with_it() -> None:

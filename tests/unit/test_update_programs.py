@@ -92,6 +92,7 @@ class Own(optimizers.Optimizer):
     """What it looks at is what a test says."""
 
     looks_at: Any = staticmethod(lambda step: 1.0)
+    table: Any = None
 
     def formula(self, step: Step, w: Any, g: Any, arrays: Any, tmp: Any) -> None:
         w -= np.multiply(g, step.real(self.looks_at(step)), out=tmp[0])

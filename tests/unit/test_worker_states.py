@@ -157,6 +157,58 @@ def test_what_cannot_be_saved(on_store: bool, wrong: Any, tmp_path: Path) -> Non
     assert trainer_of(None, None).resume(path) == 0
 
 
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (Kept(), "save: state_dict of worker_state raised RuntimeError: no generator"),
+        (
+            Kept(a=np.ones(2)),
+            r"save: worker_state has the names \['a', \('b', 1\)\]; a checkpoint holds str alone",
+        ),
+    ],
+)
+def test_what_one_worker_fails_in_all_hear_of(kept: Kept, words: str, tmp_path: Path) -> None:
+    """Nobody waits for it: who catches the error can go on."""
+
+    def fail() -> dict[str, Any]:
+        raise RuntimeError("no generator")
+
+    if kept.state:
+        kept.state["b", 1] = np.ones(2)  # type: ignore[index]
+    else:
+        kept.state_dict = fail  # type: ignore[method-assign]
+
+    def body(store: Any) -> int:
+        trainer = trainer_of(store, kept if store.rank == 1 else Kept(a=np.ones(2)))
+        with pytest.raises(UnsupportedError, match=f"worker 1: {words}$"):
+            trainer.save(tmp_path / "run")
+        trainer.step(1)
+        return trainer.steps
+
+    assert spawn_stores("dist_sync", 2, body) == [1] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("names", [[["a", 1]], [{}], [3], ["a", "a"], "a", None])
+def test_names_that_are_no_strings(names: Any, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    trainer_of(None, None).save_states(tmp_path / "states")
+    states = np.frombuffer((tmp_path / "states").read_bytes(), np.uint8)
+    arrays = [np.zeros(5)] * (len(names) if isinstance(names, list) else 1)
+    of_worker = io.BytesIO()
+    write_archive(of_worker, "mpikv state of a worker", {"names": names}, arrays)
+    kept = np.frombuffer(of_worker.getvalue(), np.uint8)
+    header = {"steps": 4, "examples": 8}
+    for more, values in (
+        ({"names": names}, [*arrays, states]),
+        ({"names": ["0"], "workers": 1}, [np.zeros(5), states, kept]),
+    ):
+        with path.open("wb") as file:
+            write_archive(file, "mpikv checkpoint", {**header, **more}, values)
+        with pytest.raises(StatesFileError, match=f"{path}: damaged: "):
+            trainer_of(None, Kept()).resume(path)
+
+
 def test_checkpoints_of_no_workers_and_damaged_ones(tmp_path: Path) -> None:
     """Those that were written before there was any such state have no number of workers."""
     path = tmp_path / "run"

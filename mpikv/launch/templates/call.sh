@@ -1,10 +1,12 @@
-# ---- The rest works as it is: `mpikv batch` checks the job, starts the ranks and passes the scheduler's signals on ----
-fail() { printf 'mpikv: error: %s\nmpikv: job %s ends with status 2\n' "$1" "${SLURM_JOB_ID:-$JOB_ID}"; exit 2; }
+# ---- The rest works as it is: it finds mpikv, whose job.sh starts the ranks and passes the scheduler's signals on ----
+fail() { printf 'mpikv: error: %s\n' "$1"; exit 2; }
+end() { [ -z "$SLURM_JOB_ID$JOB_ID" ] || printf 'mpikv: job %s ends with %s\n' "${SLURM_JOB_ID:-$JOB_ID}" "${RESULT:-status $1}"; }
+RESULT=''; trap 'end $?' EXIT
 [ $# = 0 ] || PROGRAM=("$@")
 [ -n "$PYTHON_ENV" ] || for PYTHON_ENV in "$VIRTUAL_ENV" "$CONDA_PREFIX" "$PWD/.venv" ''; do
     [ -n "$PYTHON_ENV" ] && [ -x "$PYTHON_ENV/bin/python" ] && break
 done
 [ -n "$PYTHON_ENV" ] || fail "no Python environment was found: set PYTHON_ENV, activate one before submitting, or make .venv in $PWD"
 [ -x "$PYTHON_ENV/bin/python" ] || fail "PYTHON_ENV=$PYTHON_ENV has no bin/python on $(hostname); all hosts must share its disk"
-"$PYTHON_ENV/bin/python" -c 'import mpikv, mpi4py' || fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py: install them"
-export PYTHON_ENV RANKS SERVERS PLACEMENT DISTRIBUTION REQUEUE STOP_AFTER STOP_FILE ENV_FILE
+TEMPLATES=$(trap '' USR1 USR2; exec "$PYTHON_ENV/bin/python" -c 'import mpi4py, mpikv.launch.batch as batch; print(batch.TEMPLATES)') ||
+    fail "$PYTHON_ENV/bin/python cannot import mpikv and mpi4py: install them"

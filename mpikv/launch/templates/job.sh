@@ -1,17 +1,16 @@
-# What a batch script does once it runs. `mpikv batch` becomes this shell, so that the scheduler's signals arrive here.
+# What a batch script does once it has found mpikv: `. job.sh KIND [array]`; KIND: slurm-mpirun, slurm-srun or
+# sge-mpirun. The settings at the script's top are variables here, as is ASKED, in which its traps keep a signal.
 #
-#     bash job.sh KIND N OPTION... PROGRAM...   KIND: slurm-mpirun, slurm-srun or sge-mpirun; N: how many OPTIONs of the
-#                                               launcher there are. The settings of the script are in the environment.
-PARTS=${BASH_SOURCE[0]%/*}/parts
+# This shell only listens. All that takes long is done by a child, which ignores the signals and becomes the launcher in
+# the end: so what is to be signalled is there from the beginning, and no signal can end it before it listens.
 KIND=$1
-LAUNCH_OPTIONS=("${@:3:$2}")
-PROGRAM=("${@:3+$2}")
-export -n PYTHON_ENV RANKS SERVERS PLACEMENT DISTRIBUTION REQUEUE STOP_AFTER STOP_FILE ENV_FILE
-[ "$KIND" = sge-mpirun ] || STOP_AFTER='' # Slurm itself warns of its limit
-. "$PARTS/common.sh"
+PARTS=$TEMPLATES/parts
+say() { printf 'mpikv: %s\n' "$*"; }
+is_number() { case $1 in "" | *[!0-9]*) return 1 ;; esac; }
+shopt -s nullglob
+WORK='' SCRATCH='' LAST=() # folders to remove; a command that ends this shell
+trap 'end $?; rm -rf "$WORK" "$SCRATCH"; "${LAST[@]}"' EXIT
+[ "$2" != array ] || . "$PARTS/array.sh"
 . "$PARTS/${KIND%-*}.sh"
 . "$PARTS/environment.sh"
-. "$PARTS/mpi.sh"
-. "$PARTS/$KIND.sh"
-. "$PARTS/marks.sh"
-. "$PARTS/run.sh"
+. "$PARTS/watch.sh"

@@ -5,6 +5,7 @@
 #     qsub train-servers.sh python train.py --lr 0.1  another one
 #     qsub -pe mpi 16 train-servers.sh                options of qsub replace the lines below
 @directives
+@part traps.sh
 @settings
 @part call.sh
-exec "$PYTHON_ENV/bin/python" -m mpikv batch "${LAUNCH_OPTIONS[@]/#/--launch-option=}" sge-mpirun -- "${PROGRAM[@]}"
+. "$TEMPLATES/job.sh" sge-mpirun

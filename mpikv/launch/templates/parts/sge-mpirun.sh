@@ -1,8 +1,6 @@
 
 # The ranks are started through Grid Engine (qrsh -inherit), so that it counts, limits and ends them. Grid Engine sends
 # the job's signals to all its processes: those that start ranks would die of USR1 and USR2, and ignore them therefore.
-# Not in the job's own directory ($TMPDIR): Grid Engine empties that of a host whenever a task that it started there ends.
-SCRATCH=$(mktemp -d /tmp/mpikv.XXXXXX) || fail "no directory for temporary files"
 cat >"$SCRATCH/agent" <<'END'
 #!/bin/sh
 trap '' USR1 USR2
@@ -38,4 +36,3 @@ case $MPI in
     [ "$DISTRIBUTION" = block ] || LAUNCH+=(-ppn 1)
     ;;
 esac
-LAUNCH+=("${LAUNCH_OPTIONS[@]}")

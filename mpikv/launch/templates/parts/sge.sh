@@ -4,9 +4,11 @@
 JOB=$JOB_ID
 [ -r "$PE_HOSTFILE" ] || fail "the job has no parallel environment; submit the script with qsub -pe NAME SLOTS (qconf -spl lists the names)"
 SLOTS=$NSLOTS
-HOSTS=$(awk '{ if (!($1 in n)) order[++hosts] = $1; n[$1] += $2 }
+HOSTS=$(trap '' USR1 USR2; awk '{ if (!($1 in n)) order[++hosts] = $1; n[$1] += $2 }
     END { for (i = 1; i <= hosts; i++) printf "%s%s:%d", (i > 1 ? "," : ""), order[i], n[order[i]] }' "$PE_HOSTFILE")
 CPUS=1
+# Not in the job's own directory ($TMPDIR): Grid Engine empties that of a host whenever a task that it started there ends.
+SCRATCH=$(trap '' USR1 USR2; mktemp -d /tmp/mpikv.XXXXXX) || fail "no directory for temporary files"
 MORE_SLOTS="-pe $PE"
 # A copy of the job, which gets its file. Status 99, by which Grid Engine would put this job itself into the queue again,
 # is for want of anything better: a job on several hosts then waits for them for ever (8.1.9).

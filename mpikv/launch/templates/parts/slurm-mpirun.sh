@@ -9,4 +9,3 @@ case $MPI in
     [ "$DISTRIBUTION" = block ] || LAUNCH+=(-ppn 1)
     ;;
 esac
-LAUNCH+=("${LAUNCH_OPTIONS[@]}")

@@ -9,5 +9,4 @@ case $OFFERED in *" pmix "*) ;; *)
     ;;
 esac
 LAUNCH=(srun --mpi=pmix --ntasks="$RANKS" --cpus-per-task="$CPUS" --distribution="$DISTRIBUTION" --kill-on-bad-exit=1)
-LAUNCH+=("${LAUNCH_OPTIONS[@]}")
 UNFIT="if srun cannot start ranks of $MPI here, use train.sbatch, which starts them with mpirun"

@@ -1,0 +1,262 @@
+"""Gradients that a program keeps or changes, and modules that it changes: right, or an error that names what it is."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import frameworks
+import pytest
+
+torch = frameworks.need("torch")
+
+import torch_nets as nets  # noqa: E402
+from store_modes import Mode, mode_id  # noqa: E402
+
+import mpikv.torch as mt  # noqa: E402
+from mpikv import kv  # noqa: E402
+from mpikv.errors import UnsupportedError  # noqa: E402
+
+TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
+KEEP = {
+    "itself": lambda grad: grad,
+    "detach": lambda grad: grad.detach(),
+    "view": lambda grad: grad.view(-1),
+    "numpy": lambda grad: grad.numpy(),
+}
+
+
+class Parts(torch.nn.Module):
+    """Three parameters, of which a pass uses some; the gradient of each is `x` times the worker's number plus 1."""
+
+    def __init__(self, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in (2, 3, 4))
+
+    def forward(self, x: float, use: str = "abc") -> Any:
+        return sum((getattr(self, name) * x).sum() for name in use)
+
+
+@TWO
+@pytest.mark.parametrize(("keep", "dtype"), [*((way, torch.float32) for way in KEEP), ("itself", torch.bfloat16)])
+def test_a_gradient_that_is_kept_stays_as_it_is(mode: Mode, keep: str, dtype: Any) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(Parts(dtype), store, sync_buffers=False)
+        kept: list[tuple[Any, float]] = []
+        for step in range(1, 7):
+            model.zero_grad(set_to_none=True)
+            if step == 3:
+                model.c.grad = torch.full((4,), 8.0, dtype=dtype)  # stays, in the same bucket
+            model(step * (store.rank + 1.0)).backward()
+            expected = [1.5 * step, 1.5 * step, 1.5 * step + 8 * (step == 3)]
+            assert [p.grad.tolist() for p in model.parameters()] == [
+                [one] * len(p) for one, p in zip(expected, model.parameters(), strict=True)
+            ]
+            if step % 3:  # every third time nobody keeps anything
+                kept.append((KEEP[keep](model.a.grad), expected[0]))
+        assert len({id(one) for one, _ in kept}) == len(kept) == 4
+        for one, value in kept:
+            assert one.tolist() == [value] * 2
+
+    mode.run(body)
+
+
+@TWO
+def test_a_kept_gradient_beside_some_that_add_up(mode: Mode) -> None:
+    """Nothing of what PyTorch adds up in the bucket is lost when the bucket goes to other memory."""
+
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(Parts(), store)
+        mine = store.rank + 1.0
+        model(mine).backward()
+        kept = [model.a.grad, model.b.grad]
+        model.a.grad = None
+        model(mine, "bac").backward()  # b and c are added in place
+        assert [p.grad[0].item() for p in model.parameters()] == [1.5, 3.0, 3.0]
+        assert kept[0].tolist() == [1.5, 1.5]
+        assert kept[1] is not None
+        model.a.grad = None
+        model(mine, "b" if store.rank else "c").backward()  # nobody uses a
+        assert model.a.grad is None
+        assert [p.grad[0].item() for p in (model.b, model.c)] == [4.0, 3.5]
+        assert kept[0].tolist() == [1.5, 1.5]
+
+    mode.run(body)
+
+
+@TWO
+def test_on_one_worker_alone(mode: Mode) -> None:
+    def body(store: Any) -> Any:
+        model = mt.DistributedModel(nets.seeded(nets.Net), store)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = []
+        for step in range(6):
+            optimizer.zero_grad()
+            nets.loss_of(model(nets.batch(step, store.rank))).backward()
+            if store.rank and step % 2:
+                kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        assert all(torch.equal(one, value) for one, value in kept)
+        return nets.snapshot(model)
+
+    nets.same_on_all(mode.run(body))
+
+
+def test_without_one_the_memory_stays_the_stores() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(Parts(), store)
+        seen = set()
+        for _ in range(4):
+            model.zero_grad(set_to_none=True)
+            model(1.0).backward()
+            seen.add(model.a.grad.data_ptr())
+        assert len(seen) == 1
+
+    nets.HERE.run(body)
+
+
+@TWO
+def test_with_a_distributed_optimizer(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        net = Parts()
+        optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), None, store)
+        kept = []
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            net(step * (store.rank + 1.0)).backward()
+            optimizer.step()
+            kept.append(net.a.grad)
+        assert [one[0].item() for one in kept] == [1.5, 3.0, 4.5]
+
+    mode.run(body)
+
+
+# --- hooks
+
+
+def doubled(parameter: Any) -> None:
+    parameter.grad.mul_(2.0)
+
+
+def limited(parameter: Any) -> None:
+    parameter.grad.clamp_(max=1.0)
+
+
+@TWO
+@pytest.mark.parametrize("way", ["model", "optimizer"])
+def test_hooks_that_are_added_after_wrapping_run_before_the_exchange(mode: Mode, way: str) -> None:
+    def body(store: Any) -> None:
+        net: Any = Parts()
+        if way == "model":
+            net = mt.DistributedModel(net, store)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        else:
+            optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), None, store)
+
+        def first(x: float = 1.0) -> list[float]:
+            optimizer.zero_grad()
+            net(x * (store.rank + 1)).backward()
+            optimizer.step()
+            return [p.grad[0].item() for p in net.parameters()]
+
+        assert first() == [1.5, 1.5, 1.5]
+        handle = net.a.register_post_accumulate_grad_hook(doubled)
+        clamp = net.b.register_post_accumulate_grad_hook(limited)
+        for _ in range(3):
+            assert first() == [3.0, 1.0, 1.5]
+        optimizer.zero_grad(set_to_none=False)
+        assert first() == [3.0, 1.0, 1.5]
+        handle.remove()
+        clamp.remove()
+        assert first() == [1.5, 1.5, 1.5]
+
+    mode.run(body)
+
+
+def test_a_hook_that_takes_the_gradient_away() -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(Parts(), store)
+
+        def take(parameter: Any) -> None:
+            parameter.grad = None
+
+        for _ in range(2):
+            handle = model.b.register_post_accumulate_grad_hook(take)
+            with pytest.raises(UnsupportedError, match="'b'"):
+                model(1.0).backward()
+            handle.remove()
+            model(1.0).backward()
+            assert model.b.grad.tolist() == [1.0] * 3
+            model.zero_grad()
+
+    nets.HERE.run(body)
+
+
+# --- gradients that are differentiated again
+
+
+@TWO
+def test_gradients_with_a_graph_are_refused(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(nets.seeded(lambda: torch.nn.Linear(2, 1)), store)
+        x = torch.ones(1, 2)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="create_graph=True"):
+                model(x).square().sum().backward(create_graph=True)
+            model.zero_grad()
+            # a penalty on the gradient, as it is done right
+            out = model(x).square().sum()
+            (gradient,) = torch.autograd.grad(out, model.weight, create_graph=True)
+            (out + gradient.square().sum()).backward()
+            assert not model.weight.grad.requires_grad
+            model.zero_grad()
+
+    mode.run(body)
+
+
+# --- modules that change
+
+
+@TWO
+def test_parameters_that_come_later_are_refused(mode: Mode) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)), store)
+        x = torch.ones(1, 2)
+        model(x).sum().backward()
+        model.module.append(torch.nn.Linear(2, 1))
+        with pytest.raises(UnsupportedError, match=r"parameter '1.weight', '1.bias' came to the module after"):
+            model(x)
+        with torch.no_grad():
+            model(x)  # where nothing is exchanged
+        model.module[1] = torch.nn.Dropout(0.0)
+        model(x).sum().backward()
+        model.module[0].weight = torch.nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(UnsupportedError, match=r"parameter '0.weight' came"):
+            model(x)
+
+    mode.run(body)
+
+
+def test_copies_are_refused() -> None:
+    model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create("local"))
+    ways = (
+        lambda: copy.deepcopy(model),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: torch.optim.swa_utils.AveragedModel(model),
+    )
+    for way in ways:
+        with pytest.raises(TypeError, match=r"^a DistributedModel cannot be copied or pickled: .* \.module or its"):
+            way()
+    averaged = torch.optim.swa_utils.AveragedModel(model.module)
+    averaged.update_parameters(model.module)
+
+
+def test_the_default_store() -> None:
+    mt.init(kv.create("local"))
+    try:
+        model = mt.DistributedModel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    finally:
+        mt.shutdown()
