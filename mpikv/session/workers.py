@@ -66,8 +66,8 @@ def _check_pull(call: str, key: Key, travels: Compression) -> None:
     """ConfigError where owners would send back an updated value by a codec that is for sums of gradients."""
     if isinstance(travels.pull, ErrorFeedback) and travels.pull.codec.rounds:
         raise ConfigError(
-            f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} with "
-            "'error_feedback' is for sums of gradients: leave 'error_feedback' away"
+            f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} "
+            "with 'error_feedback' is for sums of gradients: leave 'error_feedback' away"
         )
     if not travels.pull.rounds:
         raise ConfigError(
