@@ -146,7 +146,9 @@ def _steps(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _file(step: TracebackType) -> str:
-    return step.tb_frame.f_code.co_filename
+    name = step.tb_frame.f_code.co_filename
+    # Python makes a dataclass's own methods of a string; they belong to the file of the class.
+    return step.tb_frame.f_globals.get("__file__", name) if name == "<string>" else name
 
 
 def _is_raise(step: TracebackType) -> bool:

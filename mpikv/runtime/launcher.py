@@ -35,6 +35,7 @@ SIZES = (OPEN_MPI_SIZE, "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE", SLUR
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")  # among the ranks of its host
 TORCH_SIZE = "WORLD_SIZE"  # from torchrun and torch.distributed.launch, which say nothing to MPI
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # in the processes of torchrun, which may itself be a rank: `srun torchrun`
 MARK = "_MPIKV_RANK_PID"  # the process that has, or had, the identity which these variables give
 SILENT_S = 5.0
 
@@ -163,6 +164,8 @@ def check_before_init(name: str, path: str, environ: Mapping[str, str] | None = 
     launcher = find(environ)
     if launcher is None:
         return
+    if TORCHRUN in environ:  # its processes have all inherited one rank's place: MPI_Init may not return
+        _check_torch(environ)
     if launcher.variable == OPEN_MPI_SIZE:
         prefix = environ.get("OPAL_PREFIX", "")  # where a moved Open MPI's library looks for its parts
         elsewhere = bool(prefix and path) and Path(prefix).resolve() not in Path(path).resolve().parents
@@ -184,10 +187,15 @@ def check_after_init(comm_size: int, library: str, environ: Mapping[str, str] | 
         raise _mixture(
             launcher, library, "whose COMM_WORLD has one rank: the launcher and the library do not know each other"
         )
+    _check_torch(environ)
+
+
+def _check_torch(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError where PyTorch's launcher has started several processes, each of which would be alone."""
     size = torch_size(environ)
     if size > 1:
         raise ConfigError(
-            f"{TORCH_SIZE}={size}, as torchrun and torch.distributed.launch set it, but MPI knows one process: each "
+            f"{TORCH_SIZE}={size}, as torchrun and torch.distributed.launch set it, but MPI did not start these: each "
             f"would train a model of its own. Start the program with `mpirun -n {size} python train.py`; if one "
             f"process is meant, unset RANK and {TORCH_SIZE}"
         )

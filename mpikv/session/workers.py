@@ -20,6 +20,7 @@ from mpikv.arrays import dtype_of
 from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.codecs.compression import Compression, Compressions
+from mpikv.codecs.error_feedback import ErrorFeedback
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives import blobs
 from mpikv.engine.engine import Engine
@@ -63,6 +64,11 @@ class KeyEvents(NamedTuple):
 
 def _check_pull(call: str, key: Key, travels: Compression) -> None:
     """ConfigError where owners would send back an updated value by a codec that is for sums of gradients."""
+    if isinstance(travels.pull, ErrorFeedback) and travels.pull.codec.rounds:
+        raise ConfigError(
+            f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} "
+            "with 'error_feedback' is for sums of gradients: leave 'error_feedback' away"
+        )
     if not travels.pull.rounds:
         raise ConfigError(
             f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} is "

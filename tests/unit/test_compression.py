@@ -273,6 +273,15 @@ def test_weights_come_back_by_codecs_that_round_alone() -> None:
 
     assert run(Mode("dist_sync", 2, 1), body, rest) == [[2.0] * 5] * 2
 
+    feedback = make({"type": "none", "pull": {"type": "bf16", "error_feedback": True}, "force": True})
+
+    def owing(store: Any) -> None:
+        store.init("w", np.zeros(5, np.float32))
+        with pytest.raises(ConfigError, match=r"'pull': 'bf16' with 'error_feedback' .*: leave 'error_feedback' away"):
+            store.set_optimizer("sgd")
+
+    run(Mode("dist_sync", 2, 1), owing, feedback)
+
     def late(store: Any) -> None:
         store.set_optimizer("sgd")
         with pytest.raises(ConfigError, match=r"init: .* key 'w'"):

@@ -197,6 +197,16 @@ def test_processes_of_torchrun() -> None:
     launcher.check_after_init(1, "Open MPI at /x", {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})  # a batch script's shell
 
 
+@pytest.mark.parametrize("started", [SRUN, {**OPEN_MPI, "PMIX_RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}])
+def test_torchrun_as_a_rank(started: dict[str, str]) -> None:
+    """Its processes are all the same rank for MPI, which would find that out in MPI_Init, if at all."""
+    environ = {**started, "RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=8, .*torchrun.*`mpirun -n 8 python train.py`"):
+        launcher.check_before_init("Open MPI", WHEEL, environ)
+    del environ["TORCHELASTIC_RUN_ID"]  # said of the containers, say, in each of which there is a launcher
+    launcher.check_before_init("Open MPI", WHEEL, environ)
+
+
 TORCHRUN = """
 import sys
 import numpy as np

@@ -37,6 +37,10 @@ MISTAKES = {
     "unknown argument": (lambda: Trainer([Parameter(np.zeros(2))], "sgd", lr=0.1), "unexpected keyword argument 'lr'"),
     "unknown store": (lambda: kv.create("dist_asink"), "ValueError: unknown type of store 'dist_asink'"),
     "wrong kind": (lambda: SplitSampler("ten"), "TypeError: length is a whole number, not str"),
+    "wrong ratio": (  # found in a method that Python has made of a string
+        lambda: kv.create("local").set_gradient_compression({"type": "topk", "ratio": 2}),
+        "ValueError: topk: ratio must be",
+    ),
     "wrong shape": (lambda: store_with_key().push("w", np.zeros(4)), "ShapeMismatch: push: key 'w' is"),
     "unknown key": (lambda: store_with_key().pull("v"), "KeyNotInitialized: "),
     "no file": (lambda: Trainer([Parameter(np.zeros(2))], "sgd").load_states("/no/such"), "FileNotFoundError: "),
