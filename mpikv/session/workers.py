@@ -72,8 +72,7 @@ def _check_pull(call: str, key: Key, travels: Compression) -> None:
     if not travels.pull.rounds:
         raise ConfigError(
             f"{call}: with an optimizer the value of key {shown(key)} comes back, and 'pull': {travels.pull.name!r} is "
-            "for sums of gradients: leave 'pull' away, or take 'fp16', 'bf16' or another codec that rounds each value, "
-            "without 'error_feedback'"
+            "for sums of gradients: leave 'pull' away, or take 'fp16', 'bf16' or another codec that rounds each value"
         )
 
 

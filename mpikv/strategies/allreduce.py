@@ -307,11 +307,10 @@ class AllreduceStrategy(Strategy):
         refused = refused or next(iter(self._session.control.refused.values()), None)
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
-        if self.keys.communicators is not None:  # also where this worker then raises: MPI ends all the same
-            self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")
-        if error is not None:
+        if error is not None:  # told first: where a worker is gone, what MPI still makes is waited for in vain
             raise error
         if self.keys.communicators is not None:
+            self._session.wait_for(Predicate(self.keys.communicators.all_made), "close")
             self.keys.communicators.free()
         if self.keys.nccl is not None:
             self.keys.nccl.close()
