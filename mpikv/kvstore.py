@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 from collections.abc import Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NoReturn, SupportsIndex
 
 import numpy as np
@@ -41,7 +41,9 @@ class Request:
     (True, [1.0, 1.0])
     """
 
-    places: frozenset[int] = frozenset()  # the ids of the arrays that a `pushpull` brings results to
+    # The arrays that a `pushpull` brings results to, by their ids, held until all of them are there: of a list of keys
+    # some are done before others, and the id of an array that is gone would soon be another array's.
+    held: Mapping[int, Any] = MappingProxyType({})
 
     def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
         self._session = session
@@ -55,7 +57,10 @@ class Request:
         if self._pending:
             self._session.progress()
             self._pending = [entry for entry in self._pending if not entry.request.test()]
-        return not self._pending
+        if self._pending:
+            return False
+        self.held = {}
+        return True
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Block until the call is done, and return what the blocking call would return.
@@ -69,16 +74,17 @@ class Request:
             self._session.check_process("wait")
             self._session.wait(self._pending[0], timeout_s)
             self._pending.pop(0)
+        self.held = {}
         if self._form is not None:
             self._result, self._form = finished(self._form), None
         return self._result
 
 
-def _places(arrays: Values) -> frozenset[int]:
-    """Return the ids of arrays, or of those in lists of lists, that can be written to in place: JAX's never are."""
+def _writable(arrays: Values) -> dict[int, Any]:
+    """Return by id the arrays, of one or of lists in lists, that can be written to in place: JAX's never are."""
     if isinstance(arrays, (list, tuple)):
-        return frozenset().union(*map(_places, arrays))
-    return frozenset({id(arrays)}) if isinstance(arrays, np.ndarray) or tensors.is_tensor(arrays) else frozenset()
+        return {id_: array for one in arrays for id_, array in _writable(one).items()}
+    return {id(arrays): arrays} if isinstance(arrays, np.ndarray) or tensors.is_tensor(arrays) else {}
 
 
 def _check_priority(priority: int) -> None:
@@ -531,14 +537,14 @@ class KVStore:
         >>> store.pushpull_async('w', np.ones(2), out=np.empty(2)).wait()
         """
         self._check_open("pushpull")
-        places = _places(value if out is None else out)
-        if any(not places.isdisjoint(other.places) and not other.test() for other in self._outstanding):
+        results = _writable(value if out is None else out)
+        if any(not results.keys().isdisjoint(other.held) and not other.test() for other in self._outstanding):
             raise ValueError(
                 f"pushpull_async of key {shown(key)}: the result of an earlier call is still to come to its array: "
                 "wait for it first, or give each call an array of its own"
             )
         request = self._pushpull(key, value, out, priority, self._forms.reduction("pushpull", key, op))
-        request.places = places
+        request.held = results
         return self._remember(request)
 
     def _remember(self, request: Request) -> Request:

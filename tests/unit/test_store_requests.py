@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -258,3 +259,29 @@ def test_results_of_two_calls_do_not_come_to_one_array(mode):
         return value.tolist()
 
     assert mode.run(body) == [[mode.workers**2] * 4] * mode.workers
+
+
+@pytest.mark.parametrize("mode", [mode for mode in FEW_DIST_SYNC if mode.workers > 1 and not mode.device], ids=mode_id)
+def test_arrays_of_a_list_are_held_until_its_last_key_is_done(mode):
+    """Else the id of one that is gone could be that of another call's array, which would then be refused."""
+    looked = threading.Event()
+
+    def body(store):
+        store.init(["a", "b"], [full(0), full(0)])
+        if store.rank:
+            store.pushpull("a", full(1))
+            assert looked.wait(60)
+            store.pushpull("b", full(1))
+            return True
+        first = full(1)
+        held = weakref.ref(first)
+        request = store.pushpull_async(["a", "b"], [first, full(1)])
+        del first
+        store.pull("a")
+        early = request.test()
+        alive = held() is not None
+        looked.set()
+        request.wait()
+        return not early and alive and held() is None
+
+    assert mode.run(body) == [True] * mode.workers
