@@ -223,7 +223,7 @@ class RankGroup:
         def steps(tag: int) -> Steps[None]:
             for values, outs in pairs:
                 outgoing = dict.fromkeys(range(self.size), values)
-                yield from messages.exchange(self.group, outgoing, dict(enumerate(outs)), tag)
+                yield from messages.exchange(self.group, outgoing, dict(enumerate(outs)), tag, self._mailbox(tag))
 
         def one_by_one(shared: SharedCalls) -> Steps[None]:
             for values, outs in pairs:
@@ -266,7 +266,9 @@ class RankGroup:
         It makes gather, scatter and all-to-all. same: what all ranks bring alike, to tell different calls apart.
         """
         return self._start(
-            f"{name} {same}", lambda tag: messages.exchange(self.group, outgoing, incoming, tag), options
+            f"{name} {same}",
+            lambda tag: messages.exchange(self.group, outgoing, incoming, tag, self._mailbox(tag)),
+            options,
         )
 
     def barrier(self, options: Options = DEFAULT) -> Call:
@@ -289,9 +291,11 @@ class RankGroup:
         found = self.tags.of_user(tag)
         sender = "any rank" if source is None else str(source)
         with self.engine.lock:
-            mailbox = self._mailboxes.setdefault(tag, Mailbox(self.group, found))
-            steps = mailbox.receive(array, source)
+            steps = self._mailbox(found).receive(array, source)
         return self._begin(self._prepare(Call(self, -1, f"recv from {sender} with tag {tag}", options), steps))
+
+    def _mailbox(self, tag: int) -> Mailbox:
+        return self._mailboxes.setdefault(tag, Mailbox(self.group, tag))
 
     # --- how a call is made
 

@@ -1,8 +1,10 @@
 """Messages between two ranks of a group, matched as MPI does it: by sender and tag, in the order of the receives.
 
 A message is taken off MPI's queue when it has arrived (a matched probe), so that its length is known before it is
-received: one that is not as long as its buffer is an error, not a number in a part of it. Receives may be from any
-sender; each takes the first message that fits it and no earlier receive.
+received: one that is not as long as its buffer is an error. A receive that is posted with too short a buffer is none in
+Open MPI (5.0.11): it reports the error, and has written the whole message into whatever lies behind the buffer.
+
+Receives may be from any sender; each takes the first message that fits it and no earlier receive.
 
 Cost: one message; one probe per step of the engine for each tag that somebody waits for.
 """
@@ -10,6 +12,9 @@ Cost: one message; one probe per step of the engine for each tag that somebody w
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.engine.request import Predicate, Steps
@@ -33,26 +38,47 @@ class Mailbox:
 
     def receive(self, buf: HostArray, source: int | None) -> Steps[int]:
         """Receive exactly `buf.nbytes` bytes from a rank of the group, None: any. Returns that rank."""
-        posted = _Posted(None if source is None else self._group.ranks[source])
-        self._posted.append(posted)
+        posted = self._post(source)
         return self._receive(posted, buf)
 
     def _receive(self, posted: _Posted, buf: HostArray) -> Steps[int]:
+        yield from self._receive_all({posted: buf})
+        assert posted.found is not None
+        return self._group.ranks.index(posted.found.source)
+
+    def receive_all(self, bufs: Mapping[int, HostArray]) -> Steps[None]:
+        """Receive exactly `bufs[rank]` from each rank in it, in the order in which they come."""
+        return self._receive_all({self._post(rank): buf for rank, buf in bufs.items()})
+
+    def _post(self, source: int | None) -> _Posted:
+        posted = _Posted(None if source is None else self._group.ranks[source])
+        self._posted.append(posted)
+        return posted
+
+    def _receive_all(self, wanted: dict[_Posted, HostArray]) -> Steps[None]:
+        waiting, receives, wrong = dict(wanted), [], []
+
+        def look() -> bool:
+            for posted in [one for one in waiting if self._match(one)]:
+                incoming, buf = posted.found, waiting.pop(posted)
+                assert incoming is not None
+                if incoming.n_bytes != buf.nbytes:
+                    wrong.append(
+                        f"the message of rank {self._group.ranks.index(incoming.source)} of the group has "
+                        f"{incoming.n_bytes} bytes, the tensor to receive it has {buf.nbytes}"
+                    )
+                    buf = np.empty(incoming.n_bytes, np.uint8)  # it is taken all the same: its sender waits for that
+                receives.append(incoming.receive(buf))
+            return bool(wrong) or not waiting
+
         try:
-            yield Predicate(lambda: self._match(posted))
+            yield Predicate(look)
         finally:
-            if posted in self._posted:
+            for posted in wanted:
                 self._posted.remove(posted)
-        incoming = posted.found
-        assert incoming is not None
-        sender = self._group.ranks.index(incoming.source)
-        if incoming.n_bytes == buf.nbytes:
-            yield incoming.receive(buf)
-            return sender
-        raise ShapeMismatch(
-            f"recv: the message of rank {sender} of the group has {incoming.n_bytes} bytes, the tensor to receive it "
-            f"has {buf.nbytes}"
-        )
+        if wrong:
+            raise ShapeMismatch("; ".join(wrong))
+        yield from receives
 
     def _match(self, posted: _Posted) -> bool:
         if posted.found is None:

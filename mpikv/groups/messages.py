@@ -19,6 +19,7 @@ from mpikv.collectives import naive, ring
 from mpikv.collectives.select import ALGORITHMS
 from mpikv.engine.request import Steps
 from mpikv.errors import ShapeMismatch
+from mpikv.groups.mailbox import Mailbox
 from mpikv.groups.operators import Operator
 from mpikv.placement import bounds_of, choose
 from mpikv.transports.base import Group
@@ -76,28 +77,21 @@ def reduce_scatter(
 
 
 def exchange(
-    group: Group, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int
+    group: Group, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int, mailbox: Mailbox
 ) -> Steps[None]:
     """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`.
 
-    Empty arrays are sent, too: lengths that do not fit are found where the message comes, and it always comes. Raises
-    ShapeMismatch.
+    mailbox: of this tag. Empty arrays are sent, too: lengths that do not fit are found where the message comes, and it
+    always comes. Raises ShapeMismatch.
     """
     me = group.rank
     others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
-    receives = {rank: group.irecv(incoming[rank], rank, tag) for rank in others if rank in incoming}
     sends = [group.isend(outgoing[rank], rank, tag) for rank in others if rank in outgoing]
     if me in incoming and me in outgoing:
         if incoming[me].size != outgoing[me].size:
             raise ShapeMismatch(f"this rank sends itself {outgoing[me].size} elements, and expects {incoming[me].size}")
         incoming[me][...] = outgoing[me]
-    for rank, receive in receives.items():
-        try:
-            yield receive
-        except ShapeMismatch as error:
-            raise ShapeMismatch(
-                f"rank {rank} of the group sent another length than this one expects: {error}"
-            ) from error
+    yield from mailbox.receive_all({rank: incoming[rank] for rank in others if rank in incoming})
     yield from sends
 
 

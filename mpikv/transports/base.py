@@ -57,7 +57,11 @@ class Transport(Protocol):
         ...
 
     def irecv(self, buf: HostArray, source: int, tag: int, room_bytes: int = 0) -> Request:
-        """Start receiving exactly `buf.nbytes` bytes into a contiguous array, or exactly `room_bytes` less."""
+        """Start receiving exactly `buf.nbytes` bytes into a contiguous array, or exactly `room_bytes` less.
+
+        A shorter message is a ShapeMismatch. A longer one must not come: MPI may write it behind the array. Where ranks
+        have not agreed on the length, `probe` says it before memory is needed.
+        """
         ...
 
     def probe(self, tag: int) -> Incoming | None:

@@ -98,7 +98,7 @@ class PolledRequest(Completion):
         n_bytes = status.Get_elements(MPI.BYTE)
         if n_bytes in (most, other):
             return self.finish()
-        return self.finish(ShapeMismatch(_differs(source, tag, most, n_bytes)))
+        return self.finish(ShapeMismatch(f"message from rank {source}, tag {tag}: {n_bytes} bytes, {most} expected"))
 
 
 class MpiIncoming:
@@ -179,25 +179,11 @@ class MpiTransport:
             left -= len(looked_at)
 
     def _some_failed(self, looked_at: list[MPI.Request], error: MPI.Exception) -> None:
-        """End those that MPI has ended, which are null requests by now, with what their statuses say."""
-        ended = [i for i, request in enumerate(looked_at) if request == MPI.REQUEST_NULL]
-        # Which status is whose MPI says by numbers that are lost with the exception.
-        told = {(one.source, one.tag): one for one in self._statuses[: len(ended)]}
-        failed = sum(one.error != MPI.SUCCESS for one in told.values())
-        for i in sorted(ended, key=lambda i: self._under_way[self._at + i].expected is None):  # sends last
-            polled = self._under_way[self._at + i]
-            status = None if polled.expected is None else told.get(polled.expected[:2])
-            code = MPI.ERR_OTHER if status is None else MPI.Get_error_class(status.error)
-            if status is not None and code == MPI.SUCCESS:
-                polled.arrived(status)
-            elif polled.expected is not None and code == MPI.ERR_TRUNCATE:
-                failed -= 1
-                polled.finish(ShapeMismatch(_differs(*polled.expected[:3], "more")))
-            else:
-                polled.finish(error if failed else None)
-        for i in reversed(ended):
-            self._requests.pop(self._at + i)
-            self._under_way.pop(self._at + i)
+        """End those that MPI has ended, which are null requests by now; which of them failed is lost with the error."""
+        for i in reversed(range(len(looked_at))):
+            if looked_at[i] == MPI.REQUEST_NULL:
+                self._requests.pop(self._at + i)
+                self._under_way.pop(self._at + i).finish(error)
 
     def glance(self) -> None:
         """`poll`, but where much is under way not more often than is worth it."""
@@ -217,10 +203,6 @@ class MpiTransport:
 
 def _place(done: tuple[int, MPI.Status]) -> int:
     return done[0]
-
-
-def _differs(source: int, tag: int, expected: int, came: object) -> str:
-    return f"message from rank {source}, tag {tag}: {came} bytes, {expected} expected"
 
 
 def wait_for(request: MPI.Request, timeout_s: float, on_timeout: Callable[[], BaseException]) -> None:

@@ -51,20 +51,19 @@ def test_lengths(transport, monkeypatch, limit: int, n: int) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("n", [3, 200_000])  # sent at once, and when it is received
-def test_a_message_of_another_length_is_an_error_of_its_receive_alone(transport, n: int) -> None:
+def test_a_shorter_message_is_an_error_of_its_receive_alone(transport, n: int) -> None:
     """Also where MPI ends it in one call with others, which have come as they should."""
     after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    received = {tag: np.zeros(n + extra) for tag, extra in ((1, 0), (2, -1), (3, 0), (4, 1))}
+    received = {tag: np.zeros(n + extra) for tag, extra in ((1, 0), (2, 1), (3, 0))}
     receives = {tag: transport.irecv(buf, before, tag) for tag, buf in received.items()}
-    room = transport.irecv(np.zeros(n + 2), before, 5, room_bytes=16)
-    sends = [transport.isend(np.arange(float(n)), after, tag) for tag in (1, 2, 3, 4, 5)]
+    room = transport.irecv(np.zeros(n + 2), before, 4, room_bytes=16)
+    sends = [transport.isend(np.arange(float(n)), after, tag) for tag in (1, 2, 3, 4)]
     for tag in (1, 3):
         wait(receives[tag])
         np.testing.assert_array_equal(received[tag], np.arange(n))
     wait(room)
-    for tag, came in ((2, "more"), (4, str(8 * n))):
-        with pytest.raises(ShapeMismatch, match=f"rank {before}, tag {tag}: {came} bytes, {received[tag].nbytes} exp"):
-            wait(receives[tag])
+    with pytest.raises(ShapeMismatch, match=f"rank {before}, tag 2: {8 * n} bytes, {8 * n + 8} expected"):
+        wait(receives[2])
     for send in sends:
         wait(send)
 

@@ -269,12 +269,13 @@ def test_messages_between_two_ranks() -> None:
     run("memory", 3, body)
 
 
-def test_a_message_of_another_length_is_an_error() -> None:
+@pytest.mark.parametrize("n", [3, 70_000])
+def test_a_message_of_another_length_is_an_error_of_who_receives_it(n: int) -> None:
     def body(world: World, group: RankGroup):
         if group.rank == 0:
-            group.send(np.zeros(3), 1, 0).wait()
+            group.send(np.zeros(n), 1, 0).wait()
         else:
-            with pytest.raises(ShapeMismatch, match=r"rank 0 of the group has 24 bytes, .* has 16"):
+            with pytest.raises(ShapeMismatch, match=rf"rank 0 of the group has {8 * n} bytes, .* has 16"):
                 group.receive(np.zeros(2), 0, 0).wait()
 
     run("memory", 2, body)
