@@ -264,7 +264,7 @@ def check_part(block: Block, whole: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_within_the_text_are_right(document: str, checkout: Path) -> None:
     found = spans((ROOT / document).read_text())
-    begin, left_open = r"[A-Z_]+=|mpikv \w|mpirun |python |pip |scripts/", r"\.\.\.|[|{<*]|:$"
+    begin, left_open = r"[A-Z_]+=|mpikv \w+( |$)|mpirun |python |pip |scripts/", r"\.\.\.|[|{<*]|:$"
     wrong = mistakes([one for one in found if re.match(begin, one) and not re.search(left_open, one)], checkout)
     missing = r"arguments are required|: '[A-Z]+'"  # the name of a command, or of a value: `mpirun -n N`
     assert not [one for one in wrong if not re.search(missing, one)]
@@ -285,9 +285,10 @@ def test_the_examples_of_the_helps_are_right(checkout: Path) -> None:
 
 
 def spans(text: str) -> list[str]:
-    """What stands in `code` outside of blocks, each in one line."""
+    """What stands in `code` outside of blocks, and the lines that four spaces make code, each in one line."""
     prose = re.sub(r"^ *(`{3,}|~{3,}).*?^ *\1", "", text, flags=re.DOTALL | re.MULTILINE)
-    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`", prose)]
+    lines = re.findall(r"^ {4}(?:\$ )?(.+)$", prose.replace("\\\n", " "), re.MULTILINE)
+    return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`", prose) + lines]
 
 
 def mistakes(lines: Sequence[str], checkout: Path) -> list[str]:
@@ -419,6 +420,7 @@ def test_commands_that_are_not_run_are_looked_at(checkout: Path) -> None:
     (block,) = blocks("x.md", "```sh\nmpikv submit slurm \\\n  -n 2 -- a\ncd mpikv\nsbatch scripts/x.sbatch\n```\n")
     assert block.not_run == ["mpikv submit slurm    -n 2 -- a", "sbatch scripts/x.sbatch"]
     assert block.script == "cd mpikv"
+    assert spans("a `b c`:\n\n    $ mpikv launch -n \\\n        2 a\n    1\n") == ["b c", "mpikv launch -n 2 a", "1"]
     for line, said in (
         (block.not_run[0], ""),
         (block.not_run[1], "there is no scripts/x.sbatch"),
