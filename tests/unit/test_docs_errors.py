@@ -11,14 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUOTED = re.compile(r"^\| (`.+?`[^|]*) \|", re.MULTILINE)
-OTHERS = "(Open MPI)"  # behind a message of another program's
+OTHERS = ("(Open MPI)", "(PyTorch)")  # behind a message of another program's
 
 
 def messages() -> list[str]:
     """The parts of all quoted messages of mpikv's own, between the dots."""
     text = (ROOT / "docs" / "errors.md").read_text()
     text = text[text.index("## Messages") : text.index("## Which error")]
-    cells = [cell for cell in QUOTED.findall(text) if OTHERS not in cell]
+    cells = [cell for cell in QUOTED.findall(text) if not cell.endswith(OTHERS)]
     return [part.strip() for cell in cells for span in re.findall(r"`([^`]+)`", cell) for part in span.split("...")]
 
 
