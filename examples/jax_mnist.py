@@ -47,7 +47,7 @@ with kv.create("dist_sync") as store:
         return optax.apply_updates(weights, updates), state
 
     start_s = time.perf_counter()
-    sampler = SplitSampler.for_store(len(images.train_x), store)  # as many examples for each worker
+    sampler = SplitSampler.for_store(len(images.train_x), store)  # equally many examples for each worker
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         mine = sampler.indices()

@@ -17,7 +17,7 @@ def in_steps(error: PeerError | StallError, step: int) -> PeerError | StallError
     ended = "has left" if isinstance(error, PeerError) else "has not come to the next one"
     told = type(error)(
         f"this worker is in step {step} of its Trainer, and {who} {ended} after step {max(0, step - rounds)}: did "
-        "their epochs have different numbers of batches? SplitSampler gives all workers as many examples where it "
+        "their epochs have different numbers of batches? SplitSampler gives all workers equally many examples where it "
         f"shuffles, or with last='drop'; in `with trainer.join():` some may have more. In detail: {error}"
     )
     told.behind = error.behind

@@ -36,6 +36,6 @@ class Epochs:
         return (
             f"before epoch {epoch} began, workers had different numbers of batches: {grouped(numbers, self._labels)}. "
             "From now on they are out of step, and a worker with more batches will wait for one that has left. "
-            "SplitSampler gives all workers as many examples where it shuffles, or with last='drop'; in "
+            "SplitSampler gives all workers equally many examples where it shuffles, or with last='drop'; in "
             "`with trainer.join():` some may have more"
         )
