@@ -93,7 +93,7 @@ def run_one(tests: type, name: str, backend: str, timeout_s: float) -> Outcome:
     test.setUp()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
-        common_utils.set_rng_seed()
+        common_utils.set_rng_seed(common_utils.SEED)
         getattr(test, name)()
     except unittest.SkipTest as skipped:
         return Outcome("skipped", str(skipped))
