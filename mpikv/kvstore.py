@@ -41,8 +41,8 @@ class Request:
     (True, [1.0, 1.0])
     """
 
-    # The arrays that a `pushpull` brings results to, by their ids, held until all of them are there: of a list of keys
-    # some are done before others, and the id of an array that is gone would soon be another array's.
+    # The arrays that a `pushpull` brings results to, by their addresses, held until all of them are there: of a list
+    # of keys some are done before others, and the memory of an array that is gone would soon be another array's.
     held: Mapping[int, Any] = MappingProxyType({})
 
     def __init__(self, session: Session, pending: list[Pending], form: Any = None) -> None:
@@ -81,10 +81,12 @@ class Request:
 
 
 def _writable(arrays: Values) -> dict[int, Any]:
-    """Return by id the arrays, of one or of lists in lists, that can be written to in place: JAX's never are."""
+    """Return by address the arrays, of one or of lists in lists, that can be written to in place: JAX's never are."""
     if isinstance(arrays, (list, tuple)):
-        return {id_: array for one in arrays for id_, array in _writable(one).items()}
-    return {id(arrays): arrays} if isinstance(arrays, np.ndarray) or tensors.is_tensor(arrays) else {}
+        return {address: array for one in arrays for address, array in _writable(one).items()}
+    if isinstance(arrays, np.ndarray):
+        return {arrays.__array_interface__["data"][0]: arrays}
+    return {address: arrays} if tensors.is_tensor(arrays) and (address := tensors.address_of(arrays)) else {}
 
 
 def _check_priority(priority: int) -> None:
@@ -530,7 +532,7 @@ class KVStore:
         Fastest where the result comes to the place of the value, in host memory and in the key's dtype: nothing is
         copied before this returns. An array that results come to belongs to one call until that is done, since the
         calls run at the same time: ValueError, with nothing sent, where an earlier `pushpull_async` that is under way
-        brings its result to the same array.
+        brings its result to the same array, or to a view that begins where it does.
 
         >>> store = kv.create('local')
         >>> store.init('w', np.zeros(2))

@@ -7,6 +7,7 @@ started as several ranks whose stores do not reach each other, so that each of t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,13 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
         warn("separate ranks", f"{text}; for one model take 'dist_sync'", environ)
+
+
+def warn_of_one_worker(what: str) -> None:
+    """Warn in a process of `multiprocessing` that is the only worker: `mp.spawn` starts several. Local."""
+    if multiprocessing.parent_process() is not None and launcher.find() is None:
+        text = f"mpikv: {what} is worker 0 of 1 in each process that multiprocessing starts, and nothing is exchanged"
+        warn("one worker", f"{text}; for N workers start the program with `mpirun -n N python train.py`", os.environ)
 
 
 def warn_of_codec(codec: str) -> None:

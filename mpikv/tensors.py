@@ -45,6 +45,11 @@ def on_gpu(array: Any) -> Any:
     return sys.modules["torch"].as_tensor(array, device=f"cuda:{array.device.id}")
 
 
+def address_of(tensor: Any) -> int:
+    """Return where the values of a tensor of PyTorch begin; 0 for a sparse one."""
+    return int(tensor.data_ptr()) if tensor.layout == sys.modules["torch"].strided else 0
+
+
 def is_elsewhere(array: Any) -> bool:
     """Return whether it is a tensor of PyTorch, not a sparse one, with values that are not in host memory."""
     if not is_tensor(array) or device_of(array).type in ("cpu", "meta"):

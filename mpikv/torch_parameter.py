@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,13 @@ def of_module(module: Any) -> Iterator[tuple[str, TorchParameter | TorchBuffer]]
         yield name, TorchParameter(tensor, name, sparse=id(tensor) in sparse)
     for name, _ in module.named_buffers():
         yield name, TorchBuffer(module, name)
+
+
+def trained_since(module: Any, known: Container[int]) -> list[str]:
+    """Return the names of trained parameters whose tensors' ids are not known."""
+    if all(id(tensor) in known for tensor in module.parameters()):
+        return []
+    return [name for name, tensor in module.named_parameters() if tensor.requires_grad and id(tensor) not in known]
 
 
 class TorchParameter:

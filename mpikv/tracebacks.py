@@ -55,9 +55,12 @@ def is_ours(filename: str) -> bool:
 
 
 def _is_pythons(filename: str) -> bool:
+    """Return whether a file of code is Python's own or PyTorch's, which calls this library for the program."""
     real = os.path.realpath(filename)
-    installed = any(f"{os.sep}{folder}{os.sep}" in real for folder in INSTALLED)
-    return filename.startswith("<frozen ") or (real.startswith(STDLIB) and not installed)
+    installed = [f"{os.sep}{folder}{os.sep}" for folder in INSTALLED]
+    if filename.startswith("<frozen ") or any(f"{folder}torch{os.sep}" in real for folder in installed):
+        return True
+    return real.startswith(STDLIB) and not any(folder in real for folder in installed)
 
 
 def mistake(error: BaseException) -> Mistake | None:

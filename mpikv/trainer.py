@@ -32,7 +32,7 @@ from mpikv.row_sparse import RowSparse
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
 from mpikv.strategies.base import Travelling
-from mpikv.torch_parameter import TorchBuffer, TorchParameter
+from mpikv.torch_parameter import TorchBuffer, TorchParameter, is_module, trained_since
 from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_ends import in_steps
 from mpikv.trainer_files import TrainerFiles
@@ -117,6 +117,7 @@ class Trainer(TrainerFiles):
         worker_state: WorkerState | None = None,
     ) -> None:
         self._worker_state = worker_states.check(worker_state)
+        self._module = params if is_module(params) else None
         self._params = named(params)
         self._optimizer = optimizers.create(optimizer, **checks.options("optimizer_params", optimizer_params))
         self._scale = self._optimizer.rescale_grad
@@ -610,6 +611,12 @@ class Trainer(TrainerFiles):
         """The gradients of every trained parameter, one per device; nothing is sent before all are there."""
         result: dict[str, list[Any]] = {}
         missing = []
+        new = [] if self._module is None else trained_since(self._module, self._names)
+        if new:
+            raise ValueError(
+                f"parameter {', '.join(map(repr, new))} came to the module after the Trainer was made, and has no "
+                "optimizer: make a new Trainer"
+            )
         for name, parameter in self._params.items():
             if parameters.is_frozen(parameter):
                 continue

@@ -143,7 +143,14 @@ class Gradients:
             view.copy_(grad).mul_(self.scale)
 
     def _grad(self, i: int) -> torch.Tensor:
-        grad = self.parameters[i].grad
+        form, parameter = self.forms[i], self.parameters[i]
+        size, dtype = tensors.shape_and_dtype(parameter)
+        if (size, dtype) != (form.size, form.dtype):
+            raise UnsupportedError(
+                f"parameter {self.names[i]!r} was {form.dtype} {form.size} when the model was wrapped, and is {dtype} "
+                f"{size} now; wrap the model when its shapes and dtypes are what they are to be"
+            )
+        grad = parameter.grad
         if grad is None:
             raise UnsupportedError(
                 f"a hook took away the gradient of parameter {self.names[i]!r} before it was exchanged; "

@@ -239,6 +239,44 @@ def test_a_program_under_torchrun(call: str) -> None:
     assert "each trains a model of its own" in done.stderr  # the warning at the 'local' store
 
 
+SPAWNED = """
+import multiprocessing, warnings
+from mpikv import kv
+
+def work():
+    kv.create("local").close()
+    kv.create("dist_sync").close()
+
+if __name__ == "__main__":
+    work()
+    processes = [multiprocessing.get_context("spawn").Process(target=work) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
+def test_stores_in_processes_that_multiprocessing_starts(tmp_path: Path) -> None:
+    """As torch's `mp.spawn` does: no variable tells them of each other."""
+    path = tmp_path / "program.py"
+    path.write_text(SPAWNED)
+    unset = ("OMPI_", "PMI", "SLURM_", "MPIKV_", "WORLD_SIZE")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = "UserWarning: mpikv: kv.create('dist_sync') is worker 0 of 1 in each process that multiprocessing starts"
+    assert done.stderr.count(said) == 2, done.stderr  # and not in the program itself
+
+
 @pytest.mark.parametrize(
     ("parents", "environ", "child"),
     [

@@ -238,6 +238,26 @@ def test_parameters_that_come_later_are_refused(mode: Mode) -> None:
     mode.run(body)
 
 
+@TWO
+@pytest.mark.parametrize(("change", "now"), [("dtype", r"float64 \(2, 3\)"), ("shape", r"float32 \(1, 3\)")])
+def test_parameters_that_have_another_shape_or_dtype_are_refused(mode: Mode, change: str, now: str) -> None:
+    def body(store: Any) -> None:
+        model = mt.DistributedModel(torch.nn.Linear(3, 2, bias=False), store)
+        x = torch.ones(1, 3)
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+        model.zero_grad()
+        if change == "dtype":
+            model.double()
+        else:
+            model.weight.data = model.weight.data[:1].clone()
+        with pytest.raises(UnsupportedError, match=rf"'weight' was float32 \(2, 3\) when .*, and is {now} now"):
+            model(x.to(model.weight.dtype)).sum().backward()
+
+    mode.run(body)
+
+
 def test_copies_are_refused() -> None:
     model = mt.DistributedModel(torch.nn.Linear(2, 1), kv.create("local"))
     ways = (

@@ -258,6 +258,15 @@ def test_a_trainer_without_a_store_of_several_ranks(kvstore, monkeypatch: pytest
     assert warning.filename == __file__
 
 
+def test_pytorch_is_not_the_program() -> None:
+    """It calls hooks and backends, whose place in the program is where that called PyTorch."""
+    names = {"kv": kv}
+    exec(compile("def call():\n    kv.create('dist_asink')", "/v/site-packages/torch/x.py", "exec"), names)
+    found = tracebacks.mistake(of(names["call"]))
+    assert found is not None
+    assert found.place.startswith("tests/unit/test_tracebacks.py:")
+
+
 @pytest.mark.parametrize(
     "environ", [{}, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "1"}, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}]
 )

@@ -269,6 +269,27 @@ def test_frozen_layers(mode: Mode) -> None:
     assert_close(run(mode, body), reference(even(mode.workers, 3), optimizer=alone))
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
+def test_layers_that_come_later_need_another_trainer(mode: Mode) -> None:
+    def body(store: KVStore) -> None:
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        trainer = Trainer(net, "sgd", kvstore=store)
+        x = torch.ones(1, 2)
+        net(x).sum().backward()
+        trainer.step()
+        net.append(nn.Linear(2, 1))
+        net(x).sum().backward()
+        with pytest.raises(ValueError, match=r"parameter '2.weight', '2.bias' came to the module after the Trainer"):
+            trainer.step()
+        net[2].requires_grad_(False)  # who does not train them may have them
+        trainer.step()
+        net[1] = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match=r"parameter '1.weight', '1.bias' came to"):
+            trainer.step(ignore_stale_grad=True)
+
+    run(mode, body)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: Any) -> None:
     def body(store: KVStore) -> list[float]:
