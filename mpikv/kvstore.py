@@ -81,11 +81,14 @@ class Request:
 
 
 def _writable(arrays: Values) -> dict[int, Any]:
-    """Return by address the arrays, of one or of lists in lists, that can be written to in place: JAX's never are."""
+    """Return by address the arrays, of one or of lists in lists, that can be written to in place: JAX's never are.
+
+    Not those without elements: they may begin where another array does.
+    """
     if isinstance(arrays, (list, tuple)):
         return {address: array for one in arrays for address, array in _writable(one).items()}
     if isinstance(arrays, np.ndarray):
-        return {arrays.__array_interface__["data"][0]: arrays}
+        return {arrays.__array_interface__["data"][0]: arrays} if arrays.size else {}
     return {address: arrays} if tensors.is_tensor(arrays) and (address := tensors.address_of(arrays)) else {}
 
 

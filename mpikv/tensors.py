@@ -46,8 +46,8 @@ def on_gpu(array: Any) -> Any:
 
 
 def address_of(tensor: Any) -> int:
-    """Return where the values of a tensor of PyTorch begin; 0 for a sparse one."""
-    return int(tensor.data_ptr()) if tensor.layout == sys.modules["torch"].strided else 0
+    """Return where the values of a tensor of PyTorch begin; 0 for one without elements, and for a sparse one."""
+    return int(tensor.data_ptr()) if tensor.layout == sys.modules["torch"].strided and tensor.numel() else 0
 
 
 def is_elsewhere(array: Any) -> bool:

@@ -243,7 +243,7 @@ def test_results_of_two_calls_do_not_come_to_one_array(mode):
     told = threading.Event()
 
     def body(store):
-        store.init(["a", "b"], [full(0), full(0)])
+        store.init(["a", "b", "none"], [full(0), full(0), full(0)[:0]])
         value = full(1)
         if store.rank:
             assert told.wait(60)
@@ -253,7 +253,10 @@ def test_results_of_two_calls_do_not_come_to_one_array(mode):
             for second in (value, [value], value[:], value[:2]):
                 with pytest.raises(ValueError, match="result of an earlier call is still to come to its array"):
                     store.pushpull_async("b" if isinstance(second, np.ndarray) else ["b"], second)
+            store.pushpull_async("none", value[:0])  # no part of it is
             told.set()
+        if store.rank:
+            store.pushpull_async("none", value[:0])
         first.wait()
         store.pushpull_async("b", value).wait()  # the array is free again
         return value.tolist()
