@@ -12,7 +12,7 @@ import pytest
 from mpikv.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
 from mpikv.engine.running import Running
-from mpikv.errors import MpikvError, ShapeMismatch, StallError, UnsupportedError
+from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups.group import Options, RankGroup, Tags
 from mpikv.groups.operators import OPERATORS
 from mpikv.groups.service import REPLY_TAGS
@@ -409,6 +409,22 @@ def test_the_board(way: str) -> None:
         world.group(range(3), 2, 20).barrier().wait()  # who has been told looks at the clock until all have
 
     run_while_time_passes(way, 3, body, lookers=3, until=3)
+
+
+def test_a_failure_that_is_told_before_the_group_is_there() -> None:
+    """A rank that is late in making the group hears of it all the same."""
+
+    def body(world, group):
+        error = ValueError("no list")
+        if world.rank == 1:
+            world.group(range(2), 2, timeout_s=20).refuse(error)
+            world.ask("set", ["after it"], [b""])  # rank 0 answers one after the other
+        group.barrier().wait()
+        if world.rank == 0:
+            with pytest.raises(PeerError, match="has failed on rank 1 of 2 on localhost: ValueError: no list"):
+                world.group(range(2), 2, timeout_s=20).barrier().wait()
+
+    spawn_groups(2, body, config=Config(timeout_s=20))
 
 
 def test_a_request_that_the_board_cannot_answer_is_the_askers_error() -> None:
