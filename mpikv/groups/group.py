@@ -309,7 +309,8 @@ class RankGroup:
     ) -> Call:
         """Make a collective call: through memory as `plan` or `through` say, where there are both; else by messages."""
         if self.failure is not None:
-            raise MpikvError(
+            kind = PeerError if isinstance(self.failure, PeerError) else MpikvError  # another rank's may be news here
+            raise kind(
                 f"{text}: an earlier call of this group has failed, and its ranks are not in step any more "
                 f"({type(self.failure).__name__}: {self.failure})"
             ) from self.failure

@@ -423,13 +423,14 @@ def test_the_board(way: str) -> None:
     run_while_time_passes(way, 3, body, lookers=3, until=3)
 
 
-def test_a_failure_that_is_told_before_the_group_is_there() -> None:
-    """A rank that is late in making the group hears of it all the same."""
+@pytest.mark.parametrize("tell", [RankGroup.refuse, RankGroup._failed])
+def test_a_failure_that_is_told_before_the_group_is_there(tell) -> None:
+    """A rank that is late in making the group hears of it all the same, be it of one call or of all."""
 
     def body(world, group):
         error = ValueError("no list")
         if world.rank == 1:
-            world.group(range(2), 2, timeout_s=20).refuse(error)
+            tell(world.group(range(2), 2, timeout_s=20), error)
             world.ask("set", ["after it"], [b""])  # rank 0 answers one after the other
         group.barrier().wait()
         if world.rank == 0:
