@@ -145,7 +145,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             os.remove(beside)
         if isinstance(error, OSError):  # about the file that was asked for, whichever it was in between
-            error.filename, error.filename2 = os.fsdecode(path), None
+            error.filename = os.fsdecode(path)
+            del error.filename2  # None would be printed, too
         raise
     # The new name, too, must survive a power failure; some network file systems cannot be asked for that.
     with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from mpikv.calls import CallForms, Item, Keys, Targets, Values, finished
 from mpikv.checks import shown
 from mpikv.codecs import compression
 from mpikv.devices import Device
-from mpikv.errors import KeyExists, MpikvError, UnsupportedError
+from mpikv.errors import KeyExists, MpikvError, PeerError, UnsupportedError
 from mpikv.keys import KeyInfo
 from mpikv.prepared import PreparedCalls, may_come_again
 from mpikv.reductions import SUM, Reduction
@@ -72,7 +72,7 @@ class Request:
             timeout_s = checks.seconds("timeout_s", timeout_s)
         while self._pending:
             self._session.check_process("wait")
-            self._session.wait(self._pending[0], timeout_s)
+            self._session.wait(self._pending[0], timeout_s, self._pending)
             self._pending.pop(0)
         self.held = {}
         if self._form is not None:
@@ -722,8 +722,9 @@ class KVStore:
     def close(self) -> None:
         """End the store, and wait until all workers do the same. Collective, blocks. A second call does nothing.
 
-        Raises PeerError when workers of a synchronous store have pushed a key unequally often. Does nothing in a
-        process that was forked from the worker.
+        Raises PeerError when workers of a synchronous store have pushed a key unequally often, and ConfigError when a
+        push was refused, unless a call has raised it for that key before. Does nothing in a process that was forked
+        from the worker.
 
         >>> store = kv.create('local')
         >>> store.close()
@@ -738,9 +739,10 @@ class KVStore:
             prepared.clear()
         try:
             self.strategy.close()
-        except BaseException:
+        except BaseException as error:
             session.abandon()
-            raise
+            if not (isinstance(error, PeerError) and error.told):
+                raise
         finally:
             for call in session.after_close:
                 call()

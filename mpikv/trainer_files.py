@@ -18,7 +18,7 @@ from typing import Any
 from mpikv import arrays, checkpoint, checks, worker_states
 from mpikv.checks import shown
 from mpikv.errors import ConfigError, MpikvError, StatesFileError
-from mpikv.files import check_regular
+from mpikv.files import check_regular, place_of
 from mpikv.kvstore import KVStore
 from mpikv.local_updates import LocalUpdates
 from mpikv.optimizers import Optimizer
@@ -170,8 +170,9 @@ class TrainerFiles:
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
+        folder = self._decide("save", lambda: os.path.dirname(place_of(path)))
         # Worker 0's counts. Not made of the file's name, which may be as long as names can be, nor foreseen by anybody.
-        states = os.path.join(os.path.dirname(os.path.realpath(path)), f".mpikv-{uuid.uuid4().hex[:16]}.states")
+        states = os.path.join(folder, f".mpikv-{uuid.uuid4().hex[:16]}.states")
         try:
             if self._on_store:
                 self.save_states(states)
@@ -315,10 +316,10 @@ class TrainerFiles:
     def _check_stop_file(self) -> None:
         """Raise ConfigError where the stop file cannot be written: when the stop comes it is too late."""
         path = "" if self._store is None or self._store.rank != 0 else self._store.session.stop_file
-        folder = os.path.dirname(os.path.realpath(path))
         if not path:
             return
         try:
+            folder = os.path.dirname(place_of(path))
             check_regular(path)
         except OSError as error:
             raise ConfigError(f"MPIKV_STOP_FILE={shown(path)}: {error.strerror}") from None

@@ -90,6 +90,8 @@ def _to_bytes(kept: WorkerState | None, call: str) -> bytes:
     except Exception as error:
         text = f"{call}: state_dict of worker_state raised {type(error).__name__}: {error}"
         raise UnsupportedError(text) from error
+    if not isinstance(given, Mapping):
+        raise UnsupportedError(f"{call}: state_dict of worker_state gave {shown(given)}, no arrays by their names")
     if not are_names(list(given)):
         raise UnsupportedError(f"{call}: worker_state has the names {shown(list(given))}; a checkpoint holds str alone")
     state = {name: _on_host(value, f"{call}: {shown(name)} of worker_state") for name, value in given.items()}

@@ -309,7 +309,8 @@ class RankGroup:
     ) -> Call:
         """Make a collective call: through memory as `plan` or `through` say, where there are both; else by messages."""
         if self.failure is not None:
-            raise MpikvError(
+            kind = PeerError if isinstance(self.failure, PeerError) else MpikvError  # another rank's may be news here
+            raise kind(
                 f"{text}: an earlier call of this group has failed, and its ranks are not in step any more "
                 f"({type(self.failure).__name__}: {self.failure})"
             ) from self.failure
@@ -387,8 +388,10 @@ class RankGroup:
 
     def fail(self, call: Call, error: BaseException) -> None:
         """End a call that cannot be done. The caller holds the engine's lock."""
-        if call.number >= 0:
-            self.failure = self.failure or error
+        if call.number >= 0 and self.failure is None:
+            self.failure = error
+            if isinstance(error, MismatchError):  # found by asking: who asks later may find nobody here any more
+                self._tell(self, ALL_LATER, error)
         call.running.fail(error)
 
     def refuse(self, error: BaseException) -> None:
@@ -405,7 +408,7 @@ class RankGroup:
     def _failed(self, error: BaseException) -> None:
         """Make no more collective calls. The others are told, but for what each rank finds by itself.
 
-        That is that calls differ, or that somebody does not come.
+        That is that calls through memory differ, or that somebody does not come.
         """
         if self.failure is None:
             self.failure = error

@@ -50,6 +50,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.labels = [f"rank {rank} of {self.size} on {host}" for rank, host in enumerate(transport.hosts)]
         self.groups: dict[int, RankGroup] = {}
+        self._early: dict[int, list[tuple[int, PeerError]]] = {}  # failures told before the group was here
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
         self.service = Service(transport, self._status, self._hear)
@@ -74,7 +75,10 @@ class World:
             stalled=self._watch.stall,
             tell=self._tell,
         )
-        self.groups[number] = made
+        with self.engine.lock:
+            self.groups[number] = made
+            for call, error in self._early.pop(number, ()):
+                made.hear(call, error)
         return made
 
     def _tell(self, group: RankGroup, call: int, error: BaseException) -> None:
@@ -82,9 +86,11 @@ class World:
         self.service.tell_failure(others, group.number, call, f"{type(error).__name__}: {error}")
 
     def _hear(self, rank: int, number: int, call: int, text: str) -> None:
-        group = self.groups.get(number)
-        if group is not None:
-            group.hear(call, PeerError(f"a call of this process group has failed on {self.labels[rank]}: {text}"))
+        error = PeerError(f"a call of this process group has failed on {self.labels[rank]}: {text}")
+        if number in self.groups:
+            self.groups[number].hear(call, error)
+        else:
+            self._early.setdefault(number, []).append((call, error))
 
     def _status(self, about: dict[str, Any]) -> dict[str, Any]:
         return self._watch.status(about)

@@ -173,8 +173,11 @@ class Session:
 
     # --- waiting and agreeing
 
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
-        """Block until a transfer is done. Raises its error, PeerError or StallError."""
+    def wait(self, pending: Pending, timeout_s: float | None = None, further: Sequence[Pending] = ()) -> None:
+        """Block until a transfer is done. Raises its error, PeerError or StallError.
+
+        further: those of the same call, whose caller has that error for all of them.
+        """
 
     def progress(self) -> None:
         """Move transfers on without waiting, for a caller who asks whether one is done."""

@@ -111,6 +111,7 @@ class Workers(Session):
         self._broken: dict[Key, MpikvError] = {}
         self._released: set[Key] = set()
         self._counts: dict[str, int] = {}
+        self.told: set[int | None] = set()  # numbers of keys with an error that a caller has had: `close` adds no other
         self._epoch_rounds = 0  # of the key that was pushed most, when the last epoch began
         self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
         self._threaded = threaded
@@ -247,8 +248,13 @@ class Workers(Session):
 
     def lookup(self, key: Key) -> KeyInfo | None:
         """What was agreed on `key`. Raises what became of an `init` that returned before all workers had come."""
-        self._check_key(key)
-        return self.infos.get(key)
+        info = self.infos.get(key)
+        try:
+            self._check_key(key)
+        except ConfigError:
+            self.told |= set() if info is None else {info.id}
+            raise
+        return info
 
     def stats(self) -> dict[str, Any]:
         """What the transport and the control messages have counted, and the path of keys in device memory."""
@@ -264,12 +270,17 @@ class Workers(Session):
 
     # --- waiting
 
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> None:
+    def wait(self, pending: Pending, timeout_s: float | None = None, further: Sequence[Pending] = ()) -> None:
         """Block until a transfer is done."""
         try:
             self.control.wait(pending.request, pending.waiting, timeout_s)
         except StallError as error:
             self._explain(error, pending.others, self.control.timeout_s if timeout_s is None else timeout_s)
+            raise
+        except (ConfigError, PeerError):
+            if pending.waiting.call != "close":
+                waitings = pending.waiting, *pending.others, *(other.waiting for other in further)
+                self.told.update(waiting.key_id for waiting in waitings)
             raise
 
     def _explain(self, error: StallError, others: Sequence[Waiting], limit_s: float) -> None:
@@ -437,12 +448,17 @@ class Workers(Session):
         error = None
         names = {info.id: info.key for info in self.infos.values()}
         for key_id, _, least, short in unmatched:
-            if error is None and pushes.get(key_id, 0) > least:
+            if (error is None or error.told) and pushes.get(key_id, 0) > least:
                 error = PeerError(
                     f"{self.control.me}, close: key {shown(names[key_id])} was pushed {pushes[key_id]} times here and "
                     f"{least} times by {short}; round {least + 1} was never complete"
                 )
+                error.told = key_id in self.told
         return {key_id: least for key_id, _, least, _ in unmatched}, error
+
+    def refused(self) -> MpikvError | None:
+        """Return the error of a key of which a server has refused to update a round, unless a caller has had it."""
+        return next((error for key_id, error in self.control.refused.items() if key_id not in self.told), None)
 
     def end(self) -> None:
         """End the engine and the transports; nothing is under way any more. Raises what was found late."""

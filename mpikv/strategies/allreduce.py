@@ -304,7 +304,7 @@ class AllreduceStrategy(Strategy):
         except ConfigError as found:
             refused = found
         self._rows.close()
-        refused = refused or next(iter(self._session.control.refused.values()), None)
+        refused = refused or self._session.refused()
         if self.keys.hosts is not None:  # before any worker frees device memory that others read
             self._session.wait(Pending(self.keys.hosts.close(), Waiting("close")))
         if error is not None:  # told first: where a worker is gone, what MPI still makes is waited for in vain

@@ -53,9 +53,10 @@ class Rounds:
     def run(self, priority: int = 0) -> bool:
         """Push all keys, then wait for all. Blocks."""
         refused: ConfigError | None = None
-        for pending in self.start(priority):
+        started = self.start(priority)
+        for pending in started:
             try:
-                self._session.wait(pending)
+                self._session.wait(pending, None, started)
             except ConfigError as error:
                 if not isinstance(pending.request, Delivery) or pending.request.error is not error:
                     raise

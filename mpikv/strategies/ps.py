@@ -496,10 +496,10 @@ class PsStrategy(Strategy):
             self._session.wait_for(self._service, "close")
         if error is not None:
             raise error
-        refused = self._session.control.refused
+        refused = self._session.refused()
         self._session.end()
-        if refused:
-            raise next(iter(refused.values()))
+        if refused is not None:
+            raise refused
 
     # --- memory of the host
 

@@ -114,6 +114,13 @@ def test_a_stop_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     unchanged()
 
 
+def test_an_error_names_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "file"
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(path, lambda stream: stream.write(b"x"))
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{path}'"
+
+
 def test_modes_and_links(tmp_path: Path) -> None:
     """A file keeps its mode, a new one gets the usual one; a link stays a link, also one to nothing."""
     file, link, lost = tmp_path / "file", tmp_path / "link", tmp_path / "lost"
@@ -201,6 +208,15 @@ def test_folders_that_another_user_links_to(tmp_path: Path, monkeypatch: pytest.
         assert caught.value.filename == str(path)
         with pytest.raises(PermissionError, match="another user"):
             open_log(path)
+    before = mine.stat().st_mtime_ns
+    with pytest.raises(PermissionError, match="another user"):  # and not even the file beside it is made there
+        Trainer([Parameter(np.zeros(3))], "sgd").save(shared / "link" / "model")
+    assert mine.stat().st_mtime_ns == before
+    with (
+        kv.create("local", config=Config(stop_file=str(shared / "link" / "model"))) as store,
+        pytest.raises(ConfigError, match=r"MPIKV_STOP_FILE=.*another user"),
+    ):
+        Trainer([Parameter(np.zeros(3))], "sgd", kvstore=store)
     assert sorted(os.listdir(mine)) == ["deep", "link"]
     monkeypatch.chdir(theirs)
     for name in ("link/a", "../theirs/link/../mine/deep/../b"):

@@ -12,7 +12,7 @@ import pytest
 from mpikv.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
 from mpikv.engine.running import Running
-from mpikv.errors import MpikvError, ShapeMismatch, StallError, UnsupportedError
+from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups.group import Options, RankGroup, Tags
 from mpikv.groups.operators import OPERATORS
 from mpikv.groups.service import REPLY_TAGS
@@ -292,14 +292,26 @@ def test_different_calls_are_an_error_on_all_ranks(way: str, different: str) -> 
         array = np.ones(n, dtype)
         broadcasts = last and different == "call"
         make = partial(group.broadcast, [array], 0) if broadcasts else partial(group.allreduce, [array], operator)
-        with pytest.raises(MismatchError, match="same calls in the same order"):
+        with pytest.raises((MismatchError, PeerError), match="same calls in the same order"):
             make().wait()
         told.append(group.rank)
         with pytest.raises(MpikvError, match="not in step any more"):
             group.barrier()
-        world.group(range(3), 2, 20).barrier().wait()  # who asks finds all others still there
 
     run_while_time_passes(way, 3, body, lookers=3, until=3)
+
+
+def test_who_finds_that_calls_differ_tells_the_others() -> None:
+    """Whoever asks later may find nobody there any more."""
+
+    def body(told: list, world: World, group: RankGroup):
+        call = group.allreduce([np.ones(4 + group.rank)], SUM)
+        call.asked = group.rank == 1  # so it will not ask
+        with pytest.raises((MismatchError, PeerError), match="same calls in the same order"):
+            call.wait()
+        told.append(group.rank)
+
+    run_while_time_passes("messages", 2, body, lookers=2, until=2)
 
 
 @pytest.mark.parametrize("way", ["memory", "messages"])
@@ -409,6 +421,23 @@ def test_the_board(way: str) -> None:
         world.group(range(3), 2, 20).barrier().wait()  # who has been told looks at the clock until all have
 
     run_while_time_passes(way, 3, body, lookers=3, until=3)
+
+
+@pytest.mark.parametrize("tell", [RankGroup.refuse, RankGroup._failed])
+def test_a_failure_that_is_told_before_the_group_is_there(tell) -> None:
+    """A rank that is late in making the group hears of it all the same, be it of one call or of all."""
+
+    def body(world, group):
+        error = ValueError("no list")
+        if world.rank == 1:
+            tell(world.group(range(2), 2, timeout_s=20), error)
+            world.ask("set", ["after it"], [b""])  # rank 0 answers one after the other
+        group.barrier().wait()
+        if world.rank == 0:
+            with pytest.raises(PeerError, match="has failed on rank 1 of 2 on localhost: ValueError: no list"):
+                world.group(range(2), 2, timeout_s=20).barrier().wait()
+
+    spawn_groups(2, body, config=Config(timeout_s=20))
 
 
 def test_a_request_that_the_board_cannot_answer_is_the_askers_error() -> None:

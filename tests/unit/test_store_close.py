@@ -122,9 +122,8 @@ def test_a_worker_that_closes_early_is_told_at_once(mode):
             with pytest.raises(PeerError, match=r"worker 1 on localhost.* closed"):
                 call()
         assert store.pull("v").tolist() == [float(mode.workers)] * 4  # round 1 was complete
-        with pytest.raises(PeerError) as caught:
-            store.close()
-        return [*texts, str(caught.value)]
+        store.close()  # which says nothing that was said
+        return texts
 
     results = mode.run(body, timeout_s=3600)  # longer than pytest waits
     for rank in (0, 2):
@@ -154,7 +153,7 @@ def test_saving_after_a_worker_has_closed(mode, call, tmp_path):
 @SYNC_KINDS
 def test_early_close_names_key_round_and_worker(mode):
     def body(store):
-        store.init("w", full(0))
+        store.init(["w", "v"], [full(0)] * 2)
         for _ in range(2):
             store.push("w", full(1))
         if store.rank == 1:
@@ -166,7 +165,8 @@ def test_early_close_names_key_round_and_worker(mode):
         text = str(caught.value)
         for part in (f"worker {store.rank} on localhost", "'w'", "round 3", "worker 1 on localhost", "after 2 pushes"):
             assert part in text
-        with pytest.raises(PeerError, match=r"'w'.*round 3"):
+        store.push("v", full(1))
+        with pytest.raises(PeerError, match=r"'v'.*round 1 "):  # of 'w' that was said
             store.close()
 
     mode.run(body, timeout_s=5)

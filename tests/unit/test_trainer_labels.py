@@ -121,10 +121,7 @@ def test_another_rate_stops_all_workers(way: Way, on_store: bool) -> None:
         with pytest.raises(ConfigError) as caught:
             trainer.step(2 + store.rank)
         after = bits(parameters)
-        try:
-            store.close()
-        except ConfigError:
-            assert on_store
+        store.close()
         return before == after, str(caught.value)
 
     for unchanged, text in way.run(body):
@@ -188,8 +185,7 @@ def test_fewer_elements_than_workers(way: Way, names: tuple[str, ...]) -> None:
         trainer.optimizer.wd = 0.5 if store.rank == way.workers - 1 else 0.0
         with pytest.raises(ConfigError, match=rf"wd=0\.0.* worker {way.workers - 1} on \S+: wd=0\.5"):
             trainer.step(2)
-        with pytest.raises(ConfigError):
-            store.close()
+        store.close()
         assert before == bits(parameters)
         return found
 
@@ -242,7 +238,7 @@ def test_allreduce_and_update_with_different_attributes(way: Way, attribute: str
         assert not odd
         with pytest.raises(ConfigError) as caught:
             trainer.allreduce_grads()
-        with contextlib.suppress(ConfigError, PeerError):  # told once more, or this worker has pushed once more
+        with contextlib.suppress(PeerError):  # this worker may have pushed once more
             store.close()
         return True, str(caught.value)
 
@@ -308,8 +304,7 @@ def test_states_that_are_loaded(way: Way, tmp_path) -> None:
         trainer.optimizer.momentum = 0.5 - 0.25 * store.rank
         with pytest.raises(ConfigError, match=r"momentum=0\.25"):
             trainer.step(2)
-        with pytest.raises(ConfigError):
-            store.close()
+        store.close()
         return rate, bits(parameters)
 
     results = way.run(body)
