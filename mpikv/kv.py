@@ -141,6 +141,8 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
     else:
         abort.install_alone()
     library.check_launcher(world.Get_size())
+    if world.Get_size() == 1:
+        notices.warn_of_one_worker(f"kv.create({name!r})")
     if comm is None:
         comm = world
     elif comm == MPI.COMM_NULL:

@@ -2,11 +2,13 @@
 meant.
 
 One is a variable that looks as if it said something to this library, and says nothing. The other is a program that was
-started as several ranks whose stores do not reach each other, so that each of them trains a model of its own.
+started as several ranks, or by `multiprocessing`, whose stores do not reach each other, so that each of them trains a
+model of its own.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -66,6 +68,17 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
     if size > 1 and abort.guard() is None:
         text = f"mpikv: {what}, and {size} ranks were started: each trains a model of its own, and nothing is exchanged"
         warn("separate ranks", f"{text}; for one model take 'dist_sync'", environ)
+
+
+def warn_of_one_worker(what: str) -> None:
+    """Warn where `what` has one worker, in a process that `multiprocessing` has started. Local.
+
+    It is no error: who tries several settings beside each other means it so.
+    """
+    if multiprocessing.parent_process() is not None:
+        text = f"mpikv: {what} has one worker, in a process that multiprocessing started, which MPI does not know: "
+        text += "for one model of several such processes, start the program with `mpirun -n 4 python train.py` instead"
+        warn("one worker", text, os.environ)
 
 
 def warn_of_codec(codec: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -239,6 +240,17 @@ def test_a_program_under_torchrun(call: str) -> None:
     assert "each trains a model of its own" in done.stderr  # the warning at the 'local' store
 
 
+@needs_mpi
+def test_one_worker_in_a_process_of_multiprocessing() -> None:
+    """`mp.spawn` tells its processes of each other by arguments alone: perhaps they are meant to be workers."""
+    make = "from mpikv import kv; make = lambda: kv.create('dist_sync').close(); "
+    assert python(f"{make}make()").stderr == ""
+    fork = "import multiprocessing; child = multiprocessing.get_context('fork').Process(target=make); "
+    done = python(f"{make}{fork}child.start(); child.join()")
+    assert done.stderr.count("UserWarning: mpikv: kv.create('dist_sync') has one worker, in a process that") == 1
+    assert "`mpirun -n 4 python train.py`" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("parents", "environ", "child"),
     [
@@ -257,6 +269,15 @@ def test_children_of_a_rank(
     monkeypatch.setattr(launcher, "_parents", lambda pid: iter(parents))
     environ = {**OPEN_MPI, launcher.MARK: "7", **environ}
     assert launcher.is_child_of_rank(environ) == child
+
+
+def test_children_by_multiprocessing_of_ranks_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not launcher.is_child_of_rank(OPEN_MPI)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "a rank")
+    assert launcher.is_child_of_rank(OPEN_MPI)
+    assert not launcher.is_child_of_rank({**OPEN_MPI, launcher.MARK: str(os.getpid())})  # it has become the rank
+    assert not launcher.is_child_of_rank({"SLURM_STEP_NUM_TASKS": "1"})  # the shell of an allocation
+    assert not launcher.is_child_of_rank({})
 
 
 @pytest.mark.parametrize(
