@@ -2,7 +2,8 @@
 meant.
 
 One is a variable that looks as if it said something to this library, and says nothing. The other is a program that was
-started as several ranks whose stores do not reach each other, so that each of them trains a model of its own.
+started as several ranks, or by `multiprocessing`, whose stores do not reach each other, so that each of them trains a
+model of its own.
 """
 
 from __future__ import annotations
@@ -70,10 +71,14 @@ def warn_of_separate_ranks(what: str, environ: Mapping[str, str] | None = None) 
 
 
 def warn_of_one_worker(what: str) -> None:
-    """Warn in a process of `multiprocessing` that is the only worker: `mp.spawn` starts several. Local."""
-    if multiprocessing.parent_process() is not None and launcher.find() is None:
-        text = f"mpikv: {what} is worker 0 of 1 in each process that multiprocessing starts, and nothing is exchanged"
-        warn("one worker", f"{text}; for N workers start the program with `mpirun -n N python train.py`", os.environ)
+    """Warn where `what` has one worker, in a process that `multiprocessing` has started. Local.
+
+    It is no error: who tries several settings beside each other means it so.
+    """
+    if multiprocessing.parent_process() is not None:
+        text = f"mpikv: {what} has one worker, in a process that multiprocessing started, which MPI does not know: "
+        text += "for one model of several such processes, start the program with `mpirun -n 4 python train.py` instead"
+        warn("one worker", text, os.environ)
 
 
 def warn_of_codec(codec: str) -> None:

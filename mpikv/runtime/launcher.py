@@ -6,13 +6,15 @@ alone, or fail inside MPI_Init with a text that names neither. So this is checke
 suffice, and by the size of COMM_WORLD after it.
 
 Children of a rank inherit these variables, and would be a second process with its identity: MPI_Init crashes in them,
-or waits for ever. So a rank marks itself in its environment, and a process below it finds another's mark.
+or waits for ever. So a rank marks itself in its environment, and a process below it finds another's mark. Those of
+`multiprocessing` know that they are children, also where their rank has left MPI to all of them (`mp.spawn`).
 
 The launcher's program is found by walking up the parents in /proc. All calls are local.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import time
@@ -116,13 +118,18 @@ def mark_rank() -> None:
 
 
 def is_child_of_rank(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process has the launcher's variables only because a rank that has used MPI started it.
+    """Return whether this process has the launcher's variables only because a rank started it: one that has used MPI,
+    or any by `multiprocessing`.
 
-    One whom another launcher started, below a rank, is a rank itself.
+    One whom another launcher started, below a rank, is a rank itself; so is the one child of a program that starts it.
     """
     environ = os.environ if environ is None else environ
     marked = environ.get(MARK, "")
-    if marked in ("", str(os.getpid())) or _size_variable(environ) is None:
+    if marked == str(os.getpid()) or _size_variable(environ) is None:
+        return False
+    if multiprocessing.parent_process() is not None and size(environ) > 1:
+        return True
+    if not marked:
         return False
     for pid, name in _parents(os.getpid()):
         if str(pid) == marked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -239,42 +240,15 @@ def test_a_program_under_torchrun(call: str) -> None:
     assert "each trains a model of its own" in done.stderr  # the warning at the 'local' store
 
 
-SPAWNED = """
-import multiprocessing, warnings
-from mpikv import kv
-
-def work():
-    kv.create("local").close()
-    kv.create("dist_sync").close()
-
-if __name__ == "__main__":
-    work()
-    processes = [multiprocessing.get_context("spawn").Process(target=work) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-"""
-
-
-def test_stores_in_processes_that_multiprocessing_starts(tmp_path: Path) -> None:
-    """As torch's `mp.spawn` does: no variable tells them of each other."""
-    path = tmp_path / "program.py"
-    path.write_text(SPAWNED)
-    unset = ("OMPI_", "PMI", "SLURM_", "MPIKV_", "WORLD_SIZE")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        env={**environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = "UserWarning: mpikv: kv.create('dist_sync') is worker 0 of 1 in each process that multiprocessing starts"
-    assert done.stderr.count(said) == 2, done.stderr  # and not in the program itself
+@needs_mpi
+def test_one_worker_in_a_process_of_multiprocessing() -> None:
+    """`mp.spawn` tells its processes of each other by arguments alone: perhaps they are meant to be workers."""
+    make = "from mpikv import kv; make = lambda: kv.create('dist_sync').close(); "
+    assert python(f"{make}make()").stderr == ""
+    fork = "import multiprocessing; child = multiprocessing.get_context('fork').Process(target=make); "
+    done = python(f"{make}{fork}child.start(); child.join()")
+    assert done.stderr.count("UserWarning: mpikv: kv.create('dist_sync') has one worker, in a process that") == 1
+    assert "`mpirun -n 4 python train.py`" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -295,6 +269,15 @@ def test_children_of_a_rank(
     monkeypatch.setattr(launcher, "_parents", lambda pid: iter(parents))
     environ = {**OPEN_MPI, launcher.MARK: "7", **environ}
     assert launcher.is_child_of_rank(environ) == child
+
+
+def test_children_by_multiprocessing_of_ranks_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not launcher.is_child_of_rank(OPEN_MPI)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "a rank")
+    assert launcher.is_child_of_rank(OPEN_MPI)
+    assert not launcher.is_child_of_rank({**OPEN_MPI, launcher.MARK: str(os.getpid())})  # it has become the rank
+    assert not launcher.is_child_of_rank({"SLURM_STEP_NUM_TASKS": "1"})  # the shell of an allocation
+    assert not launcher.is_child_of_rank({})
 
 
 @pytest.mark.parametrize(
