@@ -53,7 +53,8 @@ class Service:
         self.board = Board()
         self._number = 0
         self._sends: list[Request] = []
-        self.left: set[int] = set()  # ranks that ask the board nothing more
+        # The holder's: ranks that ask the board nothing more, with how many calls of each group they have made.
+        self.left: dict[int, dict[int, int]] = {}
 
     # --- answering
 
@@ -75,7 +76,7 @@ class Service:
         if verb == "status":
             reply([json.dumps(self._status(header["about"])).encode()])
         elif verb == LEAVE:
-            self.left.add(source)
+            self.left[source] = dict(header["calls"])
         elif verb == FAILED:
             self._hear(source, header["group"], header["call"], header["text"])
         else:
@@ -111,12 +112,13 @@ class Service:
         answer = yield from self._request(rank, {"verb": "status", "about": about}, (), limit_s)
         return json.loads(answer[0]) if answer else None
 
-    def leave(self) -> Steps[None]:
-        """Tell the holder of the board that this rank leaves."""
+    def leave(self, calls: dict[int, int]) -> Steps[None]:
+        """Tell the holder of the board that this rank leaves. calls: how many of each group it has made."""
         if self._transport.rank == HOLDER:
-            self.left.add(HOLDER)
+            self.left[HOLDER] = calls
         else:
-            yield self._transport.isend(_packed({"verb": LEAVE, "number": 0}, ()), HOLDER, SERVICE_TAG)
+            header = {"verb": LEAVE, "number": 0, "calls": list(calls.items())}
+            yield self._transport.isend(_packed(header, ()), HOLDER, SERVICE_TAG)
 
     def _request(
         self, rank: int, header: dict[str, Any], values: Sequence[bytes], limit_s: float | None = None

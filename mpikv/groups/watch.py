@@ -1,9 +1,11 @@
 """Watches for calls of a group that wait too long, and asks the other ranks how far they are.
 
-After a while a rank that waits learns whether another rank has made another call at this place, which is an error at
-once; at the end of its time it learns who has not made the call. The time of a machine that was stopped does not count.
+After a while a rank that waits learns whether another rank has made another call at this place, or has left the job
+before this call, which are errors at once; at the end of its time it learns who has not made the call. The time of a
+machine that was stopped does not count.
 
-Cost: nothing but a look at the clock, until a call has waited ASK_AFTER_S; then two messages per other rank.
+Cost: nothing but a look at the clock, until a call has waited ASK_AFTER_S; then two messages per other rank, and again
+after 2, 4, 8 times as long.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from mpikv.engine.engine import Engine
 from mpikv.engine.request import Predicate, Steps
-from mpikv.errors import StallError
+from mpikv.errors import PeerError, StallError
 from mpikv.groups.group import Call, RankGroup
 from mpikv.groups.service import Service
 from mpikv.groups.shared import MismatchError
@@ -35,11 +37,12 @@ class Watch:
     def status(self, about: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank says of itself to one that waits in a call."""
         group = self._groups.get(about["group"])
+        left = [(rank, calls.get(about["group"], 0)) for rank, calls in self._service.left.items()]
         if group is None:
-            return {"calls": -1, "text": None, "now": "it has left this process group"}
+            return {"calls": -1, "text": None, "now": "it has left this process group", "left": left}
         text = next((text for number, text in group.history if number == about["call"]), None)
         now = f"it is in {group.under_way[0].text}" if group.under_way else "it is in no call of this group"
-        return {"calls": group.calls, "text": text, "now": now}
+        return {"calls": group.calls, "text": text, "now": now, "left": left}
 
     def serve(self) -> Steps[None]:
         """Watch the calls, for ever. To be run as a service of the engine."""
@@ -57,7 +60,7 @@ class Watch:
                         self._engine.start(self._inquire(call), "status")
 
     def _inquire(self, call: Call) -> Steps[None]:
-        """Ask all other ranks of the group, and once more when the time is over."""
+        """Ask all other ranks of the group, each time when it has waited twice as long, and when the time is over."""
         group = call.group
         while True:
             over = call.waited_s >= call.timeout_s
@@ -76,10 +79,16 @@ class Watch:
             if different and call.number >= 0:
                 group.fail(call, MismatchError(self._differ(call, different)))
                 return
+            left = [one for said in (self.status(about), *answers.values()) if said for one in said["left"]]
+            gone = [(rank, n) for rank, n in left if rank in group.group.ranks and n < call.number]
+            if gone:
+                group.fail(call, PeerError(self._gone(call, gone)))
+                return
             if over:
                 group.fail(call, self.stall(call, call.timeout_s, answers))
                 return
-            yield Predicate(lambda: call.done or call.waited_s >= call.timeout_s)
+            again_s = min(2 * call.waited_s, call.timeout_s)
+            yield Predicate(lambda: call.done or call.waited_s >= again_s)  # noqa: B023
             if call.done:
                 return
 
@@ -89,6 +98,10 @@ class Watch:
             f"{self._labels[self._rank]} made {call.text} as call {call.number} of its process group, but {theirs}: "
             "every rank of a group makes the same calls in the same order"
         )
+
+    def _gone(self, call: Call, gone: list[tuple[int, int]]) -> str:
+        who = "; ".join(f"{self._labels[rank]} has left the job after {n} calls" for rank, n in gone)
+        return f"{self._labels[self._rank]} waits in {call.text}, call {call.number} of its process group, but {who}"
 
     def stall(
         self, call: Call, limit_s: float, answers: Mapping[int, dict[str, Any] | None] | None = None

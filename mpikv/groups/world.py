@@ -132,13 +132,14 @@ class World:
         The rank that holds the board waits until the others have left, at most MPIKV_TIMEOUT_S.
         """
         service, engine = self.service, self.engine
+        calls = {number: group.calls for number, group in self.groups.items()}
         for group in tuple(self.groups.values()):
             group.close()
         self.groups.clear()
         limit_s = self.config.timeout_s
         late = StallError("the others have not left")
         with contextlib.suppress(MpikvError):
-            engine.wait(engine.start(service.leave(), "leave"), limit_s, lambda: late)
+            engine.wait(engine.start(service.leave(calls), "leave"), limit_s, lambda: late)
             if self.rank == HOLDER:
                 engine.wait(Predicate(lambda: len(service.left) == self.size), limit_s, lambda: late)
         engine.stop()

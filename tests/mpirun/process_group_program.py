@@ -123,6 +123,13 @@ def leaves() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def ends() -> None:
+    """Rank 1 ends as if it were done, which a bare SystemExit looks like, while the others wait for it."""
+    if dist.get_rank() == 1:
+        raise SystemExit(3)
+    dist.all_reduce(torch.ones(1))
+
+
 def mismatched() -> None:
     """Rank 1 brings another shape."""
     dist.all_reduce(torch.ones(5 if dist.get_rank() == 1 else 4))
@@ -138,7 +145,8 @@ def stalls() -> None:
 def main(case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("mpikv", timeout=timedelta(seconds=2 if case == "stalls" else 60))
-    {"trains": trains, "raises": raises, "leaves": leaves, "mismatched": mismatched, "stalls": stalls}[case]()
+    cases = {one.__name__: one for one in (trains, raises, leaves, ends, mismatched, stalls)}
+    cases[case]()
     # No destroy_process_group: a program may just end.
 
 

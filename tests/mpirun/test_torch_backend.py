@@ -38,6 +38,7 @@ def test_training_is_the_same_as_over_gloo(n: int, hosts: int) -> None:
     [
         ("raises", rf"\[rank 1 of 3 {HOST}\] RuntimeError: not my day"),
         ("leaves", rf"\[rank 1 of 3 {HOST}\] sys.exit\(3\) while there was a process group"),
+        ("ends", rf"PeerError: rank [02] of 3 {HOST} waits in all_reduce .*, but rank 1 of 3 {HOST} has left the job"),
         ("mismatched", r"MismatchError: rank .* made another call than rank"),
         (
             "stalls",

@@ -331,6 +331,22 @@ def test_who_is_missing_is_named(way: str) -> None:
     run_while_time_passes(way, 3, body, lookers=3, until=2)
 
 
+@pytest.mark.parametrize("way", ["memory", "messages"])
+@pytest.mark.parametrize("leaver", [0, 1], ids=["the holder of the board", "another rank"])
+def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> None:
+    """As by `raise SystemExit(3)`, which ends a program as if it were done."""
+
+    def body(told: list, world: World, group: RankGroup):
+        group.barrier().wait()
+        if group.rank != leaver:
+            said = rf"call 2 of .*, but rank {leaver} of 3 on localhost has left the job after 1 calls"
+            with pytest.raises(PeerError, match=said):
+                group.allreduce([np.ones(4, "float32")], SUM).wait()
+            told.append(group.rank)
+
+    run_while_time_passes(way, 3, body, lookers=2, until=2)
+
+
 def test_a_message_that_nobody_sends_is_an_error() -> None:
     def body(told: list, world: World, group: RankGroup):
         if group.rank == 0:
