@@ -15,6 +15,7 @@ import threading
 from mpikv.runtime import abort, launcher, unmet
 from mpikv.runtime.loaded import function
 
+TRANSFERS = "OMPI_MCA_btl"  # Open MPI reads it in MPI_Init
 STARTING_S = 60.0  # the least limit: interpreters start, and import, at different times on different hosts
 
 
@@ -28,10 +29,10 @@ def initialise(timeout_s: float) -> None:
 
     level = getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}") if mpi4py.rc.threads else MPI.THREAD_SINGLE
     started_by, init_thread = launcher.find(), function("MPI_Init_thread")
-    if started_by is None:
-        # Without peers Open MPI 5 makes a 16 MiB file in /dev/shm all the same, and never removes it.
-        os.environ.setdefault("OMPI_MCA_btl", "^sm")
-    if started_by is None or init_thread is None:
+    if started_by is None or started_by.size == 1:
+        _initialise_alone(level)
+        return
+    if init_thread is None:
         MPI.Init_thread(level)
         return
     limit_s = max(timeout_s, STARTING_S)
@@ -46,6 +47,17 @@ def initialise(timeout_s: float) -> None:
     if handler is not None:
         for comm in (MPI.COMM_SELF, MPI.COMM_WORLD):
             comm.Set_errhandler(handler)
+
+
+def _initialise_alone(level: int) -> None:
+    """Initialise MPI for one rank, for which Open MPI 5 would make a file of 16 MiB in /dev/shm, and leave it there."""
+    from mpi4py import MPI  # noqa: PLC0415
+
+    chosen = os.environ.get(TRANSFERS)
+    os.environ.setdefault(TRANSFERS, "^sm")
+    MPI.Init_thread(level)
+    if chosen is None:  # ranks that this program starts are not alone
+        del os.environ[TRANSFERS]
 
 
 def _give_up(guard: abort.Guard, limit_s: float) -> None:

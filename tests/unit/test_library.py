@@ -241,6 +241,15 @@ def test_a_program_under_torchrun(call: str) -> None:
 
 
 @needs_mpi
+@pytest.mark.parametrize("environ", [{}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["alone", "in a shell of Slurm's"])
+def test_one_rank_shares_no_memory_with_others(environ: dict[str, str]) -> None:
+    """Open MPI would leave its file of 16 MiB behind. Ranks that the program starts by mpirun do share memory."""
+    look = "import os; maps = open('/proc/self/maps').read(); print('sm_segment' in maps, 'OMPI_MCA_btl' in os.environ)"
+    done = python(f"from mpikv import kv; kv.create('dist_sync'); {look}", **environ)
+    assert done.stdout.split() == ["False", "False"], done.stdout + done.stderr
+
+
+@needs_mpi
 def test_one_worker_in_a_process_of_multiprocessing() -> None:
     """`mp.spawn` tells its processes of each other by arguments alone: perhaps they are meant to be workers."""
     make = "from mpikv import kv; make = lambda: kv.create('dist_sync').close(); "
