@@ -31,6 +31,13 @@ from mpikv.torch_parameter import TorchBuffer
 STATES_PLACE = re.compile(r"\S*mpikv-resume-\w+/states")  # where worker 0 unpacks states, in an error's text
 
 
+def _folder_of(path: str) -> str:
+    """Return where a file that is written to `path` comes to lie. Raises OSError where there is no such folder."""
+    folder = os.path.dirname(place_of(path))
+    os.stat(folder)
+    return folder
+
+
 class TrainerFiles:
     """Base of `Trainer`, which sets the attributes."""
 
@@ -170,7 +177,7 @@ class TrainerFiles:
         if self._asynchronous and self._store is not None:
             self._store.barrier()
             self.pull_weights()
-        folder = self._decide("save", lambda: os.path.dirname(place_of(path)))
+        folder = self._decide("save", lambda: _folder_of(path))
         # Worker 0's counts. Not made of the file's name, which may be as long as names can be, nor foreseen by anybody.
         states = os.path.join(folder, f".mpikv-{uuid.uuid4().hex[:16]}.states")
         try:
