@@ -510,8 +510,7 @@ def test_a_refused_round_and_what_comes_after_it(path: str, memory: str) -> None
         return None
 
     values: list[Any] = []
-    with pytest.raises(RankError, match="learning_rate"):  # `close` says it once more
-        run(2, 1, body, path=path, shared_memory=memory)
+    run(2, 1, body, path=path, shared_memory=memory)  # `close` does not say it once more
     assert values == [[-2.0] * 3] * 2
 
 
