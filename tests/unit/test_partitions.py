@@ -463,10 +463,7 @@ def test_a_worker_that_leaves_ends_the_wait_for_a_later_key(asynchronous):
             store.pushpull_async(["a", "b"], arrays).wait() if asynchronous else store.pushpull(["a", "b"], arrays)
         return True
 
-    with pytest.raises(ranks.RankError) as failed:
-        Mode("dist_sync", 2, 1).run(body, partition_bytes=32)
-    # Worker 0 closes in the end: what it pushed in vain is an error of its own there.
-    assert "never complete" in str(failed.value) or "can never be complete" in str(failed.value)
+    assert Mode("dist_sync", 2, 1).run(body, partition_bytes=32) == [True, True]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])

@@ -359,8 +359,7 @@ def test_a_refused_round_of_a_long_key(hosts: str) -> None:
         out = gpu.array(np.zeros(n, F32))
         with pytest.raises(ConfigError, match="learning_rate"):
             store.pull("w", out)
-        with pytest.raises(ConfigError, match="learning_rate"):
-            store.close()
+        store.close()
         return out.get().tolist()
 
     with short_segments():

@@ -238,8 +238,7 @@ def test_labels_are_compared() -> None:
         store.push("w", gpu.array(np.ones(4, F32)))
         with pytest.raises(ConfigError, match="learning_rate"):
             store.pull("w", grad)
-        with pytest.raises(ConfigError, match="learning_rate"):
-            store.close()
+        store.close()
         return store.session.closed
 
     for hosts in ("aa", "ab"):

@@ -469,9 +469,7 @@ def test_different_learning_rates_are_an_error_on_every_rank(mode):
         with pytest.raises(ConfigError, match=r"learning_rate.*worker"):
             store.row_sparse_pull("rows", row_ids=[0])
 
-    with pytest.raises(RankError) as caught:  # closing tells it again
-        mode.run(body)
-    assert {type(error) for error in caught.value.errors.values()} == {ConfigError}
+    mode.run(body)
 
 
 # --- states

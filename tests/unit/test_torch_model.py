@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import mpikv.torch as mt  # noqa: E402
 from mpikv import optimizers  # noqa: E402
 from mpikv.errors import ConfigError, MpikvError, PeerError, ShapeMismatch, UnsupportedError  # noqa: E402
-from mpikv.testing.ranks import RankError  # noqa: E402
 
 EVERY = pytest.mark.parametrize("mode", nets.MODES, ids=mode_id)
 TWO = pytest.mark.parametrize("mode", [nets.HERE, nets.LINKS, nets.SERVERS], ids=mode_id)
@@ -541,9 +540,7 @@ def test_unequally_many_backward_passes_are_an_error() -> None:
             with pytest.raises(MpikvError, match="model0/gradients"):
                 model(torch.ones(1, 2)).sum().backward()
 
-    with pytest.raises(RankError, match="model0/gradients") as caught:
-        nets.HERE.run(body)
-    assert isinstance(caught.value.errors[0], MpikvError)
+    nets.HERE.run(body)
 
 
 def test_gradients_on_a_device_go_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
