@@ -1,8 +1,8 @@
 """Messages between two ranks of a group, matched as MPI does it: by sender and tag, in the order of the receives.
 
 A message is taken off MPI's queue when it has arrived (a matched probe), so that its length is known before it is
-received: one that is not as long as its buffer is an error. A receive that is posted with too short a buffer is none in
-Open MPI (5.0.11): it reports the error, and has written the whole message into whatever lies behind the buffer.
+received: one that is not as long as its buffer is an error. A receive with too short a buffer must not be posted: Open
+MPI (5.0.11) reports an error for it after it has written the whole message over whatever lies behind the buffer.
 
 Receives may be from any sender; each takes the first message that fits it and no earlier receive.
 

@@ -50,6 +50,7 @@ class World:
         self.rank, self.size = transport.rank, transport.size
         self.labels = [f"rank {rank} of {self.size} on {host}" for rank, host in enumerate(transport.hosts)]
         self.groups: dict[int, RankGroup] = {}
+        self._calls: dict[int, int] = {}  # that were made of groups which are closed
         self._early: dict[int, list[tuple[int, PeerError]]] = {}  # failures told before the group was here
         self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=transport.poll, clock=transport.clock)
         self._memory = memory
@@ -80,6 +81,12 @@ class World:
             for call, error in self._early.pop(number, ()):
                 made.hear(call, error)
         return made
+
+    def drop(self, group: RankGroup) -> None:
+        """Close a group, if it is open."""
+        group.close()
+        self._calls[group.number] = group.calls
+        self.groups.pop(group.number, None)
 
     def _tell(self, group: RankGroup, call: int, error: BaseException) -> None:
         others = [rank for rank in group.group.ranks if rank != self.rank]
@@ -132,14 +139,12 @@ class World:
         The rank that holds the board waits until the others have left, at most MPIKV_TIMEOUT_S.
         """
         service, engine = self.service, self.engine
-        calls = {number: group.calls for number, group in self.groups.items()}
         for group in tuple(self.groups.values()):
-            group.close()
-        self.groups.clear()
+            self.drop(group)
         limit_s = self.config.timeout_s
         late = StallError("the others have not left")
         with contextlib.suppress(MpikvError):
-            engine.wait(engine.start(service.leave(calls), "leave"), limit_s, lambda: late)
+            engine.wait(engine.start(service.leave(self._calls), "leave"), limit_s, lambda: late)
             if self.rank == HOLDER:
                 engine.wait(Predicate(lambda: len(service.left) == self.size), limit_s, lambda: late)
         engine.stop()

@@ -337,8 +337,7 @@ class MpiProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Give back what the group holds; calls that are under way fail."""
-        self._group.close()
-        self._world.groups.pop(self._group.number, None)
+        self._world.drop(self._group)
         self._completer.shutdown(wait=False)
 
     abort = shutdown

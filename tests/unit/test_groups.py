@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial, reduce
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 
 from mpikv.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
+from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
 from mpikv.groups.group import Options, RankGroup, Tags
@@ -45,20 +47,23 @@ def run(way: str, size: int, body, *, clock=MACHINE_CLOCK, **config):
     return spawn_groups(size, body, hosts=fabric.hosts, config=settings, fabric=fabric)
 
 
-def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int = 1) -> None:
+def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int = 1, begin=lambda: True) -> list:
     """`body(told, world, group)` on all ranks; time goes on until `told` is so long.
 
-    lookers: how many threads wait meanwhile, and so look at the clock.
+    lookers: how many threads wait meanwhile, and so look at the clock. begin: True when time may begin to pass.
     """
     clock, told = VirtualClock(), []
 
     def let_it_pass() -> None:
+        while not begin():
+            time.sleep(1e-3)
         clock.advance(20, turns=400, lookers=lookers, until=lambda: len(told) >= until)
 
     driver = threading.Thread(target=let_it_pass, daemon=True)
     driver.start()
-    run(way, size, partial(body, told), clock=clock)
+    found = run(way, size, partial(body, told), clock=clock)
     driver.join(10)
+    return found
 
 
 def values(rank: int, n: int, dtype="float32") -> np.ndarray:
@@ -335,16 +340,42 @@ def test_who_is_missing_is_named(way: str) -> None:
 @pytest.mark.parametrize("leaver", [0, 1], ids=["the holder of the board", "another rank"])
 def test_who_has_left_the_job_is_waited_for_no_longer(way: str, leaver: int) -> None:
     """As by `raise SystemExit(3)`, which ends a program as if it were done."""
+    holders: list[World] = []
 
     def body(told: list, world: World, group: RankGroup):
+        if group.rank == 0:
+            holders.append(world)
         group.barrier().wait()
         if group.rank != leaver:
             said = rf"call 2 of .*, but rank {leaver} of 3 on localhost has left the job after 1 calls"
             with pytest.raises(PeerError, match=said):
                 group.allreduce([np.ones(4, "float32")], SUM).wait()
             told.append(group.rank)
+            both = Predicate(lambda: len(told) == 2)  # time goes on as long as two look at the clock
+            world.engine.wait(both, 60, lambda: StallError("the other has not heard"))
 
-    run_while_time_passes(way, 3, body, lookers=2, until=2)
+    has_left = lambda: bool(holders) and leaver in holders[0].service.left  # noqa: E731
+    run_while_time_passes(way, 3, body, lookers=2, until=2, begin=has_left)
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_who_has_left_after_its_part_is_not_to_blame(dropped: bool) -> None:
+    def body(told: list, world: World, group: RankGroup):
+        arrays = {rank: np.zeros(1) for rank in (1, 2)}
+        if group.rank == 0:
+            group.exchange("gather", {}, arrays, "").wait()
+            told.append(0)
+            return [arrays[rank][0] for rank in arrays]
+        if group.rank == 2:  # late
+            clock = world.engine.clock
+            come_s = clock.now_s() + 10
+            world.engine.wait(Predicate(lambda: clock.now_s() > come_s), 60, lambda: StallError("time stands still"))
+        group.exchange("gather", {0: np.ones(1)}, {}, "").wait()
+        if dropped:
+            world.drop(group)
+        return None
+
+    assert run_while_time_passes("messages", 3, body, lookers=2)[0] == [1, 1]
 
 
 def test_a_message_that_nobody_sends_is_an_error() -> None:
