@@ -20,6 +20,7 @@ import pytest
 from mpikv.launch import batch
 
 SCRIPTS = batch.repository_scripts()
+HANGS_S = 200  # no job takes so long, on a busy machine either
 VERSIONS = {
     "openmpi5": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/",
     "openmpi4": "mpirun.real (OpenRTE) 4.1.4",
@@ -158,7 +159,7 @@ class Site:
 
     def run(self, path: str, *words: str, lines: dict[str, str] | None = None, **environ: str) -> tuple[int, str]:
         process = self.start(path, *words, lines=lines, **environ)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=HANGS_S)
         return process.returncode, output
 
     def stop(
@@ -173,7 +174,7 @@ class Site:
             assert line, seen
             seen += line
         process.send_signal(number)
-        output, _ = process.communicate(timeout=50)
+        output, _ = process.communicate(timeout=HANGS_S)
         return process.returncode, seen + output
 
 
@@ -453,6 +454,7 @@ def widened(folder: Path, path: str, program: str, signal_at: str = "") -> tuple
     return lines, status, output, site
 
 
+@pytest.mark.timeout(1200)  # a job for each line
 @pytest.mark.parametrize("path", SCRIPTS)
 def test_no_signal_is_lost_at_any_line(tmp_path: Path, path: str) -> None:
     """From the script's second line to its end. A program that runs then, or later, is asked once; if it had ended, the
@@ -532,7 +534,7 @@ def test_cancelled_after_the_time_limits_signal(site: Site) -> None:
     os.kill(process.pid, signal.SIGSTOP)  # else it might hear one alone
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
         os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=50)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert output.count("asked by SIGUSR1") == 1
     assert output.endswith("mpikv: job 17 ends with status 0\n")
     assert site.called() == []
