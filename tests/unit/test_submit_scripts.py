@@ -28,7 +28,7 @@ VERSIONS = {
     "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.18 Build 20250101",
 }
 MPIRUN = """#!{python} -IS
-import os, signal, subprocess, sys
+import contextlib, os, signal, subprocess, sys
 words = sys.argv[1:]
 version = open(os.environ["FAKE"] + "/version").read()
 if words == ["--version"]:
@@ -47,8 +47,12 @@ for word in words:
 at = words.index("RUN")
 mark = os.path.join(os.path.dirname(words[at - 2]), words[at - 1])
 ranks = []
+def hand_on(number, _):
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(rank.pid, number)
 for number in (signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: [os.killpg(rank.pid, number) for rank in ranks])
+    signal.signal(number, hand_on)
 others = range(1, int(os.environ.get("SLURM_NTASKS") or os.environ["NSLOTS"]))
 for other in others:
     open(f"{{mark}}-begun-{{other}}", "w")
@@ -67,10 +71,14 @@ SPEAK = """#!/bin/sh
 echo "{name} $*" >>"$FAKE/called"
 {does}
 """
-# As a program with a store: it waits for the signal, says so, and saves.
+# As a program with a store: it waits for the signal, says so, and saves. The signal may come again meanwhile.
 UNTIL_STOPPED = """
 import os, signal, time
+came = []
 def stop(number, frame):
+    came.append(number)
+    if len(came) > 1:
+        return
     os.write(1, f"asked by {{signal.Signals(number).name}}\\n".encode())  # print may be in the middle of its work
     os.unlink(os.environ["MPIKV_STOP_MARK"])
     if {saves}:
