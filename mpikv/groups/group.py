@@ -223,7 +223,7 @@ class RankGroup:
         def steps(tag: int) -> Steps[None]:
             for values, outs in pairs:
                 outgoing = dict.fromkeys(range(self.size), values)
-                yield from messages.exchange(self.group, outgoing, dict(enumerate(outs)), tag, self._mailbox(tag))
+                yield from messages.exchange(self._mailbox(tag), outgoing, dict(enumerate(outs)))
 
         def one_by_one(shared: SharedCalls) -> Steps[None]:
             for values, outs in pairs:
@@ -266,9 +266,7 @@ class RankGroup:
         It makes gather, scatter and all-to-all. same: what all ranks bring alike, to tell different calls apart.
         """
         return self._start(
-            f"{name} {same}",
-            lambda tag: messages.exchange(self.group, outgoing, incoming, tag, self._mailbox(tag)),
-            options,
+            f"{name} {same}", lambda tag: messages.exchange(self._mailbox(tag), outgoing, incoming), options
         )
 
     def barrier(self, options: Options = DEFAULT) -> Call:

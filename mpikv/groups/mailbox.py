@@ -32,7 +32,7 @@ class Mailbox:
     """The receives of a group under one tag. source: a rank of the transport, None: any."""
 
     def __init__(self, group: Group, tag: int) -> None:
-        self._group, self._tag = group, tag
+        self.group, self.tag = group, tag
         self._posted: deque[_Posted] = deque()
         self._arrived: list[Incoming] = []
 
@@ -44,14 +44,14 @@ class Mailbox:
     def _receive(self, posted: _Posted, buf: HostArray) -> Steps[int]:
         yield from self._receive_all({posted: buf})
         assert posted.found is not None
-        return self._group.ranks.index(posted.found.source)
+        return self.group.ranks.index(posted.found.source)
 
     def receive_all(self, bufs: Mapping[int, HostArray]) -> Steps[None]:
         """Receive exactly `bufs[rank]` from each rank in it, in the order in which they come."""
         return self._receive_all({self._post(rank): buf for rank, buf in bufs.items()})
 
     def _post(self, source: int | None) -> _Posted:
-        posted = _Posted(None if source is None else self._group.ranks[source])
+        posted = _Posted(None if source is None else self.group.ranks[source])
         self._posted.append(posted)
         return posted
 
@@ -64,7 +64,7 @@ class Mailbox:
                 assert incoming is not None
                 if incoming.n_bytes != buf.nbytes:
                     wrong.append(
-                        f"the message of rank {self._group.ranks.index(incoming.source)} of the group has "
+                        f"the message of rank {self.group.ranks.index(incoming.source)} of the group has "
                         f"{incoming.n_bytes} bytes, the tensor to receive it has {buf.nbytes}"
                     )
                     buf = np.empty(incoming.n_bytes, np.uint8)  # it is taken all the same: its sender waits for that
@@ -82,7 +82,7 @@ class Mailbox:
 
     def _match(self, posted: _Posted) -> bool:
         if posted.found is None:
-            while (incoming := self._group.transport.probe(self._tag)) is not None:
+            while (incoming := self.group.transport.probe(self.tag)) is not None:
                 self._arrived.append(incoming)
             for message in tuple(self._arrived):
                 fitting = (one for one in self._posted if one.source in (None, message.source) and one.found is None)

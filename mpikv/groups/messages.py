@@ -76,17 +76,15 @@ def reduce_scatter(
     np.copyto(out, own, casting="unsafe")
 
 
-def exchange(
-    group: Group, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray], tag: int, mailbox: Mailbox
-) -> Steps[None]:
+def exchange(mailbox: Mailbox, outgoing: Mapping[int, HostArray], incoming: Mapping[int, HostArray]) -> Steps[None]:
     """Send `outgoing[rank]` to each rank in it, receive `incoming[rank]` from each rank in it. Both may have `me`.
 
-    mailbox: of this tag. Empty arrays are sent, too: lengths that do not fit are found where the message comes, and it
-    always comes. Raises ShapeMismatch.
+    mailbox: of the call's tag. Empty arrays are sent, too: lengths that do not fit are found where the message comes,
+    and it always comes. Raises ShapeMismatch.
     """
-    me = group.rank
+    group, me = mailbox.group, mailbox.group.rank
     others = [(me + step) % group.size for step in range(1, group.size)]  # not all ranks send to rank 0 first
-    sends = [group.isend(outgoing[rank], rank, tag) for rank in others if rank in outgoing]
+    sends = [group.isend(outgoing[rank], rank, mailbox.tag) for rank in others if rank in outgoing]
     if me in incoming and me in outgoing:
         if incoming[me].size != outgoing[me].size:
             raise ShapeMismatch(f"this rank sends itself {outgoing[me].size} elements, and expects {incoming[me].size}")

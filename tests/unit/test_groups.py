@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial, reduce
 
 import ml_dtypes
@@ -12,6 +11,7 @@ import pytest
 
 from mpikv.clock import MACHINE_CLOCK, VirtualClock
 from mpikv.config import Config
+from mpikv.engine.backoff import wait_until
 from mpikv.engine.request import Predicate
 from mpikv.engine.running import Running
 from mpikv.errors import MpikvError, PeerError, ShapeMismatch, StallError, UnsupportedError
@@ -55,8 +55,7 @@ def run_while_time_passes(way: str, size: int, body, *, lookers: int, until: int
     clock, told = VirtualClock(), []
 
     def let_it_pass() -> None:
-        while not begin():
-            time.sleep(1e-3)
+        wait_until(begin, lambda: False, 60, lambda: StallError("time may not begin to pass"))
         clock.advance(20, turns=400, lookers=lookers, until=lambda: len(told) >= until)
 
     driver = threading.Thread(target=let_it_pass, daemon=True)
