@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import find_mpi, mpirun
+from jobs import Job, find_mpi, mpirun
 
 PROGRAM = """
 import multiprocessing, signal, sys, time
@@ -39,14 +39,19 @@ sys.stdout.write("finished\\n")
 """
 
 
-def test_children_may_fail(tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    job = mpirun(2, ["python", str(path)], timeout_s=60)
+def finished(folder: Path, program: str, *words: str, servers: int = 0) -> Job:
+    """Run a program on two workers, which both come to its end and leave nothing behind."""
+    path = folder / "program.py"
+    path.write_text(program)
+    job = mpirun(2 + servers, ["python", str(path), *words], timeout_s=60)
     assert job.status == 0, job.output
     assert job.stdout.count("finished") == 2
-    assert "told to end" not in job.output
     assert job.ranks_left == []
+    return job
+
+
+def test_children_may_fail(tmp_path: Path) -> None:
+    assert "told to end" not in finished(tmp_path, PROGRAM).output
 
 
 FORKED = """
@@ -107,12 +112,7 @@ sys.stdout.write("finished\\n")
 @pytest.mark.parametrize("servers", [0, 1])
 def test_a_child_cannot_use_the_store(kind: str, servers: int, tmp_path: Path) -> None:
     """Its calls would go through the parent's connections and counters."""
-    path = tmp_path / "program.py"
-    path.write_text(FORKED)
-    job = mpirun(2 + servers, ["python", str(path), kind, str(servers)], timeout_s=60)
-    assert job.status == 0, job.output
-    assert job.stdout.count("finished") == 2
-    assert job.ranks_left == []
+    finished(tmp_path, FORKED, kind, str(servers), servers=servers)
 
 
 STARTED = """
@@ -146,16 +146,11 @@ sys.stdout.write("finished\\n")
 @pytest.mark.parametrize("how", ["spawn", "forkserver", "subprocess"])
 def test_a_started_process_is_no_rank(how: str, tmp_path: Path) -> None:
     """It inherits the variables by which MPI knows the rank; MPI_Init would crash in it, or wait for ever."""
-    path = tmp_path / "program.py"
-    path.write_text(STARTED)
-    job = mpirun(2, ["python", str(path), how], timeout_s=60)
-    assert job.status == 0, job.output
-    assert job.stdout.count("finished") == 2
+    job = finished(tmp_path, STARTED, how)
     for rank in range(2):
         said = f"mpikv: error: ConfigError: this process was started by rank {rank} of 2"
         assert job.stderr.count(said) == 1, job.output
     assert job.stderr.count('if __name__ == "__main__":') == 2
-    assert job.ranks_left == []
 
 
 LEFT_TO_CHILDREN = """
@@ -180,14 +175,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", ["spawn", "fork"])
 def test_a_rank_that_leaves_the_store_to_its_children(how: str, tmp_path: Path) -> None:
     """As programs for `mp.spawn` do under mpirun: all of its children have the rank's place."""
-    path = tmp_path / "program.py"
-    path.write_text(LEFT_TO_CHILDREN)
-    job = mpirun(2, ["python", str(path), how], timeout_s=60)
-    assert job.status == 0, job.output
-    assert job.stdout.count("finished") == 2
+    job = finished(tmp_path, LEFT_TO_CHILDREN, how)
     for rank in range(2):
         assert job.stderr.count(f"ConfigError: this process was started by rank {rank} of 2") == 2, job.output
-    assert job.ranks_left == []
 
 
 NESTED = """
