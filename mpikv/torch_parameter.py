@@ -55,11 +55,11 @@ def of_module(module: Any) -> Iterator[tuple[str, TorchParameter | TorchBuffer]]
         yield name, TorchBuffer(module, name)
 
 
-def trained_since(module: Any, known: Container[int]) -> list[str]:
-    """Return the names of trained parameters whose tensors' ids are not known."""
+def came_later(module: Any, known: Container[int]) -> dict[str, Tensor]:
+    """Return by name the parameters whose tensors' ids are not known. Quick where there are none, as in most steps."""
     if all(id(tensor) in known for tensor in module.parameters()):
-        return []
-    return [name for name, tensor in module.named_parameters() if tensor.requires_grad and id(tensor) not in known]
+        return {}
+    return {name: tensor for name, tensor in module.named_parameters() if id(tensor) not in known}
 
 
 class TorchParameter:

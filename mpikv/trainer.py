@@ -32,7 +32,7 @@ from mpikv.row_sparse import RowSparse
 from mpikv.runtime.abort import tells
 from mpikv.session.base import OwnUpdates
 from mpikv.strategies.base import Travelling
-from mpikv.torch_parameter import TorchBuffer, TorchParameter, is_module, trained_since
+from mpikv.torch_parameter import TorchBuffer, TorchParameter, came_later, is_module
 from mpikv.trainer_clip import factor_for, norm_of
 from mpikv.trainer_ends import in_steps
 from mpikv.trainer_files import TrainerFiles
@@ -611,7 +611,8 @@ class Trainer(TrainerFiles):
         """The gradients of every trained parameter, one per device; nothing is sent before all are there."""
         result: dict[str, list[Any]] = {}
         missing = []
-        new = [] if self._module is None else trained_since(self._module, self._names)
+        later = {} if self._module is None else came_later(self._module, self._names)
+        new = [name for name, tensor in later.items() if tensor.requires_grad]
         if new:
             raise ValueError(
                 f"parameter {', '.join(map(repr, new))} came to the module after the Trainer was made, and has no "

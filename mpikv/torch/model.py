@@ -27,6 +27,7 @@ from mpikv.torch.gradients import Gradients
 from mpikv.torch.join import Join
 from mpikv.torch.passes import Passes
 from mpikv.torch.steps import Steps
+from mpikv.torch_parameter import came_later
 
 _OWN = frozenset({"training", "_wrapped", "_gradients", "_passes", "_known", "_join"})
 
@@ -150,14 +151,12 @@ class DistributedModel(torch.nn.Module):
         return result
 
     def _check_new(self) -> None:
-        known = self._known
-        if all(id(one) in known for one in self._wrapped.parameters()):
-            return
-        names = [repr(name) for name, one in self._wrapped.named_parameters() if id(one) not in known]
-        raise UnsupportedError(
-            f"parameter {', '.join(names[:8])} came to the module after the DistributedModel was made, and is not "
-            "exchanged; make the DistributedModel when all parameters are there, on all workers"
-        )
+        names = [repr(name) for name in came_later(self._wrapped, self._known)]
+        if names:
+            raise UnsupportedError(
+                f"parameter {', '.join(names[:8])} came to the module after the DistributedModel was made, and is not "
+                "exchanged; make the DistributedModel when all parameters are there, on all workers"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
