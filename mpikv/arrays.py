@@ -57,15 +57,9 @@ def is_device(array: object) -> bool:
     return hasattr(array, "__cuda_array_interface__") and hasattr(array, "get")
 
 
-def own_space(array: object) -> Any:
-    """Return the space (mpikv/spaces) of an array of the store's own; None for NumPy's and all other libraries'."""
-    space = getattr(array, "space", None)
-    return space if hasattr(space, "from_host") else None
-
-
 def is_elsewhere(array: object) -> bool:
     """Return whether its values are in other memory than the host's, so that the host can see a copy of them alone."""
-    return own_space(array) is not None or (tensors.is_elsewhere(array) if tensors.is_tensor(array) else _on_gpu(array))
+    return tensors.is_elsewhere(array) if tensors.is_tensor(array) else _on_gpu(array)
 
 
 def _on_gpu(array: object) -> bool:
@@ -74,8 +68,8 @@ def _on_gpu(array: object) -> bool:
 
 
 def is_space_array(value: object) -> bool:
-    """Return whether it is an array as a store works on it: NumPy's, or one of a space of another memory."""
-    return isinstance(value, np.ndarray) or own_space(value) is not None
+    """Return whether it is an array as a store works on it: NumPy's, or CuPy's."""
+    return isinstance(value, np.ndarray) or is_device(value)
 
 
 def is_array(value: object) -> bool:
@@ -84,7 +78,6 @@ def is_array(value: object) -> bool:
         isinstance(value, (np.ndarray, np.generic))
         or is_device(value)
         or hasattr(value, "__dlpack__")
-        or own_space(value) is not None
         or _on_gpu(value)
     )
 
@@ -101,8 +94,6 @@ def host_view(array: Any, what: str) -> HostArray:
         host = array
     elif is_device(array):
         host = array.get()
-    elif (space := own_space(array)) is not None:
-        host = space.to_host(array.reshape(-1)).reshape(array.shape)
     elif hasattr(array, "__dlpack__"):
         try:
             host = tensors.view(array)
@@ -155,8 +146,6 @@ def is_writable(array: Any, what: str) -> bool:
     if not isinstance(array, np.ndarray):
         if isinstance(array, np.generic) or (tensors.is_jax(array) and not tensors.is_traced(array)):
             return False
-        if own_space(array) is not None:
-            return bool(array.flags.writeable)
         if is_elsewhere(array):
             return True
     return host_view(array, what).flags.writeable
@@ -192,9 +181,6 @@ def _write_elsewhere(out: Any, value: HostArray, what: str) -> None:
             whole = out.copy()  # CuPy sets contiguous arrays only
             whole.set(host)
             out[...] = whole
-    elif (space := own_space(out)) is not None:
-        (caller,) = space.callers([out])
-        space.write(caller, space.from_host(value), what)
     elif tensors.is_tensor(out):
         tensors.write(out, value.reshape(tuple(out.shape)))
     else:

@@ -19,9 +19,7 @@ from mpikv.arrays import (
     host_view,
     is_array,
     is_elsewhere,
-    is_space_array,
     is_writable,
-    own_space,
     shape_and_dtype,
 )
 from mpikv.checks import shown
@@ -32,7 +30,7 @@ from mpikv.row_sparse import is_sparse
 from mpikv.session.base import Pending, Session
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.callers import on_gpu
-from mpikv.spaces.named import DEVICE, HOST
+from mpikv.spaces.named import HOST
 from mpikv.strategies.base import PreparedCall, Strategy
 from mpikv.tensors import adopted, empty_like, new_like
 
@@ -212,9 +210,7 @@ class CallForms:
 
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
         """Make room for a result."""
-        space, what = own_space(like), f"{call}: the result of key {shown(info.key)}"
-        if space is not None:
-            return New(space.empty_for_caller(info.shape, info.dtype), like, what)
+        what = f"{call}: the result of key {shown(info.key)}"
         there = self._session.spaces.device is not None and on_gpu(like)
         made = empty_like(info.shape, info.dtype, like) if there else None
         return New(np.empty(info.shape, info.dtype) if made is None else made, like, what)
@@ -244,7 +240,7 @@ class CallForms:
             self.items(call, keys, like)
 
         def place(info: KeyInfo, array: Array) -> New:
-            if not is_space_array(array):  # whether there can be such an array, before anything is sent
+            if not isinstance(array, np.ndarray):  # whether there can be such an array, before anything is sent
                 New(np.empty(0, info.dtype), array, f"{call}: like of key {shown(info.key)}").made()
             return self.new(call, info, array)
 
@@ -259,7 +255,7 @@ class CallForms:
             made = []
 
             def place(info: KeyInfo, array: Array) -> Array | New:
-                if _fits(info, array) and array.flags.writeable:
+                if isinstance(array, np.ndarray) and _fits(info, array) and array.flags.writeable:
                     return array
                 if is_writable(array, f"pushpull: the value of key {shown(info.key)}"):
                     return array
@@ -304,16 +300,10 @@ class CallForms:
             return None
         infos = [self.info("pushpull", item.key) for item in items]
         spaces = {info.space for info in infos}
-        if spaces == {DEVICE}:
-            inside = self._session.spaces.inside(arrays)
-            if inside is None:
-                return None
-            known = dict(zip(map(id, arrays), inside, strict=True))
-        else:
-            others = [array for array in arrays if type(array) is not np.ndarray]
-            if spaces != {HOST} or any(map(is_elsewhere, others)):
-                return None
-            known = {id(array): host_view(array, "pushpull") for array in arrays}
+        others = [array for array in arrays if type(array) is not np.ndarray]
+        if spaces != {HOST} or any(map(is_elsewhere, others)):
+            return None
+        known = {id(array): host_view(array, "pushpull") for array in arrays}
         for info, item in zip(infos, items, strict=True):
             self.check_value("pushpull", info, item.arrays[0], dtype=True)
         return (

@@ -256,9 +256,12 @@ def prepare(codec: str) -> None:
 
 
 def run(name: str, *arguments: Any) -> bool:
-    """Run the compiled loop. False, with nothing written, where there is none for these arrays or lengths."""
+    """Run the compiled loop. False, with nothing written, where there is none for these arrays or lengths.
+
+    The first argument is an array; where it is none of NumPy's there is no loop.
+    """
     loop = _compiled.get(name)
-    if loop is None:
+    if loop is None or not isinstance(arguments[0], np.ndarray):
         return False
     for one in arguments:
         if isinstance(one, np.ndarray) and not (

@@ -3,18 +3,16 @@
 Every worker tells whether it uses a GPU, and which. The first of these paths that can be gone is taken, or the one that
 MPIKV_DEVICE_PATH names:
 
-- `ipc`: all workers are on one host, share memory there, and could open each other's device memory;
+- `ipc`: all workers are on one host, share memory there, and read of each other's device memory what was written;
+- `nccl`: each worker has a GPU of its own, and all could make a communicator of NCCL. The order of its sums, and so
+  their last bits, is NCCL's own;
 - `mpi`: the MPI library takes device memory on every host;
 - `staged`: always;
 - `host`: keys are in host memory, since some worker has no GPU.
 
 Where servers own the keys, `mpi` and `staged` say how values get to them from a worker's GPU, and back.
 
-Where that is `mpi` or `staged`, large keys go by `nccl` if each worker has a GPU of its own and all could make a
-communicator of NCCL; all keys do so where MPIKV_DEVICE_PATH or MPIKV_ALGORITHM asks for it. The bits of its sums are
-NCCL's own. Those of all other paths are the same.
-
-Whether `ipc`, `mpi` and `nccl` work is tried, by all together, once nothing better is left and nothing else speaks
+Whether `ipc`, `nccl` and `mpi` work is tried, by all together, once nothing better is left and nothing else speaks
 against them: so `choose` takes the outcomes of what has been tried, and is asked again after each trial. Pure.
 """
 
@@ -26,10 +24,9 @@ from typing import Any, NamedTuple, cast, get_args
 
 from mpikv.config import Config
 from mpikv.errors import ConfigError
-from mpikv.placement import LARGE_BYTES, DevicePath, Members
+from mpikv.placement import DevicePath, Members
 
 PATHS: tuple[DevicePath, ...] = get_args(DevicePath)  # the best first
-BESIDE_NCCL = ("mpi", "staged")  # large keys need not go these ways
 
 
 class Told(NamedTuple):
@@ -47,15 +44,14 @@ class Told(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The path, and why it is none of the better ones. large: the path of large keys, where it is another one."""
+    """The path, and why it is none of the better ones."""
 
     path: DevicePath
     reasons: tuple[tuple[str, str], ...]
-    large: DevicePath | None = None
 
     def of(self, members: Members) -> Members:
         """The members with this choice."""
-        return replace(members, device_path=self.path, large_device_path=self.large, device_reasons=self.reasons)
+        return replace(members, device_path=self.path, device_reasons=self.reasons)
 
 
 def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) -> Choice:
@@ -72,21 +68,15 @@ def choose(told: Sequence[Told], members: Members, outcomes: Mapping[str, str]) 
     wanted, setting = _wanted(members.config)
     against = _against(told, members, called, outcomes)
     path: DevicePath
-    large: DevicePath | None = None
     if wanted is None:
-        path = next(one for one in PATHS if one != "nccl" and not against[one])
-        if path in BESIDE_NCCL:
-            if members.config.algorithm != "auto":
-                against["nccl"] = f"MPIKV_ALGORITHM={members.config.algorithm} asks for another algorithm"
-            large = None if against["nccl"] else "nccl"
+        path = next(one for one in PATHS if not against[one])
     elif against[wanted]:
         raise ConfigError(f"kv.create: {setting}: {against[wanted]}")
     else:
         path = wanted
         against = {one: why or f"{setting} asks for another" for one, why in against.items()}
-    better = PATHS[: PATHS.index("staged" if path in BESIDE_NCCL else path)]
-    reasons = {one: against[one] for one in better if one != path and against[one]}
-    return Choice(path, tuple(reasons.items()), large)
+    reasons = {one: against[one] for one in PATHS[: PATHS.index(path)] if against[one]}
+    return Choice(path, tuple(reasons.items()))
 
 
 def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable[[], str]]) -> Choice:
@@ -97,11 +87,9 @@ def settle(told: Sequence[Told], members: Members, trials: Mapping[str, Callable
     outcomes: dict[str, str] = {}
     while True:
         choice = choose(told, members, outcomes)
-        paths = [path for path in (choice.path, choice.large) if path is not None]
-        left = [path for path in paths if path in trials and path not in outcomes]
-        if not left:
+        if choice.path not in trials or choice.path in outcomes:
             return choice
-        outcomes[left[0]] = trials[left[0]]()
+        outcomes[choice.path] = trials[choice.path]()
 
 
 def _wanted(config: Config) -> tuple[DevicePath | None, str]:
@@ -134,7 +122,9 @@ def _against(
         against["ipc"] = f"the workers are on {n_hosts} hosts"
     elif len(told) > 1 and not members.shares_memory:
         against["ipc"] = "the workers share no memory of their host (MPIKV_SHARED_MEMORY, MPIKV_ALGORITHM, mpikv info)"
-    against["nccl"] = _shared_gpu(told, members.worker_hosts, called) or against["nccl"]
+    other = members.config.algorithm not in ("auto", "nccl")
+    asked = f"MPIKV_ALGORITHM={members.config.algorithm} asks for another algorithm" if other else ""
+    against["nccl"] = asked or _shared_gpu(told, members.worker_hosts, called) or against["nccl"]
     return against
 
 
@@ -153,31 +143,17 @@ def _shared_gpu(told: Sequence[Told], hosts: Sequence[str], called: Sequence[str
 
 
 def describe(choice: Choice) -> str:
-    """One line for a reader: the paths, why not the better ones, and whose bits the sums have."""
+    """One line for a reader: the path, and why not the better ones."""
     by_reason: dict[str, list[str]] = {}
     for path, why in choice.reasons:
         by_reason.setdefault(why, []).append(path)
     text = "; ".join(f"not {', '.join(paths)}: {why}" for why, paths in by_reason.items())
-    bits = _bits(choice.path, choice.large)
-    return choice.path + (f" ({text})" if text else "") + (f"; {bits}" if bits else "")
-
-
-def _bits(path: DevicePath, large: DevicePath | None) -> str:
-    """What to say where bits are not those of all other paths."""
-    which = f"keys of {LARGE_BYTES >> 20} MiB and more go by nccl" if large == "nccl" else "keys go by nccl"
-    if "nccl" not in (path, large):
-        return ""
-    return f"{which} and have the bits of its sums; MPIKV_DEVICE_PATH=mpi or staged: the bits of all other paths"
+    return choice.path + (f" ({text})" if text else "")
 
 
 def stats(members: Members) -> dict[str, Any]:
     """What `store.stats()` says of the path."""
-    found: dict[str, Any] = {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
-    if members.large_device_path is not None:
-        found["device_path_large"] = members.large_device_path
-        found["device_path_large_bytes"] = LARGE_BYTES
-    bits = _bits(members.device_path, members.large_device_path)
-    return {**found, "device_path_bits": bits} if bits else found
+    return {"device_path": members.device_path, "device_path_reasons": dict(members.device_reasons)}
 
 
 def advice(members: Members) -> str:
@@ -185,8 +161,6 @@ def advice(members: Members) -> str:
     asked_for = members.config.device_path == "staged"
     if members.device_path != "staged" or len(_hosts(members)) == 1 or asked_for:
         return ""
-    if members.large_device_path is not None:
-        return ""  # the values that take long do not
     why = dict(members.device_reasons).get("mpi", "")
     return (
         f"mpikv: arrays on GPUs are copied through host memory on their way to other hosts, since MPI takes no device "

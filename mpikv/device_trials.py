@@ -13,14 +13,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpikv import device_paths
-from mpikv.collectives.nccl import CupyNccl, Nccl, NcclComm
+from mpikv.collectives.nccl import Nccl, NcclComm
 from mpikv.collectives.nccl_introduction import introduce
 from mpikv.device_paths import Told
 from mpikv.hostmemory.segment import HostMemory
 from mpikv.placement import Members
 from mpikv.runtime import cuda_aware
 from mpikv.spaces import peers
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.gpu import Gpu
 from mpikv.topology import topology
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def settled(
-    members: Members, told: Sequence[Told], memory: HostMemory | None, processes: Processes, driver: Driver | None
+    members: Members, told: Sequence[Told], memory: HostMemory | None, processes: Processes, gpu: Gpu | None
 ) -> tuple[Members, NcclComm | None]:
     """With the paths of keys in device memory, and this worker's rank of a communicator where some go by NCCL.
 
-    told: by each worker of its GPU. driver: of this rank's. Collective where a worker asks for a GPU. Raises
+    told: by each worker of its GPU. gpu: this rank's. Collective where a worker asks for a GPU. Raises
     ConfigError on all ranks where what the settings ask for cannot be done.
     """
     if all(one == Told() for one in told):
@@ -47,27 +47,38 @@ def settled(
         timeout_s = members.config.timeout_s
 
         def open_nccl() -> Nccl:
-            assert driver is not None
-            return CupyNccl(driver.number)
+            assert gpu is not None
+            return Nccl(gpu)
 
-        found = introduce(open_nccl, names, processes.transport.rank, processes.gather, timeout_s)
+        found = introduce(
+            open_nccl,
+            names,
+            processes.transport.rank,
+            processes.gather,
+            timeout_s,
+            gpus=[f"{host} {one.uuid}" for host, one in zip(members.worker_hosts, told, strict=True)],
+            take=lambda: None if gpu is None else gpu.take(),
+        )
         made[0] = found.comm
         return found.problem
 
     trials = {
-        "ipc": lambda: peers.why_not_shared(driver, local_rank, processes.gather_here),
-        "mpi": lambda: _takes_device_memory(members, processes, driver),
+        "ipc": lambda: peers.why_not_shared(gpu, local_rank, processes.gather_here),
+        "mpi": lambda: _takes_device_memory(members, processes, gpu),
         "nccl": by_nccl,
     }
     return device_paths.settle(told, members, trials).of(members), made[0]
 
 
-def _takes_device_memory(members: Members, processes: Processes, driver: Driver | None) -> str:
+def _takes_device_memory(members: Members, processes: Processes, gpu: Gpu | None) -> str:
     """Why MPI takes no device memory, "" where it does on every host. Collective; one rank of each host asks."""
     transport, config = processes.transport, members.config
     workers = [rank for rank in members.workers if transport.hosts[rank] == transport.hosts[transport.rank]]
     answer = ""
     if workers and workers[0] == transport.rank:
-        found = cuda_aware.find_out(config.cuda_aware, 0 if driver is None else driver.number)
-        answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
+        try:
+            found = cuda_aware.find_out(config.cuda_aware, 0 if gpu is None else gpu.number)
+            answer = "" if found.aware else f"on {transport.hosts[transport.rank]} {found.why}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+            answer = f"on {transport.hosts[transport.rank]} the trial failed: {type(error).__name__}: {error}"
     return next((text.decode() for text in processes.gather(answer.encode()) if text), "")

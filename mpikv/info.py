@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mpikv import compiled, device_paths, placement_map, worker_device
 from mpikv._version import __version__
 from mpikv.collectives import nccl_introduction
-from mpikv.collectives.nccl import CupyNccl
+from mpikv.collectives.nccl import Nccl
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
 from mpikv.errors import ConfigError
 from mpikv.hostmemory import segment
@@ -27,6 +27,7 @@ from mpikv.placement import Members
 from mpikv.placement_map import ranges
 from mpikv.runtime import cuda_aware, cuda_driver, device_choice, interface, launcher, library
 from mpikv.server.roles import assign
+from mpikv.spaces.gpu import Gpu
 from mpikv.spec import parse as spec_of
 from mpikv.topology import pretended, topology
 
@@ -176,7 +177,7 @@ def _device_rows(comm: Any, hosts: list[str], config: Config) -> list[Row]:
     by_nccl = "some rank uses no GPU"
     if all(one.number is not None for one in told):
         number, names = found.told.number or 0, [f"rank {i} on {host}" for i, host in enumerate(hosts)]
-        by_nccl, _ = nccl_introduction.compare(lambda: CupyNccl(number), names, rank, comm.allgather)
+        by_nccl = nccl_introduction.why_not(lambda: Nccl(Gpu(number)), names, rank, comm.allgather)
     if rank:
         return []
     device = 0 if config.local_device == device_choice.AUTO else int(config.local_device)

@@ -170,7 +170,7 @@ def _create_distributed(name: str, spec: StoreSpec | None, config: Config, comm:
             memory = segment.on_all_hosts(memory, processes.gather)
     try:
         devices = [Told(**told[rank]["device"]) for rank in members.workers]
-        members, nccl = device_trials.settled(members, devices, memory, processes, found.driver)
+        members, nccl = device_trials.settled(members, devices, memory, processes, found.gpu)
     except MpikvError:
         transport.close()
         raise

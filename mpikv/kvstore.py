@@ -23,7 +23,6 @@ from mpikv.reductions import SUM, Reduction
 from mpikv.row_calls import RowCalls
 from mpikv.row_sparse import RowSparse, is_sparse
 from mpikv.session.base import NewKey, Pending, Session, Updater
-from mpikv.spaces.named import DEVICE
 from mpikv.strategies.base import Entry, Sink, Strategy
 from mpikv.strategies.states import load_file, save_file
 
@@ -344,10 +343,9 @@ class KVStore:
         self.strategy.allocate(f"{text}, but {why}" if why else text, 0)  # all workers learn of one that cannot
         if space is None or why:
             raise UnsupportedError(f"empty or zeros with device={shown(device)}: {why}")
-        made = space.empty_for_caller((n_elems,), dtype)
-        if zero:
-            (caller,) = spaces.callers([made])
-            spaces.write(DEVICE, caller, space.zeros(n_elems, dtype), "zeros")
+        with space.gpu.current(f"makes {text}"):
+            made = (space.cupy.zeros if zero else space.cupy.empty)(n_elems, dtype)
+            space.cupy.cuda.get_current_stream().synchronize()  # nobody knows in which stream the caller works
         return made
 
     def stats(self) -> dict[str, Any]:
@@ -358,9 +356,7 @@ class KVStore:
         Where there are row-sparse keys: row_bytes, the memory of the rows that this process owns and of their states (a
         server rank's are not counted). Where a GPU is used: copies_down (to the host), copies_up, copies_device and
         their bytes; device_bytes, the memory that the store holds there; with several workers device_path, how keys in
-        device memory travel, and device_path_reasons, why not by each of the better paths. Where large keys go another
-        path: device_path_large, and device_path_large_bytes, from how many bytes on. Where sums have NCCL's own bits:
-        device_path_bits, of which keys, and how to have the bits of the other paths.
+        device memory travel, and device_path_reasons, why not by each of the better paths.
 
         Where keys are compressed, and not by force: compressed_keys, a dict for each key by its name:
         codec; travels, 'encoded' or 'as it is'; encoded_s and plain_s, the seconds of a round when both were compared

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpikv.checks import shown
 from mpikv.keys import Key
 from mpikv.optimizers import Optimizer
@@ -48,7 +50,7 @@ class LocalUpdates:
         (caller,) = spaces.callers([weight])
         space = spaces.where(caller)
         held = spaces.in_place(space, caller, what)  # the updates are then made in the model's memory
-        if held is None or not held.flags.writeable:
+        if held is None or (isinstance(held, np.ndarray) and not held.flags.writeable):
             held = spaces.total(space, [caller], what, on_device=True)
         self._held[key] = held
         self._strategy.init([NewKey(key, tuple(weight.shape), held, space)])
@@ -57,10 +59,9 @@ class LocalUpdates:
         """Make one update of each key; each of its weights gets the new value."""
         spaces = self._spaces
         seen = [spaces.callers([update.grad, *update.weights]) for update in updates]
-        with spaces.together():
-            in_place = [
-                self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, seen, strict=True)
-            ]
+        in_place = [
+            self._apply(update.key, weight, grad) for update, (grad, weight, *_) in zip(updates, seen, strict=True)
+        ]
         for update, (_, *weights), done in zip(updates, seen, in_place, strict=True):
             for weight in weights[done:]:
                 space = self._session.infos[update.key].space

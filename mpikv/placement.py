@@ -20,13 +20,12 @@ The paths:
   keys of half precision, whose "codec" is to send them as they are, in place of `messages`.
 - `servers`: server ranks own the keys, or, in an asynchronous store without any, servers inside the workers.
 
-Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), large ones
-perhaps another than small ones. But for NCCL it is with the owners and the algorithm that they would have on the host,
-so that the bits are the same:
+Keys whose arrays are in GPUs' memory go the path that the workers settled on for them (device_paths.py), whose owners
+have parts of whole cache lines:
 
 - `ipc`: workers of one host add in each other's device memory.
+- `nccl`: by NCCL's collectives, which add in an order of their own.
 - `mpi`: as `messages`, of device memory.
-- `nccl`: by NCCL's collectives, with NCCL's bits.
 - `staged`: as one of the paths above, `Placement.host`, which values are copied to and from.
 
 Cost: one pass over the ranks. Input and output: none.
@@ -47,7 +46,7 @@ from mpikv.keys import KeyInfo, ShardPlan, even_bounds, plan_of_bounds, whole_bo
 from mpikv.topology import topology
 
 Path = Literal["direct", "hosted", "messages", "native", "encoded", "servers", "ipc", "mpi", "nccl", "staged"]
-DevicePath = Literal["ipc", "mpi", "nccl", "staged", "host"]  # "host": no key is in device memory
+DevicePath = Literal["ipc", "nccl", "mpi", "staged", "host"]  # "host": no key is in device memory
 EVENLY = -1  # told in place of a key's only owner: the key is cut evenly over all servers
 
 
@@ -119,10 +118,7 @@ def bounds_of(algorithm: str, n_elems: int, hosts: Sequence[str]) -> tuple[int, 
     return tuple(accumulate(lengths, initial=0))
 
 
-# From here on a key is large. A round by NCCL begins with some messages of a few bytes one after another, 2 for 2
-# workers and 5 for 16, of 10 to 50 us each between hosts: about as long as a link of 10 GB/s has with 1 MiB. So NCCL
-# would gain little below, and these keys keep the bits that they have everywhere. Reckoned, not measured on GPUs.
-LARGE_BYTES = 1 << 20
+CACHE_LINE_BYTES = 128  # of NVIDIA's GPUs
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,8 @@ class Members:
     """The ranks of a store and its settings, alike on every rank.
 
     hosts: of each rank of the transport. workers, servers: ranks of it, not always all. memory: whether the ranks of
-    each host can share memory, as far as known. device_path: of keys in device memory; large_device_path: of those of
-    at least LARGE_BYTES, where it is another one. device_reasons: why it is none of the better ones: pairs of a path
-    and a sentence.
+    each host can share memory, as far as known. device_path: of keys in device memory. device_reasons: why it is
+    none of the better ones: pairs of a path and a sentence.
     """
 
     hosts: tuple[str, ...]
@@ -143,7 +138,6 @@ class Members:
     memory: bool = True
     device_path: DevicePath = "host"
     device_reasons: tuple[tuple[str, str], ...] = ()
-    large_device_path: DevicePath | None = None
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -190,11 +184,8 @@ class Members:
         return "direct" if len(set(self.worker_hosts)) == 1 else "hosted"
 
     def device_path_of(self, info: KeyInfo) -> DevicePath:
-        """The path of a key in device memory; `host` for any other. Bytes are counted as they are added."""
-        if info.space != "device":
-            return "host"
-        large = info.n_elems * sum_dtype(info.dtype).itemsize >= LARGE_BYTES
-        return self.large_device_path if large and self.large_device_path is not None else self.device_path
+        """The path of a key in device memory; `host` for any other."""
+        return self.device_path if info.space == "device" else "host"
 
 
 # Pieces of a value, unless they are long. Each costs a server some 0.1 ms for each worker. And a short message waits
@@ -296,7 +287,7 @@ def place(
             return Placement("encoded", algorithm, tuple(range(size)), bounds, host=host, plain=plain)
         return Placement("staged", algorithm, tuple(range(size)), bounds, host="encoded")
     if way == "nccl":
-        algorithm = "nccl"
+        algorithm = "nccl" if updated else "nccl_allreduce"
     elif members.path == "direct" or way == "ipc":
         # A call that does not go the direct way must add in the same order: it is a matter of time which way it goes.
         algorithm = "naive"
@@ -306,14 +297,29 @@ def place(
             forced = "auto"
         n_bytes = info.n_elems * sum_dtype(info.dtype).itemsize
         algorithm = choose(n_bytes, size, forced, members.worker_hosts)
+        if way == "mpi" and forced == "auto" and algorithm == "hierarchical":
+            algorithm = "ring"  # in long messages: a GPU is slow to begin each, and MPI copies within a host by itself
     if whole:
         bounds = whole_bounds(info.n_elems, size, info.id % most_owners(algorithm, size))
+    elif way in {"ipc", "nccl", "mpi"} and algorithm != "hierarchical":
+        bounds = _device_bounds(info, most_owners(algorithm, size), size)
     else:
         bounds = bounds_of(algorithm, info.n_elems, members.worker_hosts)
     path: Path = on_host if way == "host" else way
     if way == "ipc" and size == 1:
         path = "messages"  # of which there are none
     return Placement(path, algorithm, tuple(range(size)), bounds, host=on_host if way == "staged" else None)
+
+
+def _device_bounds(info: KeyInfo, owners: int, size: int) -> tuple[int, ...]:
+    """Parts that begin at whole cache lines of a GPU, so that it loads and stores by its widest words.
+
+    All have one length but the last ones, which may be empty: NCCL wants one length, and pads these.
+    """
+    step = max(1, CACHE_LINE_BYTES // info.dtype.itemsize)
+    length = -(-info.n_elems // (owners * step)) * step
+    core = tuple(min(i * length, info.n_elems) for i in range(owners + 1))
+    return core + (info.n_elems,) * (size + 1 - len(core))
 
 
 def _plain_way(members: Members, info: KeyInfo, on_host: Path, bounds: Sequence[int]) -> tuple[Path, str] | None:

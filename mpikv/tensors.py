@@ -10,6 +10,7 @@ What either library has on another device is copied to the host, and back.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from typing import Any
@@ -146,11 +147,18 @@ def empty_like(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
             return None
         with cupy.cuda.Device(next(iter(like.devices())).local_hardware_id):
             return cupy.empty(shape, dtype)
-    if cupy is not None and isinstance(like, cupy.ndarray):
+    if _is_numbas(like):
+        return None if dtype == BFLOAT16 else sys.modules["numba"].cuda.device_array(shape, dtype)
+    if hasattr(like, "__array_function__"):  # CuPy's, which takes the shape () for none
         with like.device:
-            return cupy.empty(shape, dtype)
+            return np.empty_like(like, shape=(math.prod(shape),), dtype=dtype).reshape(shape)
     namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
     return namespace.empty(shape, dtype=dtype, device=like.device) if hasattr(namespace, "empty") else None
+
+
+def _is_numbas(array: Any) -> bool:
+    """Return whether it is an array of Numba's on a GPU."""
+    return type(array).__module__.startswith("numba.cuda.")
 
 
 def adopted(array: Any, like: Any) -> Any:
@@ -183,10 +191,11 @@ def _new_like(host: HostArray, like: Any, what: str) -> Any:
         # Where nobody has put `like` on a device, or its placement may not fit this shape, JAX decides.
         placed = getattr(like, "committed", True) and like.shape == host.shape
         return sys.modules["jax"].device_put(host, like.sharding if placed else None)
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(like, cupy.ndarray):
+    if _is_numbas(like):
+        return sys.modules["numba"].cuda.to_device(host)
+    if hasattr(like, "__array_function__") and hasattr(like, "__cuda_array_interface__"):
         with like.device:
-            return cupy.asarray(host)
+            return np.asarray(host, like=like)
     if hasattr(like, "__array_namespace__"):
         return like.__array_namespace__().asarray(host, device=like.device)
     raise UnsupportedError(

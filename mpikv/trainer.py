@@ -190,8 +190,11 @@ class Trainer(TrainerFiles):
         dense = [name for name in trained if name not in self._sparse]
         if self._store is not None:
             warn_of_codec(self._store, self._optimizer, [self._keys[name] for name in trained])
-        if self._store is not None and self._store.session.shares_memory:
-            place_gradients(self._store, self._params, dense, self._keys)
+        self._in_memory = self._store is not None and self._store.session.adds_in_memory(
+            [self._keys[name] for name in dense]
+        )
+        if self._store is not None and self._in_memory:
+            place_gradients(self._store, self._params, dense)
         elif self._store is not None:
             # A backward pass comes to the last parameters first.
             self._bucketed = list(reversed(dense))
@@ -207,8 +210,8 @@ class Trainer(TrainerFiles):
         then the sum over the workers will be written into it, before `step` returns. Does not wait for other workers.
 
         `step` sends every gradient that was not handed over. It also sends those of the first step, if no batch_size
-        was given here, and all gradients where the workers are on one host and share memory: there no link has to be
-        kept busy, and one call for all of them is faster.
+        was given here, and all gradients in host memory where the workers are on one host and share it: there no link
+        has to be kept busy, and one call for all of them is faster.
 
         Raises ValueError for a parameter that is not this trainer's, one handed over before in this step, a missing
         gradient, or a batch_size other than that of gradients handed over before.
@@ -227,7 +230,7 @@ class Trainer(TrainerFiles):
         if name in self._handed:
             raise ValueError(f"push_grad: the gradient of {shown(name)} was handed over already; `step` comes next")
         batch_size = self._batch_size if batch_size is None else batch_size
-        if self._store is None or self._is_frozen(name) or batch_size is None or self._store.session.shares_memory:
+        if self._store is None or self._is_frozen(name) or batch_size is None or self._in_memory:
             return
         if self._shares.joined or name not in self._trainable:  # `step` knows the number of examples, or what is wrong
             return

@@ -13,7 +13,6 @@ from mpikv.kvstore import KVStore
 from mpikv.optimizers import Optimizer
 from mpikv.optimizers.adam import RunningMeans
 from mpikv.parameter import list_data, place_grad
-from mpikv.spaces.named import DEVICE
 
 
 def store_of(kvstore: KVStore | str | None, several_devices: bool) -> KVStore | None:
@@ -56,21 +55,17 @@ def warn_of_codec(store: KVStore, optimizer: Optimizer, keys: Sequence[Key]) -> 
             notices.warn_of_codec(compression.of_text(codec).push.name)
 
 
-def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str], keys: Mapping[str, Key]) -> None:
-    """Put the gradients into memory of the store, side by side, where no copy of them is needed.
+def place_gradients(store: KVStore, params: Mapping[str, Any], trained: Sequence[str]) -> None:
+    """Put the gradients into memory that the host's workers share, side by side, where no copy of them is needed.
 
-    That of NumPy and PyTorch parameters in host memory into what the host's workers share, that of parameters on the
-    store's GPU into its memory there. There is a place for each parameter, also for one that this worker has on another
-    device than the key: all workers must allocate alike, and host memory that nobody writes to takes no room.
+    There is a place for each parameter, also for one that this worker has on another device than its key: all workers
+    must allocate alike, and memory that nobody writes to takes no room.
     """
-    kinds: dict[tuple[str, str], list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     for name in trained:
         _, dtype = arrays.shape_and_dtype(list_data(params[name])[0], f"parameter {shown(name)}")
-        kinds.setdefault((store.session.infos[keys[name]].space, str(dtype)), []).append(name)
-    for (space, dtype_name), names in sorted(kinds.items()):
+        kinds.setdefault(str(dtype), []).append(name)
+    for dtype_name, names in sorted(kinds.items()):
         shapes = [tuple(list_data(params[name])[0].shape) for name in names]
-        if space == DEVICE:  # where not every library has a name for bfloat16, but all have 16 bits
-            dtype_name = "float16" if dtype_name == "bfloat16" else dtype_name  # noqa: PLW2901
-        places = store.zeros(shapes, dtype_name, device=store.device if space == DEVICE else None)
-        for name, memory in zip(names, places, strict=True):
+        for name, memory in zip(names, store.zeros(shapes, dtype_name), strict=True):
             place_grad(params[name], memory)

@@ -20,7 +20,7 @@ from mpikv.errors import ConfigError, MpikvError, UnsupportedError
 from mpikv.runtime import cuda_driver, device_choice
 from mpikv.spaces.callers import gpu_of
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.named import Spaces
 from mpikv.spec import StoreSpec
 
@@ -28,18 +28,18 @@ CUPY = "cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 
 
 class Found(NamedTuple):
-    """driver: of the GPU, None where none is used. told: what the other ranks are told of it. warning: for the user."""
+    """gpu: None where none is used. told: what the other ranks are told of it. warning: for the user."""
 
-    driver: Driver | None = None
+    gpu: Gpu | None = None
     told: Told = Told()
     warning: str = ""
 
     @property
     def spaces(self) -> Spaces:
         """For a store of this worker: a device's where there is one."""
-        if self.driver is None:
+        if self.gpu is None:
             return Spaces(missing=self.told.why_none or Spaces.missing)
-        return Spaces(device=DeviceSpace(self.driver))
+        return Spaces(device=DeviceSpace(self.gpu))
 
 
 def asks(spec: StoreSpec | None, config: Config, modules: Mapping[str, Any] | None = None) -> str:
@@ -75,11 +75,11 @@ def find(
     *,
     modules: Mapping[str, Any] | None = None,
     ask: Callable[[], cuda_driver.Devices] = cuda_driver.ask,
-    open_driver: Callable[[int], Driver] | None = None,
+    open_gpu: Callable[[int], Gpu] | None = None,
 ) -> Found:
     """The GPU of a rank. spec: None for a program that is only a server. local_rank: among the ranks of its host.
 
-    ask, open_driver: of CUDA's driver, and of one GPU, for tests. Never raises: what is wrong is told to all.
+    ask, open_gpu: of CUDA's driver, and of one GPU, for tests. Never raises: what is wrong is told to all.
     """
     asker = asks(spec, config, modules)
     if not asker:
@@ -89,16 +89,16 @@ def find(
         number = device_choice.choose(config.local_device, local_rank, len(gpus.names))
         if number is None:
             return Found(told=Told(why_none=gpus.problem))
-        if open_driver is None and not cuda_driver.has_cupy():
+        if open_gpu is None and not cuda_driver.has_cupy():
             why = f"CuPy is not installed (pip install {CUPY})"
             text = f"mpikv: {asker} asks for a GPU, and {why}: keys are in host memory"
             return Found(told=Told(why_none=why), warning=text if asker.startswith(("the type", "MPIKV")) else "")
-        driver = (open_driver or _cupy_driver)(number)
+        gpu = (open_gpu or Gpu)(number)
     except ConfigError as error:
         return Found(told=Told(error=str(error)))
     except MpikvError as error:
         return Found(told=Told(why_none=str(error)))
-    return Found(driver, Told(driver.number, driver.uuid, driver.name, why_none=""))
+    return Found(gpu, Told(gpu.number, gpu.uuid, gpu.name, why_none=""))
 
 
 def spaces_for(arrays: Iterable[Any]) -> Spaces:
@@ -108,19 +108,13 @@ def spaces_for(arrays: Iterable[Any]) -> Spaces:
     """
     number = next((found for found in map(gpu_of, arrays) if found is not None), None)
     try:
-        return Spaces() if number is None else Spaces(device=DeviceSpace(open_driver(number)))
+        return Spaces() if number is None else Spaces(device=DeviceSpace(open_gpu(number)))
     except MpikvError as error:
         return Spaces(missing=str(error))
 
 
-def open_driver(number: int) -> Driver:
-    """The driver of one of the GPUs that this process sees. Raises MpikvError where there is none."""
+def open_gpu(number: int) -> Gpu:
+    """One of the GPUs that this process sees. Raises MpikvError where there is none."""
     if not cuda_driver.has_cupy():
         raise UnsupportedError(f"CuPy is not installed (pip install {CUPY})")
-    return _cupy_driver(number)
-
-
-def _cupy_driver(number: int) -> Driver:
-    from mpikv.spaces.cupy_driver import CupyDriver  # noqa: PLC0415 - it imports CuPy
-
-    return CupyDriver(number)
+    return Gpu(number)

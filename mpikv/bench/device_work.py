@@ -2,7 +2,7 @@
 
 A run is several of these pieces, one behind the other, so that beginning one costs nothing while another is under way;
 times are of one of them. The limit is `device_limits.work_limit`: what must be read and written, at the rate at which
-the GPU copies, measured in between.
+the GPU copies, measured just before.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpikv.arrays import HostArray
 from mpikv.bench.device_limits import work_limit
-from mpikv.bench.device_probes import DeviceProbes
-from mpikv.bench.gpu import Gpu
+from mpikv.bench.device_probes import device_rates
+from mpikv.bench.gpu import finish
 from mpikv.bench.measure import Contender, measure
 from mpikv.bench.report import microseconds
 from mpikv.bench.session import Session
 from mpikv.bench.sizes import short
+from mpikv.spaces.device import DeviceSpace
 from mpikv.tables import Column, Table
 
 IN_A_ROW = 8
@@ -27,7 +30,7 @@ IN_A_ROW = 8
 class WorkRow:
     """One of them. Times in seconds. n_bytes: of the values. moved_bytes: read and written at least.
 
-    wrong: on how many ranks the bits are not the host's.
+    wrong: on how many ranks results are not those of the host, or not near enough.
     """
 
     what: str
@@ -58,23 +61,20 @@ def table(of: str, width: int) -> Table:
 
 
 def measured(
-    session: Session, gpu: Gpu, stream: int, what: str, work: Callable[[], None], *, n_bytes: int, moved_bytes: int
+    session: Session, space: DeviceSpace, what: str, work: Callable[[], object], *, n_bytes: int, moved_bytes: int
 ) -> WorkRow:
-    """Measure a piece of work, which is put into `stream`. Collective."""
+    """Measure a piece of work, which is put into the store's stream. Collective."""
 
-    def several() -> None:
-        for _ in range(IN_A_ROW):
-            work()
-        gpu.finish(stream)
+    def several(times: int = IN_A_ROW) -> None:
+        with space.here():
+            for _ in range(times):
+                work()
+        finish(space.gpu, space.stream)
 
-    work()
-    gpu.finish(stream)
-    probes = DeviceProbes(session.job, n_bytes, session.dtype, gpu)
-    contenders = [Contender(what, _nothing, several), *probes.contenders()]
-    results = {one.what: one for one in measure(session.job.comm, contenders, session.plan)}
-    probes.rates(results)
-    probes.close()
-    times, limit = results[what].summary, work_limit(moved_bytes, probes.device_rates)
+    several(1)
+    rates = device_rates(session.job, space.gpu, n_bytes)
+    (result,) = measure(session.job.comm, [Contender(what, _nothing, several)], session.plan)
+    times, limit = result.summary, work_limit(moved_bytes, rates)
     median_s = times.median_s / IN_A_ROW
     return WorkRow(
         what=what,
@@ -86,7 +86,7 @@ def measured(
         limit_s=limit.time_s,
         limit_by=limit.by,
         limit_percent=100 * limit.time_s / median_s,
-        copy_bytes_per_s=probes.device_rates.copy_bytes_per_s,
+        copy_bytes_per_s=rates.copy_bytes_per_s,
         wrong=0,
     )
 
@@ -95,13 +95,16 @@ def _nothing() -> None:
     pass
 
 
-def same_bits(found: HostArray, expected: HostArray) -> bool:
-    """Whether two arrays are equal in every bit."""
-    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+def differs(found: HostArray, expected: HostArray) -> float:
+    """Return by how much two arrays differ at most, as a part of the largest number that is expected."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return float("inf")
+    away, largest = (float(np.max(np.abs(one.astype(np.float64)), initial=0)) for one in (found - expected, expected))
+    return away / largest if away else 0.0
 
 
 def line(of: Table, row: WorkRow) -> str:
-    """Return a row of the table; bits that are not the host's are said at its end."""
+    """Return a row of the table; results that are wrong are said at its end."""
     return of.line(
         short(row.n_bytes),
         row.what,
@@ -111,5 +114,5 @@ def line(of: Table, row: WorkRow) -> str:
         f"{2 * row.copy_bytes_per_s / 1e9:.1f}",
         row.limit_by,
         f"{row.limit_percent:.0f}",
-        end="  WRONG: not the bits of the host" if row.wrong else "",
+        end="  WRONG: not what the host comes to" if row.wrong else "",
     )

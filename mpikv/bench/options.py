@@ -232,7 +232,7 @@ def _optimizers(kinds: Any) -> None:
         "optimizers",
         "each optimizer's update on a GPU, against a copy there",
         "Update one weight on the GPU with each optimizer, beside how long the GPU needs to copy as much as the update "
-        "must read and write. The bits are compared with those of the host.",
+        "must read and write. What it comes to is compared with the host's.",
     )
     parser.add_argument("--bytes", type=size, default="256M", metavar="SIZE", help="of the weight (default 256M)")
     parser.add_argument(

@@ -22,19 +22,18 @@ import torch
 
 from mpikv import kv
 from mpikv.bench import plot, torch_models, train_report
-from mpikv.bench.gpu import device_store, open_gpu
+from mpikv.bench.gpu import device_store, open_space
 from mpikv.bench.job import Job
 from mpikv.bench.measure import iterations_for
 from mpikv.bench.options import TRAIN_VERSUS, TRAINED
 from mpikv.bench.session import Session
 from mpikv.bench.statistics import ratios, summarise
 from mpikv.bench.train_report import TrainRow
-from mpikv.bench.train_ways import DDP_TITLES, OWN_TITLES, WAYS, Alone, RawEach, Work
+from mpikv.bench.train_ways import WAYS, Alone, RawEach, Work
 from mpikv.errors import ConfigError
 from mpikv.kvstore import KVStore
 
 BATCHES = {"cpu": (4, 32), "cuda": (128,)}
-GOAL = 1.05  # of a step on a GPU: times the step without any exchange, at most
 TOLERANCE = 1e-4  # of what the weights have moved
 ROUNDINGS = 8  # how many times as far as one rounding of the first weights leads: a step has a few roundings more
 
@@ -77,8 +76,6 @@ def run(session: Session) -> None:
             session.rows += rows
             session.lines(train_report.line, rows)
             session.progress.update(1)
-            if options.device:
-                session.progress.say(*(f"# {line}" for line in goal_lines(rows)))
 
 
 def _store_and_device(job: Job, *, on_gpu: bool) -> tuple[KVStore, torch.device]:
@@ -89,24 +86,9 @@ def _store_and_device(job: Job, *, on_gpu: bool) -> tuple[KVStore, torch.device]
     if not job.comm.allreduce(int(torch.cuda.is_available())) == job.size:
         raise ConfigError(f"--device: torch {torch.__version__} sees no GPU on some rank; another build of it may")
     store = device_store(job)
-    device = torch.device("cuda", open_gpu(job, store).driver.number)
+    device = torch.device("cuda", open_space(job, store).device)
     torch.cuda.set_device(device)
     return store, device
-
-
-def goal_lines(rows: Sequence[TrainRow]) -> list[str]:
-    """Say how the store's ways compare with what is to be reached on a GPU: the step alone, and DDP."""
-    ddp = [row.median_s for row in rows if row.what in DDP_TITLES]
-    lines = []
-    for row in rows:
-        if row.what in OWN_TITLES:
-            said = f"{row.what}, batch {row.batch}: {row.ratio_to_alone:.3f} times the step alone; to reach: {GOAL}"
-            if row.ratio_to_alone > GOAL:
-                said += ", NOT REACHED"
-            if ddp:
-                said += f"; {row.median_s / min(ddp):.3f} times DDP; to reach: 1"
-            lines.append(said)
-    return lines
 
 
 def _compare(

@@ -229,5 +229,3 @@ WAYS: Mapping[str, type[Alone]] = {
     "raw": RawFlat,
     "raw-each": RawEach,
 }
-OWN_TITLES = (Model.title, Optimizer.title, OnTrainer.title)
-DDP_TITLES = (DdpGloo.title, DdpNccl.title)

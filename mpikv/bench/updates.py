@@ -1,7 +1,7 @@
 """`mpikv bench optimizers`: each optimizer's update on the GPU, beside a copy on it (device_work.py).
 
-Before that, an update of a short weight is compared with the host's, bit by bit: the weight and all states, after some
-steps. An optimizer whose formula no kernel can hold is updated on the host, which its figures show.
+Before that, some updates of a short weight are compared with the host's: the weight and all states, which may differ by
+some units in the last place of the largest number among them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from ml_dtypes import finfo
 
 from mpikv import optimizers
 from mpikv.bench.device_limits import update_bytes
-from mpikv.bench.device_work import WorkRow, line, measured, same_bits, table
-from mpikv.bench.gpu import Gpu, device_store, open_gpu
+from mpikv.bench.device_work import WorkRow, differs, line, measured, table
+from mpikv.bench.gpu import device_store, open_space
 from mpikv.bench.session import Session
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.step import State
+from mpikv.spaces.device import DeviceSpace
 
-GOAL = 0.8  # of the copy bandwidth
-SHORT_ELEMS, STEPS = (1 << 16) + 3, 3  # of the comparison with the host
+SHORT_ELEMS, STEPS, UNITS = (1 << 16) + 3, 3, 64  # of the comparison with the host
 TABLE = table("optimizer", 12)
 
 
@@ -29,33 +30,32 @@ def run(session: Session) -> None:
     """Measure what the options ask for. Collective."""
     job, options = session.job, session.options
     with device_store(job) as store:
-        gpu = open_gpu(job, store)
-        session.note(f"GPU {gpu.driver.number} of rank 0: {gpu.driver.name}; to reach: {100 * GOAL:.0f} % of the limit")
-        space = store.session.spaces.device
+        space = open_space(job, store)
+        session.note(f"GPU {space.device} of rank 0: {space.gpu.name}")
         session.titles(TABLE)
         for name in options.optimizers or optimizers.names():
-            row = _one(session, gpu, space, name)
+            row = _one(session, space, name)
             session.rows.append(row)
             session.lines(lambda one: line(TABLE, one), [row])
             session.progress.update(1)
 
 
-def _one(session: Session, gpu: Gpu, space: Any, name: str) -> WorkRow:
+def _one(session: Session, space: DeviceSpace, name: str) -> WorkRow:
     """Measure one optimizer. Collective."""
-    job, dtype = session.job, session.dtype
     session.progress.update(what=name)
-    wrong = job.comm.allreduce(int(not has_bits_of_host(space, name, dtype)))
-    n_elems = session.options.bytes // dtype.itemsize
-    weight, grad = space.zeros(n_elems, dtype), space.zeros(n_elems, dtype)
+    wrong = session.job.comm.allreduce(int(session.options.check and not is_right(space, name, session.dtype)))
+    n_elems = session.options.bytes // session.dtype.itemsize
+    weight, grad = (space.zeros(n_elems, session.dtype) for _ in range(2))
     optimizer = optimizers.create(name)
-    state = optimizer.update(0, weight, grad, optimizer.init(weight))
+    with space.here():
+        state = optimizer.update(0, weight, grad, optimizer.init(weight))
     moved = update_bytes(grad.nbytes, [weight.nbytes, *(array.nbytes for array in arrays_of(state).values())])
 
     def update() -> None:
         nonlocal state
         state = optimizer.update(0, weight, grad, state)
 
-    row = measured(session, gpu, space.stream, name, update, n_bytes=weight.nbytes, moved_bytes=moved)
+    row = measured(session, space, name, update, n_bytes=weight.nbytes, moved_bytes=moved)
     return replace(row, wrong=wrong)
 
 
@@ -64,8 +64,8 @@ def arrays_of(state: State | None) -> Mapping[str, Any]:
     return {name: value for name, value in (state or {}).items() if hasattr(value, "nbytes")}
 
 
-def has_bits_of_host(space: Any, name: str, dtype: np.dtype[np.generic]) -> bool:
-    """Whether some updates on the GPU end with the weight and the states of those on the host."""
+def is_right(space: DeviceSpace, name: str, dtype: np.dtype[np.generic]) -> bool:
+    """Whether some updates on the GPU end near the weight and the states of those on the host."""
     generator = np.random.default_rng(0)
     start, *grads = [generator.standard_normal(SHORT_ELEMS).astype(dtype) for _ in range(1 + STEPS)]
 
@@ -76,5 +76,7 @@ def has_bits_of_host(space: Any, name: str, dtype: np.dtype[np.generic]) -> bool
         return {"": weight, **arrays_of(state)}
 
     expected = ends_with(start.copy(), optimizers.create(name), grads)
-    found = ends_with(space.from_host(start), optimizers.create(name), [space.from_host(grad) for grad in grads])
-    return all(same_bits(space.to_host(found[key]), expected[key]) for key in expected)
+    with space.here():
+        found = ends_with(space.from_host(start), optimizers.create(name), [space.from_host(grad) for grad in grads])
+        near = UNITS * float(finfo(dtype).eps)  # type: ignore[no-untyped-call]
+        return all(differs(space.to_host(found[key]), expected[key]) <= near for key in expected)

@@ -9,6 +9,10 @@ piece of each key: named arrays, so that it can be saved, cut and sent like an o
 
 `decode` writes in the dtype that the key is added in. So a push that comes in fewer bits is widened by the same pass
 that decodes it, and one that comes in that dtype is added where it lies, without a copy and without `decode`.
+
+Arrays are NumPy's; or CuPy's, on one GPU, where a codec says `on_device`. Its formulas are the same: NumPy's functions
+call CuPy's. There nothing may ask for a value on the host, which would wait for the GPU, and no number of launches may
+grow with the length. What travels begins at a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs.on_device import OnDevice
 from mpikv.errors import MpikvError
 
 State = dict[str, HostArray]
-"""What a codec remembers of a piece, by name. "residual": (n,) float32, what earlier pushes of the piece still owe."""
+"""What a codec remembers of a piece, by name. "residual": (n,) float32, what earlier pushes of the piece still owe.
+
+Arrays are of the kind of the values, but for those that are named in `host_state`.
+"""
 
 
 class Codec(ABC):
@@ -34,6 +40,8 @@ class Codec(ABC):
     rounds: ClassVar[bool] = False  # without a state, and each value comes out near what it was: weights may go so
 
     has_residual: ClassVar[bool] = False  # whether its own state keeps what it has lost, as error feedback does
+    on_device: ClassVar[bool] = False  # whether its functions work on CuPy's arrays as they do on NumPy's
+    host_state: ClassVar[tuple[str, ...]] = ()  # what stays NumPy's of the state, wherever the values are
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
         """What values of `dtype` travel as: one number of this dtype for each. None: bytes that mean nothing alone."""
@@ -61,26 +69,22 @@ class Codec(ABC):
         """The codec of keys of this shape; itself, where that makes no difference."""
         return self
 
-    def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
-        """How it works in device memory, for keys of this dtype; None: those are encoded on the host."""
-        return None
-
     def init(self, n_elems: int) -> State:
-        """The state before the first push of a piece of n values."""
+        """The state before the first push of a piece of n values, in NumPy's arrays; see `state_like`."""
         return {}
 
     @abstractmethod
     def encode(self, values: HostArray, state: State) -> HostArray:
         """What travels of (n,) contiguous values: a contiguous array of `wire_bytes` bytes; it may be `values`.
 
-        state: that of the piece, changed in place.
+        It is where the values are. state: that of the piece, changed in place.
         """
 
     @abstractmethod
     def decode(self, data: HostArray, out: HostArray) -> None:
         """Write the values into `out`, (n,) in the dtype they are added in. data: of the wire's dtype, or uint8.
 
-        Raises MpikvError where `data` is not as long as n values are, or cannot come from `encode`.
+        Raises MpikvError by `check`.
         """
 
     def add(self, data: HostArray, out: HostArray) -> None:
@@ -95,8 +99,17 @@ class Codec(ABC):
         self.decode(data, values)
         out -= values
 
-    def check_bytes(self, data: HostArray, n_elems: int) -> None:
-        """Raise MpikvError where `data` is not as long as n values are on their way."""
+    def check(self, data: HostArray, n_elems: int) -> None:
+        """Raise MpikvError where `data` cannot come from `encode` of n values: by its length, if by nothing else.
+
+        Of data on a GPU nothing but the length is known. So who brings a message there asks before that.
+        """
         expected = self.wire_bytes(n_elems, self.wire_dtype(data.dtype) or np.dtype(np.float32))
         if data.nbytes != expected:
             raise MpikvError(f"{self!r}: {n_elems} values travel as {expected} bytes, and {data.nbytes} bytes are here")
+
+
+def state_like(codec: Codec, state: State, values: HostArray) -> State:
+    """Return the state with arrays of the kind of `values`, where the codec has them so; brought there, if need be."""
+    kept = codec.host_state
+    return {name: array if name in kept else np.asarray(array, like=values) for name, array in state.items()}

@@ -1,19 +1,20 @@
 """What codecs have in common that work on a block of a piece at a time.
 
 A pass of NumPy over a long array waits for memory, and one over a block that stays in a core's cache does not. So each
-of these codecs does all its passes over one block before it goes on to the next. Values are taken as float32: float64
-is rounded to it, which is what travels in any case; float16 and bfloat16 are widened.
+of these codecs does all its passes over one block before it goes on to the next. On a GPU all is one block. Values are
+taken as float32: float64 is rounded to it, which is what travels in any case; float16 and bfloat16 are widened.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from mpikv import compiled
-from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
 from mpikv.checks import number
 from mpikv.codecs.base import Codec, State
 
@@ -22,10 +23,20 @@ FLOAT32 = np.dtype(np.float32)
 _LOOPS = {np.dtype(np.float16): "fp16 add", BFLOAT16: "bf16 add"}
 
 
-def spans(n_elems: int, step: int = BLOCK_ELEMS) -> Iterator[slice]:
+def spans(n_elems: int, step: int) -> Iterator[slice]:
     """Cut n elements into blocks of `step`, the last one shorter."""
-    for begin in range(0, n_elems, step):
+    for begin in range(0, n_elems, max(step, 1)):
         yield slice(begin, min(begin + step, n_elems))
+
+
+def step_of(array: HostArray, n_elems: int, step: int = BLOCK_ELEMS) -> int:
+    """Return how many of n elements are worked on at a time: on a GPU all, since each block would be launches more."""
+    return min(n_elems, step) if isinstance(array, np.ndarray) else n_elems
+
+
+def empty(array: HostArray, n_elems: int, dtype: Any) -> HostArray:
+    """Return new memory where `array` is."""
+    return np.empty_like(array, dtype, shape=(n_elems,))
 
 
 def as_float32(values: HostArray) -> HostArray:
@@ -45,8 +56,8 @@ def forget_what_is_not_finite(residual: HostArray) -> None:
     """Set what is NaN or infinite to 0: no later push could make up for it, and it would stay for ever."""
     if not compiled.run("finite", residual):
         finite = np.isfinite(residual)
-        if not finite.all():
-            residual[~finite] = 0.0
+        if not (isinstance(finite, np.ndarray) and finite.all()):
+            np.copyto(residual, np.float32(0), where=~finite)
 
 
 def positive(what: str, value: object) -> float:
@@ -81,18 +92,20 @@ class InBlocks(Codec):
     def add(self, data: HostArray, out: HostArray) -> None:
         """Add each block while it is in the cache."""
         for part, values in self._left(data, 1.0, fresh=False, out=out):
-            out[part] += values
+            total = out[part]
+            total += values
 
     def subtract(self, data: HostArray, out: HostArray) -> None:
         """Subtract each block while it is in the cache."""
         for part, values in self._left(data, -1.0, fresh=False, out=out):
-            out[part] -= values
+            total = out[part]
+            total -= values
 
     def _left(
         self, data: HostArray, factor: float, *, fresh: bool, out: HostArray
     ) -> Iterable[tuple[slice, HostArray]]:
         """Return the blocks that no compiled loop has done: none or all."""
-        self.check_bytes(data, out.size)
+        self.check(data, out.size)
         return () if self.run(data, factor, fresh=fresh, out=out) else self.blocks(data, out.size)
 
 
@@ -108,5 +121,5 @@ class Numbers(InBlocks):
         return loop is not None and compiled.run(loop, data.view(np.uint16), np.float32(factor), fresh, out)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """All in one: NumPy widens a few thousand at a time, in its own buffer."""
-        yield slice(n_elems), data
+        """All in one: NumPy widens a few thousand at a time, in its own buffer. CuPy's sums have one dtype."""
+        yield slice(n_elems), data if isinstance(data, np.ndarray) else data.astype(sum_dtype(data.dtype), copy=False)

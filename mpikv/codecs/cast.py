@@ -15,21 +15,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpikv import compiled
-from mpikv.arrays import BFLOAT16, HostArray
+from mpikv.arrays import BFLOAT16, HostArray, sum_dtype
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, Numbers
-from mpikv.codecs.on_device import Elements
-from mpikv.spaces.tracing import where_positive
+from mpikv.codecs.blocks import BLOCK_ELEMS, Numbers, empty
 
 FLOAT16 = np.dtype(np.float16)
-LARGEST = float(np.finfo(np.float16).max)
+LARGEST = np.finfo(np.float16).max
 _MAGNITUDE, _INFINITE = np.uint16(0x7FFF), 0x7C00
 
 
 class _Cast(Numbers):
     """What the two have in common."""
 
-    rounds = True
+    rounds = on_device = True
     half: ClassVar[np.dtype[Any]]
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -49,21 +47,14 @@ class _Cast(Numbers):
         """Round each; those that are in half precision are returned themselves."""
         if values.dtype == self.half:
             return values
-        data = np.empty(values.size, self.half)
+        data = empty(values, values.size, self.half)
         if not self._run(values, data.view(np.uint16)):
-            self._round(values, data)
+            self._round(values.astype(sum_dtype(values.dtype), copy=False), data)
         return data
 
     @abstractmethod
     def _run(self, values: HostArray, data: HostArray) -> bool:
         """Do so by a compiled loop, if there is one."""
-
-    def on_device(self, dtype: np.dtype[Any]) -> Elements:
-        """Rounded, and widened."""
-        return Elements(dtype, False, self.half, self._rounded, lambda data: data.astype(FLOAT32))
-
-    def _rounded(self, values: Any) -> Any:
-        return values.astype(self.half, copy=False)
 
     def _round(self, values: HostArray, data: HostArray) -> None:
         np.copyto(data, values, casting="unsafe")
@@ -79,23 +70,16 @@ class Float16(_Cast):
     def _run(self, values: HostArray, data: HostArray) -> bool:
         return compiled.run(self.name, values, compiled.LARGEST, data)
 
-    def _rounded(self, values: Any) -> Any:
-        if values.dtype == self.half:
-            return values
-        wide = values.astype(FLOAT32) if values.dtype.itemsize < FLOAT32.itemsize else values
-        within = np.minimum(np.maximum(wide, -LARGEST), LARGEST)
-        finite = np.inf - np.absolute(wide)  # above 0; else NaN
-        return where_positive(finite, within, wide).astype(self.half)
-
     def _round(self, values: HostArray, data: HostArray) -> None:
         """A finite number that float16 cannot hold is sent as the largest that it can."""
         with np.errstate(over="ignore"):
             super()._round(values, data)
         # As integers without the sign the infinities come after all finite numbers, and a maximum is cheap.
-        if data.size and int((data.view(np.uint16) & _MAGNITUDE).max()) >= _INFINITE:
-            beyond = np.isinf(data)
-            beyond &= np.isfinite(values)
-            data[beyond] = np.copysign(LARGEST, values[beyond]).astype(FLOAT16)
+        if isinstance(data, np.ndarray) and int((data.view(np.uint16) & _MAGNITUDE).max(initial=0)) < _INFINITE:
+            return
+        beyond = np.isinf(data)
+        beyond &= np.isfinite(values)
+        np.copyto(data, np.copysign(LARGEST, data), where=beyond)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def wire_of(info: KeyInfo) -> Wire:
     travels = of_text(info.codec)
     push_bytes, pull_bytes = (codec.wire_bytes(info.n_elems, info.dtype) for codec in (travels.push, travels.pull))
     codec, back = travels.push != IDENTITY, travels.pull != IDENTITY
-    on_device = (codec or back) and all(one.on_device(info.dtype) is not None for one in (travels.push, travels.pull))
+    on_device = (codec or back) and all(one.on_device for one in (travels.push, travels.pull))
     step = math.lcm(travels.push.row_elems, travels.pull.row_elems)
     return Wire(push_bytes, pull_bytes, codec, back, travels.force, on_device, step)
 

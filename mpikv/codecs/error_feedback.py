@@ -29,8 +29,7 @@ import numpy as np
 from mpikv.arrays import BFLOAT16, HostArray
 from mpikv.checks import shown
 from mpikv.codecs.base import Codec, State
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, residual_of, spans
-from mpikv.codecs.on_device import OnDevice
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, residual_of, spans, step_of
 
 STEPS = 2  # of the codec at a time: they still stay in the cache, and Python's own time is spent half as often
 _FLOATS = (np.dtype(np.float16), BFLOAT16, FLOAT32, np.dtype(np.float64))
@@ -49,7 +48,8 @@ class ErrorFeedback(Codec):
             raise TypeError(f"ErrorFeedback is put around a codec, not {shown(self.codec)}")
         if not takes_error_feedback(self.codec):
             raise ValueError(f"{self.codec!r} loses nothing, or keeps what it lost itself: leave ErrorFeedback out")
-        object.__setattr__(self, "name", self.codec.name)
+        for name in ("name", "on_device", "host_state"):
+            object.__setattr__(self, name, getattr(self.codec, name))
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
         """That of the codec inside, for what it is given."""
@@ -68,11 +68,6 @@ class ErrorFeedback(Codec):
         """That of the codec inside."""
         return replace(self, codec=self.codec.for_shape(shape))
 
-    def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
-        """The codec inside, with a residual."""
-        found = self.codec.on_device(dtype)
-        return None if found is None else replace(found, remembers=True)
-
     def init(self, n_elems: int) -> State:
         """Nothing is owed. Raises ValueError for a codec that has something called "residual" itself."""
         inner = self.codec.init(n_elems)
@@ -86,7 +81,7 @@ class ErrorFeedback(Codec):
             return self.codec.encode(values, state)
         total = state["residual"]
         with np.errstate(over="ignore", invalid="ignore"):
-            if self.codec.separate_elems is None:
+            if self.codec.separate_elems is None or not isinstance(values, np.ndarray):
                 return self._encode_part(values, total, state)
             data = np.empty(self.codec.wire_bytes(total.size, FLOAT32), np.uint8)
             for part in spans(total.size, STEPS * self.codec.separate_elems):
@@ -96,15 +91,21 @@ class ErrorFeedback(Codec):
 
     def _encode_part(self, values: HostArray, total: HostArray, state: State) -> HostArray:
         """Encode the values and what is owed of them; `total`, the residual, becomes the new one where it lies."""
-        for part in spans(total.size, STEPS * BLOCK_ELEMS):
-            total[part] += as_float32(values[part])
+        step = step_of(total, total.size, STEPS * BLOCK_ELEMS)
+        for part in spans(total.size, step):
+            owed = total[part]
+            owed += as_float32(values[part])
         data = self.codec.encode(total, state)
         if np.may_share_memory(data, total):
             data = data.copy()
         self.codec.subtract(data, total)
-        for part in spans(total.size, STEPS * BLOCK_ELEMS):
+        for part in spans(total.size, step):
             forget_what_is_not_finite(total[part])
         return data
+
+    def check(self, data: HostArray, n_elems: int) -> None:
+        """As the codec inside does."""
+        self.codec.check(data, n_elems)
 
     def decode(self, data: HostArray, out: HostArray) -> None:
         """As the codec inside does."""

@@ -10,7 +10,6 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import State
 from mpikv.codecs.blocks import Numbers
-from mpikv.codecs.on_device import Elements
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Identity(Numbers):
     """What travels is the array itself, of any dtype."""
 
     name = "none"
-    exact = rounds = True
+    exact = rounds = on_device = True
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """That of the values."""
@@ -27,10 +26,6 @@ class Identity(Numbers):
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """Those of the values."""
         return n_elems * dtype.itemsize
-
-    def on_device(self, dtype: np.dtype[Any]) -> Elements:
-        """Themselves."""
-        return Elements(dtype, False, dtype, lambda values: values, lambda data: data)
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """The array itself."""

@@ -26,11 +26,11 @@ from mpikv import compiled
 from mpikv.arrays import HostArray
 from mpikv.checks import whole
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
-from mpikv.codecs.int8_device import BLOCKS, LARGEST, LEAST, Blocks
-from mpikv.codecs.on_device import OnDevice
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, empty, spans, step_of
 
 _SCALE = np.dtype("<f4")
+_LEAST = np.finfo(np.float32).tiny
+_LARGEST = np.nextafter(np.finfo(np.float32).max / np.float32(127), np.float32(0))  # times 127 it is no infinity
 _MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as an integer it is in the same order, NaN on top
 _MOST_BLOCK = 1 << 24
 
@@ -42,6 +42,7 @@ class Int8(InBlocks):
     block: int = 256
 
     name = "int8"
+    on_device = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", whole("int8: block", self.block, 1, _MOST_BLOCK))
@@ -58,12 +59,13 @@ class Int8(InBlocks):
     def _rows(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray, HostArray]]:
         """Yield parts of whole blocks, and of each the scales (m, 1) and the codes (m, block) in `data`.
 
-        The last block is a part of its own where it is shorter.
+        On a GPU scales are their bytes, (m, 4): it reads no number at an address that its size does not divide. A last
+        block that is shorter is a part of its own.
         """
         whole_elems = n_elems // self.block * self.block
         width = self.block + _SCALE.itemsize
         parts = [
-            *spans(whole_elems, self.separate_elems),
+            *spans(whole_elems, step_of(data, whole_elems, self.separate_elems)),
             *([slice(whole_elems, n_elems)] if whole_elems < n_elems else []),
         ]
         for part in parts:
@@ -71,14 +73,15 @@ class Int8(InBlocks):
             m = (part.stop - part.start) // length
             begin = part.start // self.block * width
             rows = data[begin : begin + m * (length + _SCALE.itemsize)].reshape(m, -1)
-            yield part, rows[:, : _SCALE.itemsize].view(_SCALE), rows[:, _SCALE.itemsize :].view(np.int8)
+            scales, codes = rows[:, : _SCALE.itemsize], rows[:, _SCALE.itemsize :].view(np.int8)
+            yield part, scales.view(_SCALE) if isinstance(data, np.ndarray) else scales, codes
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Scale and round each block."""
-        data = np.empty(self.wire_bytes(values.size, values.dtype), np.uint8)
+        data = empty(values, self.wire_bytes(values.size, values.dtype), np.uint8)
         if compiled.run(self.name, values, self.block, data):
             return data
-        scratch = np.empty(min(self.separate_elems, values.size), FLOAT32)
+        scratch = empty(values, step_of(values, values.size, self.separate_elems), FLOAT32)
         with np.errstate(all="ignore"):
             for part, scales, codes in self._rows(data, values.size):
                 block = as_float32(values[part]).reshape(codes.shape)
@@ -86,26 +89,22 @@ class Int8(InBlocks):
                 magnitudes = scaled.view(np.int32)
                 np.bitwise_and(block.view(np.int32), _MAGNITUDE, out=magnitudes)
                 scale = magnitudes.max(axis=1, keepdims=True).view(FLOAT32) / np.float32(127)
-                np.copyto(scale, LARGEST, where=(scale > LARGEST) & (scale < np.inf))
+                np.copyto(scale, _LARGEST, where=(scale > _LARGEST) & (scale < np.inf))
                 inverse = np.float32(1) / scale
-                sent = scale >= LEAST
                 finite = np.isfinite(scale)
-                normal = (sent & finite).all()
+                sent = (scale >= _LEAST) & finite
+                normal = isinstance(sent, np.ndarray) and sent.all()
                 if not normal:
-                    scale[~sent] = 0.0  # NaN, too, for the moment
-                    scale[~finite] = np.nan
-                    inverse[~(sent & finite)] = 0.0
-                scales[...] = scale
+                    np.copyto(scale, np.float32(0), where=~sent)
+                    np.copyto(scale, np.float32(np.nan), where=~finite)
+                    np.copyto(inverse, np.float32(0), where=~sent)
+                scales[...] = scale.view(scales.dtype)
                 np.multiply(block, inverse, out=scaled)
                 np.rint(scaled, out=scaled)
                 if not normal:
-                    scaled[~finite[:, 0]] = 0.0  # NaN has no code
+                    np.copyto(scaled, np.float32(0), where=~finite)  # NaN has no code
                 np.copyto(codes, scaled, casting="unsafe")
         return data
-
-    def on_device(self, dtype: np.dtype[Any]) -> OnDevice | None:
-        """Where the blocks are those that a few threads can have each."""
-        return Blocks(dtype, False, self.block) if self.block in BLOCKS else None
 
     def run(self, data: HostArray, factor: float, *, fresh: bool, out: HostArray) -> bool:
         """Code times scale."""
@@ -113,10 +112,10 @@ class Int8(InBlocks):
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
         """Code times scale."""
-        scratch = np.empty(min(self.separate_elems, n_elems), FLOAT32)
+        scratch = empty(data, step_of(data, n_elems, self.separate_elems), FLOAT32)
         for part, scales, codes in self._rows(data, n_elems):
             values = scratch[: codes.size].reshape(codes.shape)
             np.copyto(values, codes)
             with np.errstate(over="ignore", invalid="ignore"):  # of scales that are NaN, or damaged
-                values *= scales
+                values *= scales.copy().view(_SCALE)
             yield part, values.reshape(-1)

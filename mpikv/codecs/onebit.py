@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
-from mpikv.codecs.on_device import BYTE, Elements
+from mpikv.codecs.blocks import FLOAT32, as_float32, empty, forget_what_is_not_finite, spans, step_of
 from mpikv.codecs.threshold import Threshold
-from mpikv.spaces.tracing import where_positive
 
 _EIGHT = np.dtype((np.void, 8 * FLOAT32.itemsize))  # eight values, which are looked up and written as one item
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
@@ -43,22 +41,10 @@ class OneBit(Threshold):
         """One for eight values."""
         return (n_elems + 7) // 8
 
-    def on_device(self, dtype: np.dtype[Any]) -> Elements:
-        """Above t, or not."""
-        t = np.float32(self.threshold)
-        return Elements(
-            dtype,
-            True,
-            BYTE,
-            lambda owed: where_positive(owed - t, 1, 0).astype(np.uint8),
-            lambda code: code.astype(FLOAT32) * 2 - 1,
-            bits=1,
-        )
-
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
-        n = values.size
-        above_, left_ = np.empty(min(n, BLOCK_ELEMS), np.int8), np.empty(min(n, BLOCK_ELEMS), FLOAT32)
-        for part in spans(n):
+        step = step_of(values, values.size)
+        above_, left_ = empty(values, step, np.int8), empty(values, step, FLOAT32)
+        for part in spans(values.size, step):
             length = part.stop - part.start
             owed = residual[part]
             above, left = above_[:length], left_[:length]
@@ -73,9 +59,16 @@ class OneBit(Threshold):
             forget_what_is_not_finite(owed)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Look up eight values for each byte."""
-        eights = np.empty((min(n_elems, BLOCK_ELEMS) + 7) // 8, _EIGHT)
-        for part in spans(n_elems):
+        """Look up eight values for each byte; on a GPU they are counted out, since there are no such items."""
+        if not isinstance(data, np.ndarray):
+            values = np.unpackbits(data)[:n_elems].astype(FLOAT32)
+            values *= np.float32(2)
+            values -= np.float32(1)
+            yield slice(n_elems), values
+            return
+        step = step_of(data, n_elems)
+        eights = np.empty((step + 7) // 8, _EIGHT)
+        for part in spans(n_elems, step):
             found = data[part.start // 8 : (part.stop + 7) // 8]
             # "clip" cannot happen, and lets `take` write without a buffer
             values = np.take(_DECODED_BYTES, found, out=eights[: found.size], mode="clip").view(FLOAT32)

@@ -19,7 +19,7 @@ what they decode to is added: the sum has up to `rank` times as many directions 
 A piece with a NaN or an infinity, or whose factors do not fit into float32, is sent as NaN, and Q begins anew.
 
 Sums are made in float64 and rounded once, so that the bytes do not depend on the order in which a BLAS adds, but for
-rare cases; decoding multiplies and adds in float32, column by column, with the same bits everywhere.
+rare cases, as on a GPU; decoding multiplies and adds in float32, column by column, with the same bits everywhere.
 
 Wire: 4 rank (rows + columns) bytes, about 8 rank sqrt(n); at most 4 n. State: Q. Cost: two passes with 2 rank
 multiplications and additions for each value, in float64, and about 2 rank passes over blocks in the cache to decode.
@@ -38,11 +38,11 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.checks import whole
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, spans
-from mpikv.codecs.powersgd_device import Factors
-from mpikv.spaces.low_rank import FLOAT64, first_numbers, next_numbers, orthonormalize
+from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, InBlocks, as_float32, empty, spans, step_of
 
+FLOAT64 = np.dtype(np.float64)
 _FACTOR = np.dtype("<f4")
+_DEPENDENT = 1e-12  # of a column's length, in float64: what is left of it is rounding
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class PowerSGD(InBlocks):
     columns: int = 0
 
     name = "powersgd"
+    on_device = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", whole("powersgd: rank", self.rank, 1, 1 << 16))
@@ -79,10 +80,6 @@ class PowerSGD(InBlocks):
         shape = self._shape(n_elems)
         return None if self.rank * sum(shape) >= n_elems else shape
 
-    def on_device(self, dtype: np.dtype[Any]) -> Factors:
-        """Multiplied and added there."""
-        return Factors(dtype, False, self.rank, self.matrix)
-
     def wire_bytes(self, n_elems: int, dtype: np.dtype[Any]) -> int:
         """Those of the factors, or of the values in float32."""
         shape = self.matrix(n_elems)
@@ -91,27 +88,27 @@ class PowerSGD(InBlocks):
     def init(self, n_elems: int) -> State:
         """Q begins with fixed numbers."""
         shape = self.matrix(n_elems)
-        return {} if shape is None else {"q": first_numbers(shape[1], self.rank)}
+        return {} if shape is None else {"q": _first_numbers(shape[1], self.rank, np.empty(0))}
 
     def encode(self, values: HostArray, state: State) -> HostArray:
         """One step of the iteration."""
         if (shape := self.matrix(values.size)) is None:
-            return np.array(as_float32(values), _FACTOR).view(np.uint8)
+            return as_float32(values).astype(_FACTOR).view(np.uint8)
         rows, columns = shape
         with np.errstate(all="ignore"):
             q = state["q"].astype(FLOAT64)
-            p = np.empty((rows, self.rank))
+            p = empty(values, rows * self.rank, FLOAT64).reshape(rows, self.rank)
             for part, matrix in _rows(values, rows, columns):
                 np.matmul(matrix, q, out=p[part])
-            orthonormalize(p, np.dot)
+            _orthonormalize(p)
             sent_p = p.astype(_FACTOR)
             p = sent_p.astype(FLOAT64)
-            q = np.zeros((columns, self.rank))
+            q = np.zeros_like(q)
             for part, matrix in _rows(values, rows, columns):
                 q += matrix.T @ p[part]
             sent_q = q.astype(_FACTOR)
         factors = np.concatenate([sent_p.reshape(-1), sent_q.reshape(-1)])
-        next_numbers(factors, state["q"], sent_q)
+        _next_numbers(factors, state["q"], sent_q)
         return factors.view(np.uint8)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
@@ -122,9 +119,9 @@ class PowerSGD(InBlocks):
             return
         rows, columns = shape
         p = numbers[: rows * self.rank].reshape(rows, self.rank)
-        q = np.ascontiguousarray(numbers[rows * self.rank :].reshape(columns, self.rank).T, FLOAT32)
+        q = numbers[rows * self.rank :].reshape(columns, self.rank).T.astype(FLOAT32, order="C")
         with np.errstate(over="ignore", invalid="ignore"):
-            for part in spans(rows, _rows_of_a_block(columns)):
+            for part in spans(rows, step_of(data, rows, _rows_of_a_block(columns))):
                 values = p[part, :1] * q[:1]
                 for i in range(1, self.rank):
                     values += p[part, i : i + 1] * q[i : i + 1]
@@ -138,8 +135,42 @@ def _rows_of_a_block(columns: int) -> int:
 
 def _rows(values: HostArray, rows: int, columns: int) -> Iterator[tuple[slice, HostArray]]:
     """Yield some rows of the matrix at a time, in float64."""
-    for part in spans(rows, _rows_of_a_block(columns)):
+    for part in spans(rows, step_of(values, rows, _rows_of_a_block(columns))):
         found = as_float32(values[part.start * columns : part.stop * columns])
-        matrix = np.zeros((part.stop - part.start, columns))
-        matrix.reshape(-1)[: found.size] = found
-        yield part, matrix
+        matrix = empty(found, (part.stop - part.start) * columns, FLOAT64)
+        matrix[: found.size] = found
+        matrix[found.size :] = 0.0
+        yield part, matrix.reshape(-1, columns)
+
+
+def _orthonormalize(p: HostArray) -> None:
+    """Make the columns orthonormal, by Gram and Schmidt; what depends on those before it becomes 0."""
+    for i in range(p.shape[1]):
+        column = p[:, i]
+        length = np.sqrt(np.dot(column, column))
+        for _ in range(2):  # once more for what rounding has left
+            for j in range(i):
+                column -= np.dot(p[:, j], column) * p[:, j]
+        left = np.sqrt(np.dot(column, column))
+        column[...] = np.where(left <= _DEPENDENT * length, 0.0, column / left)
+
+
+def _first_numbers(columns: int, rank: int, array: HostArray) -> HostArray:
+    """Return (columns, rank) numbers from -1 to 1 that look random, where `array` is: a hash of their positions."""
+    z = np.arange(columns * rank, dtype=np.uint64, like=array) + np.uint64(1)
+    z = z * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    z = z ^ z >> np.uint64(32)
+    numbers: HostArray = (z >> np.uint64(40)).astype(FLOAT32) / np.float32(1 << 23) - np.float32(1)
+    return numbers.reshape(columns, rank)
+
+
+def _next_numbers(factors: HostArray, q: HostArray, sent_q: HostArray) -> None:
+    """Write Q for the next step: what was sent; of a column of zeros, or if a factor is not finite, numbers anew.
+
+    factors: of both, float32, become NaN in the second case. q, sent_q: (columns, rank), float32.
+    """
+    columns, rank = q.shape
+    fine = np.isfinite(factors).all()
+    np.copyto(factors, np.float32(np.nan), where=~fine)
+    q[...] = np.where(fine & sent_q.any(axis=0), sent_q, _first_numbers(columns, rank, q))

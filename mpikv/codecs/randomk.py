@@ -19,7 +19,8 @@ Source: Stich, Cordonnier and Jaggi, NeurIPS 2018; Steele, Lea and Flood, OOPSLA
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,10 +28,8 @@ from mpikv.arrays import HostArray
 from mpikv.checks import whole
 from mpikv.codecs import shares
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import as_float32
-from mpikv.codecs.randomk_device import Drawn
+from mpikv.codecs.blocks import as_float32, empty
 from mpikv.codecs.sparse import Sparse
-from mpikv.spaces.selection import drawn_positions, mix
 
 _PUSH, _VALUE = np.dtype("<u8"), np.dtype("<f4")
 _MASK = (1 << 64) - 1
@@ -45,6 +44,7 @@ class RandomK(Sparse):
     seed: int = 0
 
     name = "randomk"
+    host_state: ClassVar[tuple[str, ...]] = ("pushes",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", shares.ratio("randomk: ratio", self.ratio))
@@ -58,27 +58,77 @@ class RandomK(Sparse):
         """Nothing was pushed."""
         return {"pushes": np.zeros(1, np.uint64)}
 
-    def on_device(self, dtype: np.dtype[Any]) -> Drawn:
-        """Drawn, collected and added there."""
-        return Drawn(dtype, False, self.ratio, mix(self.seed))
-
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Collect the values that this push sends. Raises ValueError for 2^32 values and more."""
         if values.size >= _LONGEST:
             raise ValueError(f"{self!r}: {values.size} values in one piece; it takes less than 2^32")
+        data = empty(values, self.wire_bytes(values.size, values.dtype), np.uint8)
         push = int(state["pushes"][0])
-        state["pushes"][0] = (push + 1) & _MASK
-        data = np.empty(self.wire_bytes(values.size, values.dtype), np.uint8)
-        data[: _PUSH.itemsize].view(_PUSH)[0] = push
-        data[_PUSH.itemsize :].view(_VALUE)[...] = as_float32(values[self.positions(push, values.size)])
+        state["pushes"] += np.uint64(1)
+        sent, found = _parts(data)
+        sent[...] = np.uint64(push)
+        found[...] = as_float32(values[self._positions(self._start(push), values.size, values)])
         return data
 
     def positions(self, push: int, n_elems: int) -> HostArray:
         """Return which of n values are sent by the push of this number, in increasing order."""
-        return drawn_positions(mix(self.seed), push, shares.count(self.ratio, n_elems), n_elems)
+        return self._positions(self._start(push), n_elems, np.empty(0))
+
+    def _start(self, push: int) -> Any:
+        """What the number of each range is added to."""
+        return np.uint64(_mix_of(_mix_of(self.seed) + push))
+
+    def _positions(self, start: Any, n_elems: int, array: HostArray) -> HostArray:
+        """The positions, where `array` is. start: a number, or (1,)."""
+        k = shares.count(self.ratio, n_elems)
+        bounds = _bounds(k, n_elems) if isinstance(array, np.ndarray) else _bounds_like(k, n_elems, array)
+        drawn = _mix(np.arange(k, dtype=np.uint64, like=array) + start) >> np.uint64(32)
+        lengths = (bounds[1:] - bounds[:-1]).astype(np.uint64)
+        positions: HostArray = bounds[:-1] + (drawn * lengths >> np.uint64(32)).astype(np.int64)
+        return positions
 
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
         """Draw the positions again."""
-        self.check_bytes(data, n_elems)
-        push = int(data[: _PUSH.itemsize].view(_PUSH)[0])
-        return self.positions(push, n_elems), data[_PUSH.itemsize :].view(_VALUE)
+        self.check(data, n_elems)
+        push, values = _parts(data)
+        if isinstance(data, np.ndarray):
+            start = self._start(int(push[0]))
+        else:  # the host does not know it
+            start = _mix(push + np.uint64(_mix_of(self.seed)))
+        return self._positions(start, n_elems, data), values
+
+
+def _parts(data: HostArray) -> tuple[HostArray, HostArray]:
+    """The number of the push, (1,), and the values where they travel."""
+    return data[: _PUSH.itemsize].view(_PUSH), data[_PUSH.itemsize :].view(_VALUE)
+
+
+def _bounds_like(k: int, n_elems: int, array: HostArray) -> HostArray:
+    """Where k ranges of n elements begin, and where the last one ends; it is where `array` is."""
+    return np.arange(k + 1, dtype=np.int64, like=array) * n_elems // max(k, 1)
+
+
+@lru_cache(maxsize=64)
+def _bounds(k: int, n_elems: int) -> HostArray:
+    bounds = _bounds_like(k, n_elems, np.empty(0))
+    bounds.flags.writeable = False
+    return bounds
+
+
+def _mix_of(number: int) -> int:
+    """The output function of SplitMix64."""
+    z = (number + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
+    return z ^ z >> 31
+
+
+def _mix(numbers: HostArray) -> HostArray:
+    """The same of each; sums and products of arrays are taken modulo 2^64 in any case."""
+    z: HostArray = numbers + np.uint64(0x9E3779B97F4A7C15)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z

@@ -11,6 +11,8 @@ from mpikv.codecs.base import Codec
 class Sparse(Codec):
     """A codec that sends some of the values."""
 
+    on_device = True
+
     @abstractmethod
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
         """Return different positions below n, and the values there. Raises MpikvError for data that cannot be."""

@@ -11,7 +11,7 @@ import numpy as np
 from mpikv import compiled
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import InBlocks, positive, residual_of
+from mpikv.codecs.blocks import InBlocks, empty, positive, residual_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Threshold(InBlocks):
 
     threshold: float = 0.5
 
-    has_residual = True
+    has_residual = on_device = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", positive(f"{self.name}: threshold", self.threshold))
@@ -32,7 +32,7 @@ class Threshold(InBlocks):
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Send what the residual has come to."""
         n, t = values.size, np.float32(self.threshold)
-        data = np.empty(self.wire_bytes(n, values.dtype), np.uint8)
+        data = empty(values, self.wire_bytes(n, values.dtype), np.uint8)
         if not compiled.run(self.name, values, state["residual"], t, data):
             with np.errstate(over="ignore", invalid="ignore"):
                 self._encode(values, state["residual"], t, data)

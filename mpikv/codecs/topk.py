@@ -15,6 +15,8 @@ are collected in one pass, and the k-th of these few is found exactly. Where few
 equal to it, as the zeros of a sparse gradient, the first of those are the rest. Where the sample was wrong, and even
 these are fewer than k, the k-th of all is found; the result is the same.
 
+On a GPU all are sorted, since nothing can be asked of the values on the way.
+
 Wire: 8 k bytes; 4 n of a piece that is sent as it is. State: none. Cost: three passes over the values, and work on
 about 1.5 k of them.
 Source: Aji and Heafield, EMNLP 2017; Lin et al., ICLR 2018.
@@ -31,13 +33,12 @@ from mpikv.arrays import HostArray
 from mpikv.checks import whole
 from mpikv.codecs import shares
 from mpikv.codecs.base import State
-from mpikv.codecs.blocks import as_float32
+from mpikv.codecs.blocks import as_float32, empty
 from mpikv.codecs.sparse import Sparse
-from mpikv.codecs.topk_device import Largest
 from mpikv.errors import MpikvError
-from mpikv.spaces.selection import MAGNITUDE, largest_positions
 
 _POSITION, _VALUE = np.dtype("<u4"), np.dtype("<f4")
+_MAGNITUDE = np.int32(0x7FFFFFFF)  # a float32 without its sign: as a whole number it is in the same order, NaN on top
 _SAMPLE_ELEMS = 1 << 13
 _MOST_ELEMS = (1 << 32) - 1  # of a piece: positions are uint32
 
@@ -64,48 +65,68 @@ class TopK(Sparse):
             return n_elems * _VALUE.itemsize
         return shares.count(self.ratio, n_elems) * (_POSITION.itemsize + _VALUE.itemsize)
 
-    def on_device(self, dtype: np.dtype[Any]) -> Largest:
-        """Found and added there."""
-        return Largest(dtype, False, self.ratio, self.whole_elems, self)
-
     def encode(self, values: HostArray, state: State) -> HostArray:
         """Find the largest. Raises ValueError for 2^32 values and more."""
         if values.size > _MOST_ELEMS:
             raise ValueError(f"{self!r}: {values.size} values in one piece; there are positions for 2^32")
         values = as_float32(values)
         if values.size <= self.whole_elems:
-            return np.array(values, _VALUE).view(np.uint8)
+            return values.astype(_VALUE).view(np.uint8)
         positions = largest(values, shares.count(self.ratio, values.size))
-        data = np.empty(self.wire_bytes(values.size, values.dtype), np.uint8)
+        data = empty(values, self.wire_bytes(values.size, values.dtype), np.uint8)
         data[: positions.size * _POSITION.itemsize].view(_POSITION)[...] = positions
         data[positions.size * _POSITION.itemsize :].view(_VALUE)[...] = values[positions]
         return data
 
+    def check(self, data: HostArray, n_elems: int) -> None:
+        """Raise MpikvError where data is not as long, or positions do not increase or go beyond the end."""
+        super().check(data, n_elems)
+        if n_elems <= self.whole_elems or not isinstance(data, np.ndarray):
+            return
+        positions, _ = _parts(data)
+        if positions.size and (positions[-1] >= n_elems or (positions[1:] <= positions[:-1]).any()):
+            raise MpikvError(f"{self!r}: the positions do not increase, or go beyond the {n_elems} values")
+
     def sent(self, data: HostArray, n_elems: int) -> tuple[HostArray, HostArray]:
         """Return the positions and the values in `data`. Raises MpikvError where they cannot be."""
-        self.check_bytes(data, n_elems)
+        self.check(data, n_elems)
         if n_elems <= self.whole_elems:
-            return np.arange(n_elems), data.view(_VALUE)
-        bound = data.size // (_POSITION.itemsize + _VALUE.itemsize) * _POSITION.itemsize
-        positions = data[:bound].view(_POSITION).astype(np.int64)
-        if positions.size and (positions[-1] >= n_elems or (np.diff(positions) <= 0).any()):
-            raise MpikvError(f"{self!r}: the positions do not increase, or go beyond the {n_elems} values")
-        return positions, data[bound:].view(_VALUE)
+            return np.arange(n_elems, like=data), data.view(_VALUE)
+        positions, values = _parts(data)
+        return positions.astype(np.int64), values
+
+
+def _parts(data: HostArray) -> tuple[HostArray, HostArray]:
+    """Positions and values where they travel."""
+    bound = data.size // (_POSITION.itemsize + _VALUE.itemsize) * _POSITION.itemsize
+    return data[:bound].view(_POSITION), data[bound:].view(_VALUE)
 
 
 def largest(values: HostArray, k: int) -> HostArray:
     """Return the positions, in increasing order, of the k largest magnitudes in float32; of equal ones the first."""
     if k >= values.size:
-        return np.arange(values.size)
-    magnitudes = values.view(np.int32) & MAGNITUDE
+        return np.arange(values.size, like=values)
+    magnitudes = values.view(np.int32) & _MAGNITUDE
+    if not isinstance(values, np.ndarray):
+        return np.sort(np.argsort(-magnitudes, kind="stable")[:k])
     near = _near(magnitudes, k)
     above = np.flatnonzero(magnitudes > near)
     if above.size >= k:
-        return largest_positions(values, k, above)
+        return largest_among(magnitudes, k, above)
     equal = np.flatnonzero(magnitudes == near)[: k - above.size]
     if above.size + equal.size < k:
-        return largest_positions(values, k, np.arange(values.size))
+        return largest_among(magnitudes, k, np.arange(values.size))
     return np.sort(np.concatenate((above, equal)))
+
+
+def largest_among(magnitudes: HostArray, k: int, candidates: HostArray) -> HostArray:
+    """Return the same of those at `candidates`, k or more positions in increasing order."""
+    found = magnitudes[candidates]
+    kth = np.partition(found, found.size - k)[found.size - k]
+    chosen = found > kth
+    chosen[np.flatnonzero(found == kth)[: k - np.count_nonzero(chosen)]] = True
+    positions: HostArray = candidates[chosen]
+    return positions
 
 
 def _near(magnitudes: HostArray, k: int) -> int:

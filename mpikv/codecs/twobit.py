@@ -23,10 +23,8 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs.blocks import BLOCK_ELEMS, FLOAT32, as_float32, forget_what_is_not_finite, spans
-from mpikv.codecs.on_device import BYTE, Elements
+from mpikv.codecs.blocks import FLOAT32, as_float32, empty, forget_what_is_not_finite, spans, step_of
 from mpikv.codecs.threshold import Threshold
-from mpikv.spaces.tracing import where_positive
 
 _FOUR = np.dtype((np.void, 4 * FLOAT32.itemsize))  # four values, which are looked up and written as one item
 _WORD = np.dtype("<u4")  # four codes of one element each, the first in the lowest byte
@@ -54,26 +52,11 @@ class TwoBit(Threshold):
         """One for four values."""
         return (n_elems + 3) // 4
 
-    def on_device(self, dtype: np.dtype[Any]) -> Elements:
-        """3 for +t, 2 for -t."""
-        t = np.float32(self.threshold)
-
-        def encode(owed: Any) -> Any:
-            # A sign is no NaN, and at least 0, where the one is not less than the other.
-            minus = where_positive(np.sign(-t - owed) + 1, 2, 0)
-            return where_positive(np.sign(owed - t) + 1, 3, minus).astype(np.uint8)
-
-        def decode(code: Any) -> Any:
-            number = code.astype(FLOAT32)
-            return where_positive(number - 2, t, where_positive(number - 1, -t, 0))
-
-        return Elements(dtype, True, BYTE, encode, decode, bits=2)
-
     def _encode(self, values: HostArray, residual: HostArray, t: Any, data: HostArray) -> None:
-        n = values.size
-        plus_, minus_, signs_ = (np.empty(min(n, BLOCK_ELEMS), np.int8) for _ in range(3))
-        codes_, sent_ = np.zeros((min(n, BLOCK_ELEMS) + 3) // 4 * 4, np.uint8), np.empty(min(n, BLOCK_ELEMS), FLOAT32)
-        for part in spans(n):
+        step = step_of(values, values.size)
+        plus_, minus_, signs_ = (empty(values, step, np.int8) for _ in range(3))
+        codes_, sent_ = empty(values, (step + 3) // 4 * 4, np.uint8), empty(values, step, FLOAT32)
+        for part in spans(values.size, step):
             length = part.stop - part.start
             owed = residual[part]
             plus, minus, signs, sent = plus_[:length], minus_[:length], signs_[:length], sent_[:length]
@@ -98,10 +81,15 @@ class TwoBit(Threshold):
             forget_what_is_not_finite(owed)
 
     def blocks(self, data: HostArray, n_elems: int) -> Iterator[tuple[slice, HostArray]]:
-        """Look up four values for each byte."""
-        table = _decoded_bytes(self.threshold)
-        fours = np.empty((min(n_elems, BLOCK_ELEMS) + 3) // 4, _FOUR)
-        for part in spans(n_elems):
+        """Look up four values for each byte; on a GPU they are counted out, since there are no such items."""
+        if not isinstance(data, np.ndarray):
+            bits = np.unpackbits(data).view(np.int8).reshape(-1, 2)[:n_elems]
+            sent, plus = bits[:, 0], bits[:, 1]
+            yield slice(n_elems), (sent * (plus + plus - sent)).astype(FLOAT32) * np.float32(self.threshold)
+            return
+        table, step = _decoded_bytes(self.threshold), step_of(data, n_elems)
+        fours = np.empty((step + 3) // 4, _FOUR)
+        for part in spans(n_elems, step):
             found = data[part.start // 4 : (part.stop + 3) // 4]
             # "clip" cannot happen, and lets `take` write without a buffer
             values = np.take(table, found, out=fours[: found.size], mode="clip").view(FLOAT32)

@@ -30,11 +30,13 @@ from mpikv.transports.base import Group, Transport
 
 
 class DeviceGroup(Group):
-    """Some ranks of a transport that takes device memory. It moves `DeviceArray`s of one space.
+    """Some ranks of a transport that takes device memory. It moves arrays of one space.
 
     ratios: what values from a rank of the transport are multiplied by when they have come; those of other ranks are
     left as they are. waiting: the messages that are not started yet, of this group and those that share it.
     """
+
+    on_device = True
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class DeviceGroup(Group):
         self, call: Callable[..., Request], buf: Any, rank: int, tag: int, take: Callable[[], None] | None = None
     ) -> Message:
         def start() -> Request:
-            with self._space.driver.current():
+            with self._space.here():
                 return call(buf, rank, tag)
 
         message = Message(self._waiting, self._space.begun(), start, take)

@@ -1,7 +1,7 @@
 """The two halves of an allreduce between ranks of one host whose values are in device memory, through that memory.
 
 Each rank names its values to the others (spaces/peers). An owner adds its part straight from where all ranks have
-theirs, in one pass and in the order of the ranks: the same bits as `one_host` and `naive`. When the owners have updated
+theirs, in the order of the ranks, as `one_host` and `naive` do. When the owners have updated
 their parts, everybody copies them from the owners' memory. Ranks tell each other how far they have come through the
 key's counters in host memory (host_key.py), each after its own GPU has done what it counts. So no stream ever waits for
 one of another process, nothing blocks the host, and no byte of a value leaves device memory. Several ranks may use one
@@ -16,9 +16,9 @@ may still be read of a rank after its last round is the result alone, which stay
 more (`Peers.close`). The names of arrays are said anew in a round that begins after all owners have read the last ones;
 for the flags host_key.py's argument holds as it is.
 
-Cost per rank, n elements, p ranks: one kernel, which reads n/p elements of each rank in the key's dtype and writes n/p
-in that of the sums; p-1 copies of n/p elements, and one of n elements for each array in `outs`. Scratch: n/p elements.
-No message, no copy between device and host. Restrictions: one host, GPUs that can read each other's memory.
+Cost per rank, n elements, p ranks: p-1 kernels, each of which reads n/p elements of another rank, and p-1 copies of n/p
+elements; one copy of n for each array in `outs`. Scratch: n elements, where sums have a wider dtype. No message, no
+copy between device and host. Restrictions: one host, GPUs that can read each other's memory.
 """
 
 from __future__ import annotations
@@ -31,55 +31,60 @@ from mpikv.arrays import sum_dtype
 from mpikv.collectives.host_key import FILLED, GATHERED, TOTALS, VALUES, HostKey
 from mpikv.collectives.labelled import Comparison
 from mpikv.engine.request import Steps
-from mpikv.spaces.arithmetic import sum_in_order
+from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.device_array import DeviceArray
 
 
 def reduce_scatter(
     rank: int,
-    values: DeviceArray,
+    values: SpaceArray,
     bounds: Sequence[int],
     key: HostKey,
     space: DeviceSpace,
     *,
     combine: np.ufunc = np.add,
     comparison: Comparison | None = None,
-) -> Steps[DeviceArray]:
-    """Add `values` over all ranks, or `combine` them. Returns an array of which this rank's own part alone is there, in
-    the dtype of the sums.
+) -> Steps[SpaceArray]:
+    """Add `values` over all ranks, or `combine` them. Returns (n,) in the dtype of the sums, with this rank's own part.
 
-    values: (n,), in the dtype of the key; not to be changed until the `allgather` of the same round has ended. bounds:
-    rank i owns `[bounds[i], bounds[i+1])`. The sum is in the space's stream when this ends, but may not be done.
-    Collective. Yields each request it must wait for.
+    values: (n,), in the dtype of the key, in memory that the others can read; the sum is written there, where it has
+    that dtype. Not to be changed until the `allgather` of the same round has ended. bounds: rank i owns
+    `[bounds[i], bounds[i+1])`. The sum is in the space's stream when this ends, but may not be done. Collective. Yields
+    each request it must wait for.
     """
     size = len(bounds) - 1
-    begin, end = bounds[rank], bounds[rank + 1]
-    yield space.arrived(values)
-    # The store itself may have made these values, of several arrays or of another dtype. And what this rank has read of
-    # the others in the last round is read when this is done.
+    own = slice(bounds[rank], bounds[rank + 1])
+    # What this rank has read of the others in the last round is read when this is done, and its values are there.
     yield space.begun()
     key.begin(values, key.value, comparison)
     key.count(FILLED, 1)
-    if begin == end:
+    if own.start == own.stop:
         return values
     yield key.awaited([place for place in range(size) if place != rank], FILLED, 1)
-    sources, ratios = [], {}
+    wide = sum_dtype(values.dtype)
+    totals = values if values.dtype == wide else space.empty(values.size, wide)
+    # The others read their own parts of `values` alone; but this rank's part is itself a term, in its turn.
+    total = totals[own] if rank < 2 else space.empty(own.stop - own.start, wide)
+    terms = []
     for place in range(size):
-        sources.append((values if place == rank else key.array_of(place, VALUES, values.dtype))[begin:end])
-        if place != rank and comparison is not None:
-            ratios[place] = comparison.ratio(key.said_by(place))
-    own, scaled = space.empty(end - begin, sum_dtype(values.dtype)), [place for place in ratios if ratios[place] != 1.0]
-    if scaled:
-        sources = [space.cast(source, own.dtype) for source in sources]
-    program = sum_in_order(size, sources[0].dtype, own.dtype, scaled=tuple(scaled), how=combine)
-    space.launch(program, [*sources, own], [ratios[place] for place in scaled])
-    # Elements are counted as in the whole value, of which the memory has this part alone.
-    return DeviceArray(space, own.memory, own.offset_bytes - begin * own.itemsize, values.shape, own.dtype)
+        term = (values if place == rank else key.array_of(place, VALUES, values.dtype))[own]
+        ratio = 1.0 if place == rank or comparison is None else comparison.ratio(key.said_by(place))
+        term = term.astype(wide, copy=False)
+        terms.append(term if ratio == 1.0 else term * wide.type(ratio))
+    if size > 1:
+        first, second, *rest = terms
+        combine(first, second, out=total)
+        for term in rest:
+            combine(total, term, out=total)
+    else:
+        np.copyto(total, terms[0])
+    if rank >= 2:
+        np.copyto(totals[own], total)
+    return totals
 
 
 def allgather(
-    rank: int, bounds: Sequence[int], key: HostKey, space: DeviceSpace, outs: Sequence[DeviceArray] = ()
+    rank: int, bounds: Sequence[int], key: HostKey, space: DeviceSpace, outs: Sequence[SpaceArray] = ()
 ) -> Steps[None]:
     """Complete the result: part i of it is rank i's at the start, on all ranks at the end; copy it to `outs`.
 

@@ -20,6 +20,8 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.collectives.parts import HERE, Landing, Parts
 from mpikv.collectives.stages import (
+    DEVICE_SEGMENT_BYTES,
+    DEVICE_WINDOW,
     HOST_SEGMENT_BYTES,
     HOST_WINDOW,
     LINK_SEGMENT_BYTES,
@@ -99,6 +101,8 @@ def _steps(group: Group, buf: HostArray, chunks: Sequence[int], *, reducing: boo
     """What passes this rank, and how many segments may be under way."""
     across = len(set(group.hosts)) > 1
     segment_bytes, window = (LINK_SEGMENT_BYTES, LINK_WINDOW) if across else (HOST_SEGMENT_BYTES, HOST_WINDOW)
+    if group.on_device:
+        segment_bytes, window = DEVICE_SEGMENT_BYTES, DEVICE_WINDOW
     spans = [[(chunks[i], chunks[i + 1])] for i in range(group.size)]
     return passing(spans, group.rank, buf.itemsize, segment_bytes, reducing=reducing), window
 

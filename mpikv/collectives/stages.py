@@ -29,6 +29,9 @@ LINK_WINDOW = 16
 # Between processes of one host longer segments cost fewer calls; four of them still stay in a core's own cache.
 HOST_SEGMENT_BYTES = 1 << 18
 HOST_WINDOW = 2
+# Of device memory each message waits for an event of the GPU, and for MPI's own setting up of the way there.
+DEVICE_SEGMENT_BYTES = 4 << 20
+DEVICE_WINDOW = 2
 
 Span = tuple[int, int]  # elements [begin, end) of a buffer
 

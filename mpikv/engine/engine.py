@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from mpikv.clock import MACHINE_CLOCK, Clock
@@ -37,12 +38,46 @@ STOP_S = 60.0  # the thread ends after its step, in which MPI, a codec or an opt
 IDLE_NAP_S = 2e-3  # 500 wake-ups of about 10 us each: half a percent of a core
 
 
+class Lock:
+    """A lock that its holder may take again. around: a context that its holder is in, and that may be entered again."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._lock = threading.RLock()
+        self._around = around
+        self._entered: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            context = self._around()
+            context.__enter__()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._entered.append(context)
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock alone: for who does nothing on a GPU."""
+        return self._lock.acquire(blocking)
+
+    def release(self) -> None:
+        """Give back what `acquire` took."""
+        self._lock.release()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._entered.pop().__exit__(*error)
+        finally:
+            self._lock.release()
+
+
 class Engine:
     """Moves the transfers of one store on.
 
     threaded: whether a thread steps while no caller does; needs an MPI library with THREAD_MULTIPLE. on_fatal: called
     with the exception when a service ends by one, which must never happen. poll: called in each step; it finds out what
-    is done, and wakes whoever waits for that; usually a transport's. clock: measures how long waits last.
+    is done, and wakes whoever waits for that; usually a transport's. clock: measures how long waits last. around: a
+    context for whoever holds the lock: a GPU's stream; None: there is none.
     """
 
     def __init__(
@@ -52,10 +87,13 @@ class Engine:
         on_fatal: Callable[[BaseException], None],
         poll: Callable[[], None] = lambda: None,
         clock: Clock = MACHINE_CLOCK,
+        around: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._poll = poll
         self.clock = clock
-        self._lock = threading.RLock()
+        self._around = around
+        self._lock: threading.RLock | Lock = threading.RLock() if around is None else Lock(around)
+        self._rung = threading.Event()  # ends the naps of who waits for a GPU
         self._running: dict[Running[Any], None] = {}  # in the order of their start
         self._woken: deque[Running[Any]] = deque()
         self._asked: dict[Running[Any], None] = {}
@@ -73,7 +111,7 @@ class Engine:
             self._thread.start()
 
     @property
-    def lock(self) -> threading.RLock:
+    def lock(self) -> threading.RLock | Lock:
         """The lock that a thread holds while it steps; take it to read or change what generators read or change."""
         return self._lock
 
@@ -181,6 +219,8 @@ class Engine:
             self._callers += 1
         try:
             sleep = None if self.waker is None else self.waker.sleep
+            if sleep is None and self._around is not None:
+                sleep = self._sleep_until_rung
             wait_until(test, self.step, timeout_s, on_timeout, sleep=sleep, clock=self.clock)
         finally:
             with self._lock:
@@ -188,7 +228,27 @@ class Engine:
                 if self._running:
                     self._wake.set()
 
+    def ring(self) -> None:
+        """Look again now: a GPU has done something. From any thread."""
+        self._rung.set()
+        self._wake.set()
+        if self.waker is not None:
+            self.waker.wake_self()
+
+    def _sleep_until_rung(self, seconds: float) -> None:
+        self._rung.wait(seconds)
+        self._rung.clear()
+
+    def _nap(self) -> Callable[[float], Any]:
+        if self.waker is not None:
+            return self.waker.sleep  # type: ignore[no-any-return]
+        return self.clock.sleep if self._around is None else self._sleep_until_rung
+
     def _loop(self) -> None:
+        with nullcontext() if self._around is None else self._around():
+            self._work()
+
+    def _work(self) -> None:
         backoff = Backoff(IDLE_NAP_S, clock=self.clock)
         usual_s = None  # the user's switch interval, while ours is in force
         while not self._stopped:
@@ -206,7 +266,7 @@ class Engine:
             with self._lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
-                (self.clock.sleep if self.waker is None else self.waker.sleep)(BUSY_NAP_S)
+                self._nap()(BUSY_NAP_S)
             elif self.serves and self._callers == 0 and self.waker is not None and not self._wake.is_set():
                 self.waker.sleep(IDLE_NAP_S)
             else:

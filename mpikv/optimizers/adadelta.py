@@ -31,6 +31,7 @@ class AdaDelta(Optimizer):
     (array([0.5]), ['acc_delta', 'acc_grad', 't'])
     """
 
+    joins = True
     rho: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
     epsilon: float = number(default=1e-5, low=0.0, doc="added to both means before their roots are taken")
     states = (

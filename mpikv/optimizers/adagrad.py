@@ -25,6 +25,7 @@ class AdaGrad(Optimizer):
     ({'t': 1, 'history': array([1.])}, array([0.5]))
     """
 
+    joins = True
     eps: float = number(default=1e-7, low=0.0, doc="added to h before its root is taken")
     lazy = True
     states = (Array("history", "h, the sum of squared gradients"),)

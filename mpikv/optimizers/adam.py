@@ -65,6 +65,7 @@ class Adam(RunningMeans):
     (array([0.5]), ['mean', 't', 'var'])
     """
 
+    joins = True
     epsilon = 1e-8
     lazy_update: bool = flag(
         default=True, doc="of a row-sparse key, the pushed rows alone are updated; False: such keys are refused"
@@ -98,6 +99,7 @@ class AdamW(RunningMeans):
     array([0.75])
     """
 
+    joins = True
     correct_bias: bool = flag(default=True, doc="whether the bias of the means is corrected")
 
     def formula(

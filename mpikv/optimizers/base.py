@@ -16,6 +16,7 @@ Source of the interface and of the common parameters: MXNet 1.9, python/mxnet/op
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,13 +27,14 @@ from mpikv.arrays import BFLOAT16, HostArray, is_space_array
 from mpikv.checks import shown
 from mpikv.errors import ShapeMismatch, UnsupportedError
 from mpikv.keys import Key
+from mpikv.optimizers import blocks
 from mpikv.optimizers.declared import Declared
 from mpikv.optimizers.fields import factors, flag, number
 from mpikv.optimizers.numeric import check_array, work_dtype
 from mpikv.optimizers.schedules import Scheduler, schedule
-from mpikv.optimizers.step import State, Step, StepFormula
-from mpikv.spaces.base import Space, SpaceArray
-from mpikv.spaces.host import HostSpace
+from mpikv.optimizers.scratch import Scratch
+from mpikv.optimizers.step import State, Step
+from mpikv.spaces.base import SpaceArray
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -109,12 +111,14 @@ class Optimizer(Declared):
     """False where the formula needs the whole value of a key, which is then not cut."""
     lazy: ClassVar[bool] = False
     """True where `formula` may be applied to the pushed rows of a row-sparse key alone; others stay as they are."""
+    joins: ClassVar[bool] = False
+    """Whether `formula` looks at no key: those with the same numbers may be one array. Not inherited."""
     states: ClassVar[tuple[Array | Scalar, ...]] = ()
     """What a state holds beside "t", the number of updates, and "master", the copy of `multi_precision`."""
     scratch: ClassVar[int] = 2
     """Temporary arrays that `formula` needs."""
 
-    _host: ClassVar[Space]  # each optimizer's own; without ClassVar type checkers would take it for a field
+    _temporaries: ClassVar[Scratch]  # each optimizer's own; without ClassVar type checkers would take it for a field
     _arrays: ClassVar[Mapping[str, Array]] = {}
     _always: ClassVar[tuple[str, ...] | None] = ()  # the names of arrays, where no field decides on them
     _numbers: ClassVar[Mapping[str, float]] = {"t": 0}
@@ -131,13 +135,8 @@ class Optimizer(Declared):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make a new one."""
         made = super().__new__(cls, *args, **kwargs)
-        object.__setattr__(made, "_host", HostSpace())
+        object.__setattr__(made, "_temporaries", Scratch())
         return made
-
-    def _space_of(self, array: SpaceArray) -> Space:
-        """The space that an array is in: it says so itself, where that is not host memory."""
-        space: Space = self._host if isinstance(array, np.ndarray) else array.space
-        return space
 
     def completed(self, given: dict[str, Any]) -> dict[str, Any]:
         """See `Declared`: the learning rate and the `base_lr` of a schedule are one value.
@@ -217,15 +216,14 @@ class Optimizer(Declared):
         for name in names:
             if name not in state:
                 from_weight = self._arrays[name].from_weight
-                state[name] = self._copy(flat, work) if from_weight else self._space_of(flat).zeros(flat.size, work)
+                state[name] = self._copy(flat, work) if from_weight else np.zeros_like(flat, dtype=work)
             elif state[name].shape != flat.shape or state[name].dtype != work:
                 found = f"{state[name].dtype}{state[name].shape}"
                 raise ValueError(f"{self.name}: {name!r} of the state is {found}, of this weight {work}{flat.shape}")
 
     def _copy(self, flat: SpaceArray, dtype: np.dtype[Any]) -> SpaceArray:
-        space = self._space_of(flat)
-        made = space.empty(flat.size, dtype)
-        space.copy(made, flat)
+        made = np.empty_like(flat, dtype=dtype)
+        blocks.round_into(made, flat)
         return made
 
     def check_state(self, weight: HostArray, state: State) -> None:
@@ -284,11 +282,12 @@ class Optimizer(Declared):
         step = self._step(key, flat, weight.shape, state)
         # An overflow or a NaN stays visible in the weight; a warning from a server's update would reach no user.
         with np.errstate(all="ignore"):
-            self._space_of(flat).update(
-                StepFormula(self, step),
+            blocks.run(
+                functools.partial(self.formula, step),
                 flat,
                 [term.reshape(-1) for term in terms],
                 {name: state[name] for name in names},
+                self._temporaries,
                 master=state.get("master"),
                 dtype=work_dtype(flat.dtype),
                 temporaries=self.scratch,
@@ -305,7 +304,7 @@ class Optimizer(Declared):
         check_array(self.name, "grad", grad)
         if grad.shape != weight.shape:
             raise ShapeMismatch(f"{self.name}: key {shown(key)} has shape {weight.shape}, its gradient {grad.shape}")
-        if not weight.flags.writeable:
+        if isinstance(weight, np.ndarray) and not weight.flags.writeable:
             raise ValueError(f"{self.name}: the weight of key {shown(key)} is read-only; an update changes it in place")
 
     def _step(self, key: Key, flat: HostArray, shape: tuple[int, ...], state: State) -> Step:

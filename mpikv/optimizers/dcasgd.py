@@ -28,6 +28,7 @@ class DCASGD(Optimizer):
     ({'t': 1, 'previous': array([1.])}, array([0.5]))
     """
 
+    joins = True
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
     lamda: float = number(default=0.04, low=0.0, doc="how much of the delay is compensated")
     states = (

@@ -2,9 +2,9 @@
 
 The callable changes `weight` in place and returns what it wants to see as `state` next time; at first that is None. It
 gets the weight itself, in its own shape and dtype, and the gradient multiplied by `rescale_grad` (float32 where the
-weight is float16 or bfloat16), which is not to be changed. The other common parameters are up to the callable: it does
-not see them. Nothing is known of its formula, so its keys are not cut, unless it says that it works element by element
-with an attribute `elementwise = True`; it then gets flat slices.
+weight is float16 or bfloat16), which is not to be changed. Of a key on a GPU both are arrays of CuPy. The other common
+parameters are up to the callable: it does not see them. Nothing is known of its formula, so its keys are not cut,
+unless it says that it works element by element with an attribute `elementwise = True`; it then gets flat slices.
 
 What it returns may be anything while the program runs. It can be saved, and moved to another rank, if it is None, a
 number, an array, or a flat dict (with string keys), list or tuple of numbers and arrays.
@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpikv.arrays import HostArray, is_elsewhere, own_space
+from mpikv.arrays import HostArray, is_elsewhere
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import Key
 from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.identity import identity
 from mpikv.optimizers.step import State
-from mpikv.spaces.base import Space, SpaceArray
 
 UserFunction = Callable[[HostArray, HostArray, Any], Any]
 
@@ -70,34 +69,9 @@ class Function(Optimizer):
         count = count_of(state)
         if self.rescale_grad != 1.0:
             factor = grad.dtype.type(self.rescale_grad) if grad.dtype.kind == "f" else self.rescale_grad
-            grad = np.asarray(grad * factor) if isinstance(grad, np.ndarray) else _scaled(grad, self.rescale_grad)
-        space = own_space(weight)
-        if space is None:
-            return {"t": count + 1, **pack(self.function(weight, grad, unpack(state)))}
-        parts = {name: value for name, value in state.items() if own_space(value) is not None}
-        with space.lend([weight, grad, *parts.values()]) as (lent, lent_grad, *held):
-            held_state = {**state, **dict(zip(parts, held, strict=True))}
-            made = pack(self.function(lent, lent_grad, unpack(held_state)))
-            kept = {name: _kept(space, value) for name, value in made.items()}
-        return {"t": count + 1, **kept}
-
-
-def _scaled(grad: SpaceArray, factor: float) -> SpaceArray:
-    """The same for an array of another space than the host's: whole numbers become float64, as NumPy's do."""
-    space, flat = grad.space, grad.reshape(-1)
-    if grad.dtype.kind in "iu":
-        flat = space.cast(flat, np.dtype(np.float64))
-    scaled = space.empty(flat.size, flat.dtype)
-    space.scale(flat, factor, scaled)
-    return scaled.reshape(grad.shape)
-
-
-def _kept(space: Space, part: Any) -> Any:
-    """A part of a state: an array that the callable has made on the GPU becomes one of the space's."""
-    if own_space(part) is not None or not is_elsewhere(part):
-        return part
-    total = space.total(space.callers([part]), "the state that the callable returned", on_device=True)
-    return total.reshape(tuple(part.shape))
+            scaled = grad * factor
+            grad = np.asarray(scaled) if isinstance(grad, np.ndarray) else scaled
+        return {"t": count + 1, **pack(self.function(weight, grad, unpack(state)))}
 
 
 def count_of(state: Any) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.optimizers.adam import RunningMeans
 from mpikv.optimizers.fields import flag, number
-from mpikv.optimizers.norms import norm, where_positive
+from mpikv.optimizers.norms import norm
 from mpikv.optimizers.step import Step
 
 
@@ -56,7 +56,7 @@ class LAMB(RunningMeans):
         if step.wd:
             change += np.multiply(w, real(step.wd), out=root)
         w_norm, step_norm = self._limited(norm(w)), norm(change)
-        ratio = where_positive(where_positive(w_norm, step_norm, 0.0), w_norm / step_norm, 1.0)
+        ratio = np.where((w_norm > 0.0) & (step_norm > 0.0), w_norm / step_norm, 1.0)
         change *= (ratio * step.learning_rate).astype(w.dtype)
         w -= change
 

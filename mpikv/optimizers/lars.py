@@ -17,7 +17,7 @@ import numpy as np
 from mpikv.arrays import HostArray
 from mpikv.optimizers.base import Array, Optimizer, Scalar
 from mpikv.optimizers.fields import flag, number, texts
-from mpikv.optimizers.norms import norm, where_positive
+from mpikv.optimizers.norms import norm
 from mpikv.optimizers.step import Step
 
 
@@ -71,7 +71,7 @@ class LARS(Optimizer):
         w += mom
 
     def _scaled(self, step: Step, w: HostArray, g: HostArray, tmp: list[HostArray], rate: Any) -> HostArray:
-        """The prepared gradient times `rate`, in tmp[0]: as `prepared` scales it, by a number of a program's."""
+        """The prepared gradient times `rate`, in tmp[0]: as `prepared` scales it, by a number that may be on a GPU."""
         if self.clip_gradient is not None and self.clip_gradient > 0.0:
             scaled: HostArray = np.multiply(self.prepared(step, w, g, tmp), rate.astype(w.dtype), out=tmp[0])
         else:
@@ -83,4 +83,4 @@ class LARS(Optimizer):
             return np.float64(1.0)
         w_norm, g_norm = norm(w), norm(g) * abs(self.rescale_grad)
         ratio = w_norm * self.eta / (g_norm + w_norm * step.wd + self.eps)
-        return where_positive(where_positive(w_norm, g_norm, 0.0), ratio, 1.0)
+        return np.where((w_norm > 0.0) & (g_norm > 0.0), ratio, 1.0)

@@ -1,8 +1,7 @@
-"""The Euclidean norm of an array: the same bits every time, on the host and on a GPU.
+"""The Euclidean norm of an array: the same bits every time (spaces/folded.py).
 
-Squares are added in float64, in an order that hangs on the array's length alone (spaces/folded.py), not on threads or
-the processor. So workers that have the same values have the same norm. In a formula that runs on a GPU norms are not
-known on the host: they are numbers that only go into further arithmetic, and `where_positive` chooses between two.
+So workers that have the same values have the same norm. On a GPU a norm is not known on the host: it is a number that
+only goes into further arithmetic, and `np.where` chooses between two.
 """
 
 from __future__ import annotations
@@ -12,16 +11,11 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.spaces import folded
-from mpikv.spaces.tracing import where_positive
+from mpikv.spaces.folded import sum_of_squares
 
-__all__ = ["norm", "where_positive"]
+__all__ = ["norm"]
 
 
 def norm(values: HostArray) -> Any:
-    """Return the 2-norm of flat `values`, a number of float64. In a trace: of the weight, the gradient, an array of the
-    state or a temporary one; NotAProgram for others.
-    """
-    if isinstance(values, np.ndarray):
-        return np.sqrt(np.float64(folded.on_host(values)))
-    return np.sqrt(values.sum_of_squares())
+    """Return the 2-norm of flat `values`: a number of float64, which stays where they are."""
+    return np.sqrt(sum_of_squares(values))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import SUPPORTED_DTYPES, own_space
+from mpikv.arrays import SUPPORTED_DTYPES, is_space_array
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT64 = np.dtype(np.float64)
@@ -24,7 +24,7 @@ def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def check_array(owner: str, what: str, array: Any) -> None:
     """Raise TypeError for anything but an array of a space (NumPy's in host memory) of a supported dtype."""
-    if not isinstance(array, np.ndarray) and own_space(array) is None:
+    if not is_space_array(array):
         raise TypeError(f"{owner}: {what} is a NumPy array, not {type(array).__name__}")
     if array.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)

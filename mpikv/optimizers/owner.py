@@ -13,7 +13,10 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpikv.checks import shown
 from mpikv.errors import MpikvError
@@ -35,6 +38,15 @@ AttributesId = tuple[int, int]
 """A worker and its number for attributes that it changed; number 0: as the optimizer was when it was set."""
 
 AS_SET: AttributesId = (0, 0)
+
+
+class Joined(NamedTuple):
+    """A key's part of an array of several keys, elements [begin, end). number: of the attributes of its push."""
+
+    info: KeyInfo
+    begin: int
+    end: int
+    number: int
 
 
 class Kept:
@@ -143,6 +155,12 @@ class Owner:
         self._as_set: dict[int, Kept] = {}
         self._attributes: dict[tuple[int, int], OrderedDict[int, Kept]] = {}
         self._in_force: dict[int, tuple[AttributesId, float | None]] = {}
+        # Of keys that were updated as one: by the first one's number their state, and what each key has of it.
+        self._joined: dict[int, tuple[State, list[State]]] = {}
+
+    def here(self) -> AbstractContextManager[Any]:
+        """A context in which work on the states goes where their updates go."""
+        return self._spaces.here()
 
     def slot_of(self, key_id: int) -> int:
         """The slot whose optimizer serves this key."""
@@ -157,6 +175,7 @@ class Owner:
         self._optimizers[slot] = optimizer
         self._as_set[slot] = Kept(optimizer.attributes())
         self._in_force[slot] = AS_SET, None
+        self._joined.clear()
         for key_id in key_ids:
             self._slots[key_id] = slot
         for key_id in [key_id for key_id in self.states if self.slot_of(key_id) == slot]:
@@ -205,6 +224,88 @@ class Owner:
         state = self.update(info, weight, (total,), attributes, self.states.get(info.id), factor=factor)
         if state is not None:
             self.states[info.id] = state
+
+    def apply_together(
+        self, parts: Sequence[Joined], weight: SpaceArray, total: SpaceArray, *, factor: float | None = None
+    ) -> None:
+        """`apply` for keys whose values lie in one array: those side by side are updated as one where they are alike.
+
+        That is: one optimizer, by an elementwise formula that looks at no key, with the same numbers. So many small
+        keys cost as many calls of NumPy or CuPy as one. Their states lie side by side, too, from then on.
+
+        weight, total: (n,), see `apply`. parts: in their order, of what is updated.
+        """
+        at = 0
+        while at < len(parts):
+            end = at + 1
+            while end < len(parts) and self._alike(parts[end - 1], parts[end]):
+                end += 1
+            some = parts[at:end]
+            span = slice(some[0].begin, some[-1].end)
+            attributes = (0, some[0].number)
+            if len(some) == 1:
+                self.apply(some[0].info, weight[span], total[span], attributes, factor=factor)
+            else:
+                joined = self._joined_state(some)
+                state = self.update(some[0].info, weight[span], (total[span],), attributes, joined, factor=factor)
+                if state is not None:
+                    self._keep(some, state)
+            at = end
+
+    def _alike(self, first: Joined, second: Joined) -> bool:
+        """Whether a part and the one behind it may be updated as one."""
+        one, other = first.info, second.info
+        optimizer = self.optimizer_of(one.id)
+        if (first.end, first.number) != (second.begin, second.number) or optimizer is not self.optimizer_of(other.id):
+            return False
+        if optimizer is None:
+            return True
+        numbers = [
+            (
+                optimizer.lr_mult.get(info.key, 1.0),
+                optimizer.wd_mult.get(info.key, 1.0),
+                {name: value for name, value in self.states.get(info.id, {}).items() if not hasattr(value, "dtype")},
+            )
+            for info in (one, other)
+        ]
+        known = (one.id in self.states) == (other.id in self.states)
+        joins = vars(type(optimizer)).get("joins", False)  # of a class derived from ours nobody knows
+        return optimizer.sums and joins and known and numbers[0] == numbers[1]
+
+    def _joined_state(self, parts: Sequence[Joined]) -> State | None:
+        """The states of these keys as one, side by side; None: there are none yet."""
+        states = [self.states.get(part.info.id) for part in parts]
+        first = states[0]
+        if first is None:
+            return None
+        kept = self._joined.get(parts[0].info.id)
+        if kept is not None and [id(one) for one in kept[1]] == [id(one) for one in states]:
+            return kept[0]
+        return {
+            name: np.concatenate([state[name] for state in states if state is not None])
+            if hasattr(value, "dtype")
+            else value
+            for name, value in first.items()
+        }
+
+    def _keep(self, parts: Sequence[Joined], state: State) -> None:
+        """Let each key have its part of a state."""
+        known = self._joined.get(parts[0].info.id)
+        if (
+            known is not None
+            and known[0] is state
+            and all(self.states.get(part.info.id) is one for part, one in zip(parts, known[1], strict=True))
+        ):
+            for one in known[1]:
+                one.update({name: value for name, value in state.items() if not hasattr(value, "dtype")})
+            return
+        cut, at = [], 0
+        for part in parts:
+            here = slice(at, at + part.end - part.begin)
+            at = here.stop
+            cut.append({name: value[here] if hasattr(value, "dtype") else value for name, value in state.items()})
+            self.states[part.info.id] = cut[-1]
+        self._joined[parts[0].info.id] = state, cut
 
     def update(
         self,

@@ -34,6 +34,7 @@ class RMSProp(Optimizer):
     ({'t': 1, 'n': array([1.])}, array([0.5]))
     """
 
+    joins = True
     learning_rate: float = number(default=0.001, low=0.0, kw_only=False, doc="the rate of an update")
     gamma1: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old means stays")
     gamma2: float = number(default=0.9, low=0.0, below=1.0, doc="centered: how much of the last step is made again")

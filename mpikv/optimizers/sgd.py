@@ -27,6 +27,7 @@ class SGD(Optimizer):
     ({'t': 1}, array([0.5]))
     """
 
+    joins = True
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
     lazy_update: bool = flag(
         default=True, doc="of a row-sparse key, the pushed rows alone are updated; False: such keys are refused"
@@ -76,6 +77,7 @@ class NAG(Optimizer):
     ({'t': 1, 'momentum': array([-0.5])}, array([0.25]))
     """
 
+    joins = True
     momentum: float = number(default=0.0, low=0.0, doc="how much of the last step is made again")
     states = (Array("momentum", "the last step", where="momentum"),)
 

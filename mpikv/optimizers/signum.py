@@ -28,6 +28,7 @@ class Signum(Optimizer):
     ({'t': 1}, array([0.5]))
     """
 
+    joins = True
     learning_rate: float = number(default=0.01, low=0.0, kw_only=False, doc="the rate of an update")
     momentum: float = number(default=0.9, low=0.0, below=1.0, doc="how much of the old mean stays")
     wd_lh: float = number(default=0.0, low=0.0, doc="weight decay outside of the sign (Loshchilov and Hutter)")

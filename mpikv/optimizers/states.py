@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of, host_view, own_space
+from mpikv.arrays import SUPPORTED_DTYPES, HostArray, dtype_of, host_view, is_device
 from mpikv.checks import shown
 from mpikv.errors import StatesFileError, UnsupportedError
 from mpikv.files import open_regular, replace_file
@@ -232,18 +232,13 @@ def _unpack(record: dict[str, Any], arrays: list[HostArray], origin: str) -> Sta
 
 
 def on_host(state: State) -> State:
-    """The state with its arrays in host memory, as all else here takes them; the same object where they are."""
-    if all(own_space(value) is None for value in state.values()):
-        return state
-    return {name: value if own_space(value) is None else host_view(value, name) for name, value in state.items()}
+    """The state with its arrays in host memory, as all else here takes them."""
+    return {name: host_view(value, name) if is_device(value) else value for name, value in state.items()}
 
 
 def in_space(state: State, space: Space) -> State:
     """The state with its arrays, which are in host memory, in a space."""
-    return {
-        name: space.from_host(value.reshape(-1)).reshape(value.shape) if isinstance(value, np.ndarray) else value
-        for name, value in state.items()
-    }
+    return {name: space.from_host(value) if isinstance(value, np.ndarray) else value for name, value in state.items()}
 
 
 # --- slices

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 
-from mpikv.arrays import HostArray, own_space
+from mpikv.arrays import HostArray
 from mpikv.checks import meant, options, shown
 from mpikv.errors import UnsupportedError
 from mpikv.optimizers.base import Optimizer
@@ -151,7 +151,7 @@ class TorchOptimizer(Optimizer):
 
     def init(self, weight: HostArray) -> State:
         """See `Optimizer`; UnsupportedError for a weight in another memory than the host's."""
-        if own_space(weight) is not None:
+        if not isinstance(weight, np.ndarray):
             raise UnsupportedError(
                 f"torch.optim.{self.torch_class.__name__} updates keys in host memory alone: initialise the key with a "
                 "NumPy array, or use an optimizer of mpikv.optimizers"

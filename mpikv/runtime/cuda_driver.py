@@ -87,3 +87,16 @@ def _of_kernel_module() -> str:
     except OSError:
         return ""
     return f", {found[0]}" if found else ""
+
+
+def has_context(number: int, load: Callable[[str], Any] | None = None) -> bool:
+    """Return whether this process has a context on one of its GPUs. Never raises; makes none."""
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    try:
+        driver = (load or ctypes.CDLL)(LIBRARY)
+        if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
+            return False
+        status = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    except (OSError, AttributeError):
+        return False
+    return bool(status == 0 and active.value)

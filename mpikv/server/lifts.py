@@ -41,24 +41,19 @@ class Lifts:
     def __init__(self, space: DeviceSpace) -> None:
         self.space = space
         self.values = DevicePool(space)
-        self._memory: dict[int, HostArray] = {}  # all that is taken, by its address
         self._leaving: deque[tuple[Request, HostArray]] = deque()
 
     def take(self, n_elems: int, dtype: np.dtype[Any]) -> HostArray:
         """(n_elems,) of page-locked memory, in which no copy is under way."""
         while self._leaving and self._leaving[0][0].test():
-            self.give(self._leaving.popleft()[1])
-        n_bytes = n_elems * dtype.itemsize
-        memory = self.space.pinned.take(n_bytes)
-        self._memory[memory.ctypes.data] = memory
-        return memory[:n_bytes].view(dtype)
+            self._leaving.popleft()
+        return self.space.pinned.take(n_elems * dtype.itemsize).view(dtype)
 
     def give(self, array: HostArray) -> None:
-        """Take back what `take` returned."""
-        self.space.pinned.give(self._memory.pop(array.ctypes.data))
+        """Take back what `take` returned: it goes with the last reference."""
 
     def up(self, array: HostArray) -> Any:
-        """The values on the GPU; the memory, of `take`, is given back when they are there."""
+        """The values on the GPU. The memory, of `take`, is kept until they are there."""
         values = self.values.take(array.size, array.dtype)
         self.space.bring(values, array)
         self._leaving.append((self.space.begun(), array))

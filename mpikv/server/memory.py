@@ -94,7 +94,7 @@ class Pool:
     def combine(self, total: HostArray, other: HostArray, how: np.ufunc) -> HostArray:
         """`how(total, other)`, in the memory of `total` unless that is another's; both are given up."""
         out = total if id(total) not in self._referred else self.take(total.size, total.dtype)
-        self._space.combine(total, other, out, how)
+        how(total, other, out=out)
         if out is not total:
             self.give(total)
         self.give(other)

@@ -21,7 +21,7 @@ from mpikv.optimizers.base import Optimizer
 from mpikv.optimizers.owner import DEFAULT_SLOT
 from mpikv.row_sparse import RowSparse
 from mpikv.spaces.base import SpaceArray
-from mpikv.spaces.named import Spaces
+from mpikv.spaces.named import HOST, Spaces
 
 Updater = Callable[[Key, Any, Any], None]
 
@@ -104,6 +104,10 @@ class Session:
         self._asked: Callable[[], str | None] = lambda: None
 
     # --- what it is
+
+    def adds_in_memory(self, keys: Sequence[Key]) -> bool:
+        """Whether all workers add the values of these keys in host memory that they share: no value travels."""
+        return self.shares_memory and all(self.infos[key].space == HOST for key in keys)
 
     def new_namespace(self) -> int:
         """A number for a new trainer; the same on all workers that make their trainers in the same order. Local."""

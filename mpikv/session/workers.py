@@ -116,7 +116,11 @@ class Workers(Session):
         self._next_id, self._most_keys = 0, wire.max_keys(transport.max_tag)
         self._threaded = threaded
         poll = transport.poll if self.ordered is None else self.ordered.poll
-        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=poll, clock=transport.clock)
+        device = self.spaces.device
+        around = None if device is None else device.here
+        self.engine = Engine(threaded=threaded, on_fatal=on_fatal, poll=poll, clock=transport.clock, around=around)
+        if device is not None:
+            device.rings(self.engine.ring)
         if links is not None:
             self.engine.waker = links.waker
         self.control = Control(

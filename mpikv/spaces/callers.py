@@ -1,16 +1,16 @@
-"""A caller's array on a GPU, of any library, as it was at the time of the call: where it is, and in which stream.
+"""A caller's array on a GPU, of any library, as it was at the time of the call: as CuPy's, and in which stream.
 
 CuPy's, Numba's and others show `__cuda_array_interface__`; PyTorch and JAX are asked in their own words. The stream is
 the one that the library puts its work into now, in this thread: what the caller has begun to write into the array is in
-it. Results are ordered before whatever the caller puts into it next.
+it. Results are ordered before whatever the caller puts into it next. A stream's object is kept for as long as somebody
+may wait in it: a library may give the stream back with its object.
 
 Source: the CUDA array interface, version 3 (Numba's documentation, "CUDA Array Interface"); PyTorch,
-`torch.cuda.current_stream`.
+`torch.cuda.current_stream`; CuPy 14, `Stream.from_external`.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any, NamedTuple
 
@@ -19,37 +19,34 @@ import numpy as np
 from mpikv import tensors
 from mpikv.arrays import BFLOAT16, SUPPORTED_DTYPES, dtype_named
 from mpikv.errors import UnsupportedError
-from mpikv.spaces.driver import Driver, Event
+from mpikv.spaces.gpu import Gpu
 
-LEGACY = 1  # CUDA's default stream, as `__cuda_array_interface__` numbers it
+LEGACY, PER_THREAD = 1, 2  # CUDA's default streams, as `__cuda_array_interface__` numbers them
 DLPACK_GPUS = (2, 13)  # kDLCUDA and kDLCUDAManaged of dlpack.h
 JAX_GPUS = ("gpu", "cuda")  # platforms, by JAX's version
 
 
 class Caller(NamedTuple):
-    """An array of the caller's. strides: in bytes; None: contiguous. number: of its GPU, whose stream it is.
+    """An array of the caller's. values: the same memory as CuPy's. number: of its GPU, whose stream it is.
 
     at: the stream's work when the call was made.
     """
 
     array: Any  # kept alive
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    dtype: np.dtype[Any]
-    stream: int
+    values: Any
+    stream: Any
     number: int
-    at: Event
+    at: Any
 
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.size * self.dtype.itemsize
+class _Stream:
+    """A stream of another library's, by CUDA's number. owner: what it lives by."""
+
+    def __init__(self, number: int, owner: object) -> None:
+        self._number, self._owner = number, owner
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._number
 
 
 def on_gpu(array: Any) -> bool:
@@ -77,62 +74,70 @@ def gpu_of(array: Any) -> int | None:
     return int(getattr(getattr(array, "device", None), "id", 0))
 
 
-def seen(array: Any, driver: Driver) -> Caller:
+def seen(array: Any, gpu: Gpu) -> Caller:
     """What is known of an array for which `on_gpu` is true. Records an event in its stream.
 
     Raises UnsupportedError for a dtype that a store cannot hold, an array that is spread over several GPUs, and one
     that says neither where it is nor in which stream.
     """
-    if tensors.is_tensor(array):
-        found = _of_tensor(array)
-    elif tensors.is_jax(array):
-        found = _of_jax(array)
-    else:
-        found = _of_interface(array, driver)
-    address, shape, strides, dtype, stream, number = found
-    if dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
-        raise UnsupportedError(f"an array on GPU {number} has dtype {dtype}; a store holds {names}")
-    if strides == contiguous(shape, dtype.itemsize) or 0 in shape:
-        strides = None
-    return Caller(array, address, shape, strides, dtype, stream, number, driver.record(stream, number))
+    number = gpu.number
+    if tensors.is_tensor(array) or tensors.is_jax(array) or hasattr(getattr(array, "device", None), "id"):
+        number = gpu_of(array) or 0
+    with gpu.current("sees an array of the caller's", number):
+        if tensors.is_tensor(array):
+            values, stream = _of_tensor(array, gpu, number)
+        elif tensors.is_jax(array):
+            values, stream = _of_jax(array, gpu, number)
+        elif isinstance(array, gpu.cupy.ndarray):
+            values, stream = array, gpu.cupy.cuda.get_current_stream()
+            _check_stream(stream.ptr)
+        else:
+            values, stream = _of_interface(array, gpu, number)
+        if values.dtype not in SUPPORTED_DTYPES:
+            names = ", ".join(str(one) for one in SUPPORTED_DTYPES)
+            raise UnsupportedError(f"an array on GPU {number} has dtype {values.dtype}; a store holds {names}")
+        return Caller(array, values, stream, number, stream.record(gpu.event()))
 
 
-_Found = tuple[int, tuple[int, ...], "tuple[int, ...] | None", "np.dtype[Any]", int, int]
+def _stream_of(gpu: Gpu, ptr: int, owner: object) -> Any:
+    _check_stream(ptr)
+    return gpu.cupy.cuda.Stream.from_external(_Stream(ptr, owner))
 
 
-def _of_interface(array: Any, driver: Driver) -> _Found:
+def _check_stream(ptr: int) -> None:
+    if ptr == PER_THREAD:
+        raise UnsupportedError(
+            "an array of CUDA's per-thread default stream, which is another one in every thread: use a stream of your "
+            "own (cupy.cuda.Stream()), or the legacy default stream"
+        )
+
+
+def _of_interface(array: Any, gpu: Gpu, number: int) -> tuple[Any, Any]:
     if not hasattr(array, "__cuda_array_interface__"):
         raise UnsupportedError(
             f"a {type(array).__module__}.{type(array).__name__} on a GPU has no __cuda_array_interface__: hand over "
             "cupy.from_dlpack(array), which shares its memory"
         )
     told = array.__cuda_array_interface__
-    address, shape, strides = told["data"][0], tuple(told["shape"]), told.get("strides")
     dtype = BFLOAT16 if told["typestr"][1:] == "V2" else np.dtype(told["typestr"])
-    number = getattr(getattr(array, "device", None), "id", driver.number)  # CuPy's device has a number
-    return address, shape, None if strides is None else tuple(strides), dtype, told.get("stream") or LEGACY, number
+    strides = told.get("strides")
+    values = gpu.at(told["data"][0], tuple(told["shape"]), dtype, array, strides=strides, number=number)
+    return values, _stream_of(gpu, told.get("stream") or LEGACY, array)
 
 
-def _of_jax(array: Any) -> _Found:
+def _of_jax(array: Any, gpu: Gpu, number: int) -> tuple[Any, Any]:
     """JAX says of no stream when it will have written an array: so the host waits for that, and for nothing else."""
-    devices = list(array.devices())
-    if len(devices) > 1:
+    if len(array.devices()) > 1:
         raise UnsupportedError(
-            f"a JAX array is spread over {len(devices)} GPUs: hand over its parts (addressable_shards), one per device"
+            f"a JAX array is spread over {len(array.devices())} GPUs: hand over its parts (addressable_shards), one "
+            "per device"
         )
     array.block_until_ready()
-    return (
-        array.unsafe_buffer_pointer(),
-        tuple(array.shape),
-        None,
-        np.dtype(array.dtype),
-        LEGACY,
-        devices[0].local_hardware_id,
-    )
+    values = gpu.at(array.unsafe_buffer_pointer(), tuple(array.shape), np.dtype(array.dtype), array, number=number)
+    return values, _stream_of(gpu, LEGACY, array)
 
 
-def _of_tensor(tensor: Any) -> _Found:
+def _of_tensor(tensor: Any, gpu: Gpu, number: int) -> tuple[Any, Any]:
     torch = sys.modules["torch"]
     if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
         raise UnsupportedError(
@@ -141,15 +146,6 @@ def _of_tensor(tensor: Any) -> _Found:
         )
     dtype = dtype_named(str(tensor.dtype).rpartition(".")[2])
     strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-    device = tensors.device_of(tensor)
-    stream = torch.cuda.current_stream(device).cuda_stream or LEGACY
-    return tensor.data_ptr(), tuple(tensor.shape), strides, dtype, stream, device.index
-
-
-def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides, in bytes, of an array in C order."""
-    strides, step = [], itemsize
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    return tuple(reversed(strides))
+    stream = torch.cuda.current_stream(tensors.device_of(tensor))
+    values = gpu.at(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor, strides=strides, number=number)
+    return values, _stream_of(gpu, stream.cuda_stream or LEGACY, stream)

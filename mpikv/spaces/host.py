@@ -1,13 +1,8 @@
-"""Host memory: NumPy arrays, and everything is done when a call returns.
-
-How an update runs. An elementwise formula is applied to blocks of the weight that stay in the cache with their
-temporaries, so that an update reads and writes memory once, however many NumPy calls its formula has; no result depends
-on where blocks begin.
-"""
+"""Host memory: NumPy arrays, and everything is done when a call returns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,24 +10,18 @@ import numpy as np
 
 from mpikv.arrays import HostArray, host_view, is_elsewhere, sum_devices, write
 from mpikv.compiled import cast_into
-from mpikv.spaces.base import Formula
-from mpikv.spaces.scratch import Scratch
-
-BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
 
 
 class HostSpace:
-    """Memory of this process. Pickled or copied: a new one, which holds nothing."""
-
-    def __init__(self) -> None:
-        self._scratch = Scratch()
-
-    def __reduce__(self) -> Any:
-        return HostSpace, ()
+    """Memory of this process."""
 
     @property
     def device(self) -> None:
         """See `Space`."""
+
+    def here(self) -> AbstractContextManager[None]:
+        """Everywhere."""
+        return nullcontext()
 
     def settle(self) -> None:
         """It is."""
@@ -56,10 +45,6 @@ class HostSpace:
         """See `Space`."""
         write(out, values, what)
 
-    def empty_for_caller(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> HostArray:
-        """See `Space`."""
-        return np.empty(shape, dtype)
-
     def in_place(self, array: Any, what: str) -> HostArray | None:
         """See `Space`."""
         view = host_view(array, what)
@@ -79,9 +64,8 @@ class HostSpace:
     def hand_back(self, arrays: Sequence[Any]) -> None:
         """Nothing: all is done."""
 
-    def lend(self, arrays: Sequence[HostArray]) -> AbstractContextManager[list[Any]]:
-        """The arrays themselves."""
-        return nullcontext(list(arrays))
+    def follow(self, *arrays: HostArray) -> None:
+        """Nothing: all is done."""
 
     def to_host(self, array: HostArray) -> HostArray:
         """The array itself."""
@@ -114,73 +98,6 @@ class HostSpace:
         cast_into(out, values)
         return out
 
-    def combine(self, first: HostArray, second: HostArray, out: HostArray, how: np.ufunc) -> None:
-        """See `Space`."""
-        how(first, second, out=out)
-
     def scale(self, values: HostArray, factor: float, out: HostArray) -> None:
         """See `Space`."""
         np.multiply(values, values.dtype.type(factor), out=out)
-
-    def together(self) -> AbstractContextManager[None]:
-        """Nothing: each is made as it comes."""
-        return nullcontext()
-
-    def update(
-        self,
-        formula: Formula,
-        weight: HostArray,
-        terms: Sequence[HostArray],
-        arrays: Mapping[str, HostArray],
-        *,
-        master: HostArray | None,
-        dtype: np.dtype[Any],
-        temporaries: int,
-        elementwise: bool,
-    ) -> None:
-        """See `Space`. Terms are added block by block: the sum is in the cache when it is used, and nowhere else."""
-        n, term_dtype = weight.size, terms[0].dtype
-        # A formula of few arrays has room for longer blocks, of which there are fewer.
-        longer = max(1, 6 // (2 + len(arrays) + temporaries))
-        length = min(n, BLOCK_ELEMS * longer) if elementwise else n
-        if length == 0:
-            return
-        converts = 2 if weight.dtype != dtype or term_dtype != dtype else 0
-        rows = temporaries + converts
-        n_bytes = rows * length * dtype.itemsize
-        sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
-        memory = self._scratch.take(sum_at + (length * term_dtype.itemsize if len(terms) > 1 else 0))
-        buffers = memory[:n_bytes].view(dtype).reshape(rows, length)
-        for begin in range(0, n, length):
-            here = slice(begin, min(begin + length, n))
-            size = here.stop - begin
-            stored, g = weight[here], terms[0][here]
-            w = stored if stored.dtype == dtype else buffers[-1, :size] if master is None else master[here]
-            if master is None and w is not stored:
-                np.copyto(w, stored, casting="unsafe")
-            for term in terms[1:]:
-                g = np.add(g, term[here], out=memory[sum_at : sum_at + size * term_dtype.itemsize].view(term_dtype))
-            if term_dtype != dtype:
-                np.copyto(buffers[-2, :size], g, casting="unsafe")
-                g = buffers[-2, :size]
-            blocks = {name: array[here] for name, array in arrays.items()}
-            formula(w, g, blocks, [buffers[i, :size] for i in range(temporaries)])
-            if w is not stored:
-                round_into(stored, w)
-        self._scratch.give(memory)
-
-
-def round_into(out: HostArray, values: HostArray) -> None:
-    """Write `values` into `out`, each rounded once to its dtype.
-
-    To integers: to nearest, halves to even, limited to the range, NaN to 0; `values` serves as scratch then.
-    """
-    if out.dtype.kind in "iu":
-        limits, real = np.iinfo(out.dtype), values.dtype.type
-        # 2^63 - 1 is no float64 and would become 2^63, which int64 does not hold: take the float below.
-        high = np.nextafter(real(2.0**63), real(0.0)) if out.dtype == np.int64 else real(limits.max)
-        np.rint(values, out=values)
-        np.maximum(values, real(limits.min), out=values)
-        np.minimum(values, high, out=values)
-        values[np.isnan(values)] = 0.0
-    cast_into(out, values)

@@ -6,10 +6,10 @@ live side by side in one store, and each takes a caller's arrays from wherever t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,18 +17,13 @@ from mpikv.arrays import host_view, sum_dtype
 from mpikv.checks import shown
 from mpikv.errors import UnsupportedError
 from mpikv.keys import KeyInfo
-from mpikv.spaces import folded
 from mpikv.spaces.base import CallersArray, Space, SpaceArray
+from mpikv.spaces.callers import Caller
 from mpikv.spaces.device import DeviceSpace
+from mpikv.spaces.folded import sum_of_squares
 from mpikv.spaces.host import HostSpace
 
 HOST, DEVICE = "host", "device"
-
-
-class OnDevice(NamedTuple):
-    """An array of the caller's in device memory, as the space of the device knows it."""
-
-    array: CallersArray
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Spaces:
     """
 
     host: Space = field(default_factory=HostSpace)
-    device: Space | None = None
+    device: DeviceSpace | None = None
     of_new_keys: str | None = None
     missing: str = "none was looked for"
 
@@ -56,7 +51,11 @@ class Spaces:
         """The name of the space of a key with this first value, one of `callers`."""
         if self.device is None:
             return HOST
-        return self.of_new_keys or (DEVICE if isinstance(first, OnDevice) else HOST)
+        return self.of_new_keys or (DEVICE if isinstance(first, Caller) else HOST)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """See `Space.here`: of the device, where there is one."""
+        return (self.host if self.device is None else self.device).here()
 
     def stats(self) -> dict[str, int]:
         """Copies between host and device, and the memory held there; nothing where there is no device."""
@@ -73,39 +72,21 @@ class Spaces:
         """What a call knows of its arrays, for `total` now and `write` later. In the thread that makes the call."""
         if self.device is None:
             return self.host.callers(arrays)
-        found = zip(arrays, self.device.callers(arrays), strict=True)
-        return [array if one is array else OnDevice(one) for array, one in found]
-
-    def inside(self, arrays: Sequence[Any]) -> list[SpaceArray] | None:
-        """A caller's arrays as the device's space works on them, where all lie in its memory; None elsewhere.
-
-        One that comes twice is one array. In the thread that makes the call.
-        """
-        if not isinstance(self.device, DeviceSpace):
-            return None
-        seen: dict[int, SpaceArray] = {}
-        for array in arrays:
-            if id(array) not in seen:
-                (caller,) = self.device.callers([array])
-                found = self.device.inside(caller)
-                if found is None:
-                    return None
-                seen[id(array)] = found
-        return [seen[id(array)] for array in arrays]
+        return self.device.callers(arrays)
 
     def total(
         self, space: str, arrays: Sequence[CallersArray], what: str, *, on_device: bool, combine: np.ufunc = np.add
     ) -> SpaceArray:
         """The sum of one worker's arrays of a key in the space of this name (`Space.total`). arrays: of `callers`."""
         device = self.device
-        if device is None or (space == HOST and not any(isinstance(array, OnDevice) for array in arrays)):
+        if device is None or (space == HOST and not any(isinstance(array, Caller) for array in arrays)):
             return self.host.total(arrays, what, on_device=on_device, combine=combine)
-        if space == DEVICE or all(isinstance(array, OnDevice) for array in arrays):
-            total = device.total([_bare(array) for array in arrays], what, on_device=on_device, combine=combine)
+        if space == DEVICE or all(isinstance(array, Caller) for array in arrays):
+            total = device.total(arrays, what, on_device=on_device, combine=combine)
             return total if space == DEVICE else device.to_host(total)
         flat = [
-            device.to_host(device.total([array.array], what, on_device=on_device))
-            if isinstance(array, OnDevice)
+            device.to_host(device.total([array], what, on_device=on_device))
+            if isinstance(array, Caller)
             else np.asarray(host_view(array, what)).reshape(-1)  # a reshaped np.matrix has two axes
             for array in arrays
         ]
@@ -113,11 +94,11 @@ class Spaces:
 
     def write(self, space: str, out: CallersArray, values: SpaceArray, what: str) -> None:
         """Copy values of a key in the space of this name into an array of the caller's, one of `callers`."""
-        if self.device is None or (space == HOST and not isinstance(out, OnDevice)):
+        if self.device is None or (space == HOST and not isinstance(out, Caller)):
             self.host.write(out, values, what)
             return
         there = values if space == DEVICE else self.device.from_host(values)
-        self.device.write(_bare(out), there, what)
+        self.device.write(out, there, what)
 
     # --- a caller's arrays where they lie, for what workers do by themselves
 
@@ -127,30 +108,24 @@ class Spaces:
 
     def where(self, array: CallersArray) -> str:
         """The name of the space that an array (of `callers`) is in or next to."""
-        return DEVICE if isinstance(array, OnDevice) else HOST
+        return DEVICE if isinstance(array, Caller) else HOST
 
     def in_place(self, space: str, array: CallersArray, what: str) -> SpaceArray | None:
         """See `Space.in_place`. None, too, where the array is in another space than the one of this name."""
         if self.device is None:
             return self.host.in_place(array, what)
-        return self.named(space).in_place(_bare(array), what) if self.where(array) == space else None
+        return self.named(space).in_place(array, what) if self.where(array) == space else None
 
     def lies_in(self, space: str, held: SpaceArray, array: CallersArray) -> bool:
         """See `Space.lies_in`."""
         if self.device is None:
             return self.host.lies_in(held, array)
-        return self.where(array) == space and self.named(space).lies_in(held, _bare(array))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """See `Space.together`: of keys in any space."""
-        with self.host.together(), nullcontext() if self.device is None else self.device.together():
-            yield
+        return self.where(array) == space and self.named(space).lies_in(held, array)
 
     def hand_back(self, arrays: Sequence[CallersArray]) -> None:
         """See `Space.hand_back`. arrays: in any space."""
         if self.device is not None:
-            self.device.hand_back([array.array for array in arrays if isinstance(array, OnDevice)])
+            self.device.hand_back(arrays)
 
     def scale(self, array: Any, factor: float, what: str) -> None:
         """Multiply an array of the caller's, of any library, by a number: in the dtype of its sums, rounded once."""
@@ -162,28 +137,22 @@ class Spaces:
         self.write(name, caller, wide, what)
 
     def sums_of_squares(self, arrays: Sequence[Any], what: Sequence[str]) -> list[float]:
-        """For each array of the caller's: the sum of its squares in float64 (spaces/folded), wherever it is. Blocks."""
+        """For each array of the caller's: the sum of its squares in float64, wherever it is. Blocks."""
         callers = self.callers(arrays)
         there = [i for i, caller in enumerate(callers) if self.where(caller) == DEVICE]
         found = [0.0] * len(arrays)
-        if there and isinstance(self.device, DeviceSpace):
-            space = self.device
-            sums = space.empty(len(there), folded.FLOAT64)
-            for at, i in enumerate(there):
-                placed = self.in_place(DEVICE, callers[i], what[i])
-                flat = self.total(DEVICE, [callers[i]], what[i], on_device=True) if placed is None else placed
-                if flat.size:
-                    space.copy(sums[at : at + 1], folded.on_device(space, space.launch, flat))
-                else:
-                    space.copy(sums[at : at + 1], np.zeros(1))
+        if there and (space := self.device) is not None:
+            flat: list[SpaceArray] = []
+            for i in there:
+                placed = space.in_place(callers[i], what[i])
+                flat.append(space.total([callers[i]], what[i], on_device=True) if placed is None else placed)
+            space.follow(*flat)
+            with space.here():
+                sums = np.stack([sum_of_squares(one) for one in flat])
             for i, one in zip(there, space.to_host(sums), strict=True):
                 found[i] = float(one)
             self.hand_back(callers)
         for i, caller in enumerate(callers):
             if self.where(caller) == HOST:
-                found[i] = folded.on_host(host_view(caller, what[i]).reshape(-1))
+                found[i] = float(sum_of_squares(host_view(caller, what[i]).reshape(-1)))
         return found
-
-
-def _bare(array: CallersArray) -> CallersArray:
-    return array.array if isinstance(array, OnDevice) else array

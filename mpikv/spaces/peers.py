@@ -1,14 +1,15 @@
 """Device memory that the ranks of one host read of each other.
 
-A rank's arrays are in chunks (pool.py). When it names an array to the others for the first time, it writes what its
-driver exports of that chunk into a table in the memory that the ranks of the host share (hostmemory/segment); another
-rank opens the chunk when it first meets it, and keeps it open. An array's name is one word: the number of its chunk,
-and where in the chunk it begins. So after the first rounds nothing is exported or opened any more.
+What others read is in allocations of its own (`DeviceSpace.shared_empty`), which are exported to the others when an
+array in them is named for the first time: CUDA's handle goes into a table in the memory that the ranks of the host
+share (hostmemory/segment). Another rank opens the allocation when it first meets it, and keeps it open. An array's name
+is one word: the number of its allocation, and where in it the array begins. So after the first rounds nothing is
+exported or opened any more.
 
 A name, and what the array contains, can be relied on once the rank that has said it has counted something: in host
-memory, after it has seen its own work on the array done (`DeviceSpace.arrived`, `begun`). No rank opens its own chunks.
+memory, after it has seen its own work on the array done (`DeviceSpace.arrived`, `begun`). No rank opens its own memory.
 
-Cost: a call of the driver for each chunk that is exported, and for each one that is opened. Restrictions: ranks whose
+Cost: a call of CUDA for each allocation that is exported, and for each one that is opened. Restrictions: ranks whose
 GPUs can read each other's memory; `why_not_shared` finds that out.
 """
 
@@ -24,22 +25,18 @@ from mpikv.errors import MpikvError
 from mpikv.hostmemory.counters import Counters
 from mpikv.hostmemory.counters import table_bytes as counters_bytes
 from mpikv.hostmemory.segment import HostMemory
-from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.device_array import DeviceArray
-from mpikv.spaces.driver import Driver
-from mpikv.spaces.pool import Chunk
+from mpikv.spaces.device import ALLOCATION_BYTES, DeviceSpace
+from mpikv.spaces.gpu import Gpu
 
 MOST_CHUNKS = 1 << 14  # of each rank: 512 GiB of full ones
-ENTRY_BYTES = 256  # CUDA exports 64 bytes
-LENGTH_BYTES = 2  # in front of what is exported
-OFFSET_BITS = 44  # within a chunk
+HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
+OFFSET_BITS = 44  # within an allocation
 CLOSED, WORDS = 0, 1  # a counter of each rank: that it reads no more
-TRIAL_BYTES = 2 << 20  # cudaMalloc puts shorter ones together into one allocation
 
 
 def table_bytes(n_ranks: int) -> int:
     """What the table of a host takes of the memory that its ranks share, of which only what is used is ever there."""
-    return counters_bytes(n_ranks, WORDS) + n_ranks * MOST_CHUNKS * ENTRY_BYTES
+    return counters_bytes(n_ranks, WORDS) + n_ranks * MOST_CHUNKS * HANDLE_BYTES
 
 
 class Peers:
@@ -49,93 +46,130 @@ class Peers:
         self._space, self._memory = space, memory
         self._closed = Counters(memory, begin_bytes, WORDS)
         self._begin = begin_bytes + counters_bytes(memory.size, WORDS)
-        self._exported: set[int] = set()  # chunks of this rank
-        self._opened: dict[tuple[int, int], int] = {}  # addresses of the others' chunks, by rank and number
+        self._exported: set[int] = set()  # allocations of this rank, by number
+        self._opened: dict[tuple[int, int], int] = {}  # addresses of the others', by rank and number
 
-    def word_of(self, array: DeviceArray) -> int:
-        """The name of an array of this rank, contiguous, for the others. MpikvError where the table is full."""
-        chunk = array.memory.chunk
-        if chunk.number not in self._exported:
-            self._export(chunk)
-        return (chunk.number << OFFSET_BITS) + array.address - chunk.address
+    def word_of(self, array: Any) -> int:
+        """The name of an array of `shared_empty`, contiguous, for the others. MpikvError where the table is full."""
+        address = array.data.ptr
+        number, chunk = next(
+            (i, one)
+            for i, one in enumerate(self._space.chunks)
+            if one.ptr <= address and address + array.nbytes <= one.ptr + one.size
+        )
+        if number not in self._exported:
+            if number >= MOST_CHUNKS:
+                raise MpikvError(
+                    f"this worker holds {number + 1} pieces of device memory, and other workers of its host can open "
+                    f"{MOST_CHUNKS} of them: give the store fewer long arrays, or set MPIKV_DEVICE_PATH=staged, which "
+                    "does without"
+                )
+            self._entry(self._memory.rank, number)[:] = np.frombuffer(_export(self._space.gpu, chunk.ptr), np.uint8)
+            self._exported.add(number)
+        return int((number << OFFSET_BITS) + address - chunk.ptr)
 
-    def _export(self, chunk: Chunk) -> None:
-        if chunk.number >= MOST_CHUNKS:
-            raise MpikvError(
-                f"this worker holds {chunk.number + 1} pieces of device memory, and other workers of its host can open "
-                f"{MOST_CHUNKS} of them: give the store fewer long arrays, or set MPIKV_DEVICE_PATH=staged, which "
-                "does without"
-            )
-        exported = self._space.driver.export(chunk.address)
-        if len(exported) > ENTRY_BYTES - LENGTH_BYTES:
-            raise MpikvError(f"{self._space.driver.name} exports {len(exported)} bytes, too many for the table")
-        text = len(exported).to_bytes(LENGTH_BYTES, "little") + exported
-        self._entry(self._memory.rank, chunk.number)[: len(text)] = np.frombuffer(text, np.uint8)
-        self._exported.add(chunk.number)
-
-    def array_of(self, place: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> DeviceArray:
+    def array_of(self, place: int, word: int, n_elems: int, dtype: np.dtype[Any]) -> Any:
         """The array that another rank of the host has named, to be read only; after it has counted something."""
         number, offset = word >> OFFSET_BITS, word & ((1 << OFFSET_BITS) - 1)
         begin = self._opened.get((place, number))
         if begin is None:
-            begin = self._open(place, number)
-        n_bytes = n_elems * dtype.itemsize
-        memory = self._space.pool.part(Chunk(number, begin, n_bytes), begin + offset, n_bytes)
-        return DeviceArray(self._space, memory, 0, (n_elems,), dtype)
-
-    def _open(self, place: int, number: int) -> int:
-        assert place != self._memory.rank
-        entry = self._entry(place, number).tobytes()
-        length = int.from_bytes(entry[:LENGTH_BYTES], "little")
-        begin = self._space.driver.open(entry[LENGTH_BYTES : LENGTH_BYTES + length])
-        self._opened[place, number] = begin
-        return begin
+            assert place != self._memory.rank
+            begin = _open(self._space.gpu, self._entry(place, number).tobytes())
+            self._opened[place, number] = begin
+        return self._space.gpu.at(begin + offset, (n_elems,), dtype, self)
 
     def _entry(self, place: int, number: int) -> Any:
         return self._memory.array(
-            self._begin + (place * MOST_CHUNKS + number) * ENTRY_BYTES, ENTRY_BYTES, np.dtype(np.uint8)
+            self._begin + (place * MOST_CHUNKS + number) * HANDLE_BYTES, HANDLE_BYTES, np.dtype(np.uint8)
         )
 
     def close(self) -> Request:
-        """Close the others' chunks, when all that the space has begun is done. A request that is done when all have.
+        """Close the others' memory, when all that the space has begun is done. A request that is done when all have.
 
         Only then may a rank free what it has exported. Collective. Blocks for what is under way on this rank's GPU.
         """
         self._space.settle()
         opened, self._opened = self._opened, {}
         for address in opened.values():
-            self._space.driver.close(address)
+            _close(self._space.gpu, address)
         self._closed.count(CLOSED, 1)
         return self._closed.awaited(CLOSED, 1, soon=False) or Done()
 
 
-def why_not_shared(driver: Driver | None, rank: int, allgather: Callable[[bytes], list[bytes]]) -> str:
-    """Try whether the ranks of a host can open each other's device memory; what is in the way, "" for nothing.
+def _export(gpu: Gpu, address: int) -> bytes:
+    with gpu.current("lets other processes open its memory"):
+        return bytes(gpu.cupy.cuda.runtime.ipcGetMemHandle(address))
 
-    driver: of this rank's GPU; None: it has none. rank: among those of its host. allgather: brings the bytes of every
-    rank of the host to each of them. Collective, blocks as `allgather` does. The same text on all ranks of the host.
+
+def _open(gpu: Gpu, handle: bytes) -> int:
+    with gpu.current("opens memory of another process, which has to be on this host, in the same IPC namespace"):
+        return int(gpu.cupy.cuda.runtime.ipcOpenMemHandle(handle))
+
+
+def _close(gpu: Gpu, address: int) -> None:
+    with gpu.current("closes memory of another process"):
+        gpu.cupy.cuda.runtime.ipcCloseMemHandle(address)
+
+
+def why_not_shared(gpu: Gpu | None, rank: int, allgather: Callable[[bytes], list[bytes]]) -> str:
+    """Try whether the ranks of a host can read each other's device memory; what is in the way, "" for nothing.
+
+    Each writes a pattern of its own, and reads those of the others by a copy and by a kernel: behind some IOMMUs a GPU
+    reads zeros of another one, and CUDA calls that a success (NVIDIA's open-gpu-kernel-modules, issue 1257).
+
+    gpu: of this rank; None: it has none. rank: among those of its host. allgather: brings the bytes of every rank of
+    the host to each of them. Collective, blocks as `allgather` does. The same text on all ranks of the host.
     """
-    address, exported, problem = None, b"", ""
-    if driver is None:
+    memory: Any = None
+    exported, problem = b"", ""
+    if gpu is None:
         problem = f"rank {rank} of the host uses no GPU"
     else:
         try:
-            address = driver.allocate(TRIAL_BYTES)
-            exported = driver.export(address)
-        except MpikvError as error:
-            problem = f"rank {rank} of the host cannot export memory of {_name(driver)}: {error}"
+            with gpu.current("tries to let other processes read its memory"):
+                memory = gpu.cupy.cuda.Memory(ALLOCATION_BYTES)
+                gpu.at(memory.ptr, (TRIAL_ELEMS,), _PATTERN, memory).set(_pattern(rank))
+                gpu.cupy.cuda.get_current_stream().synchronize()
+            exported = _export(gpu, memory.ptr)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others have to hear of it
+            problem = f"rank {rank} of the host cannot export memory of {gpu}: {error}"
     for other, theirs in enumerate(allgather(exported)):
-        if driver is None or problem or other == rank or not theirs:
+        if gpu is None or problem or other == rank or not theirs:
             continue
         try:
-            driver.close(driver.open(theirs))
-        except MpikvError as error:
-            problem = f"rank {rank} of the host, on {_name(driver)}, cannot open the memory of rank {other}: {error}"
+            wrong = _reads_wrong(gpu, theirs, other)
+        except Exception as error:  # noqa: BLE001 - as above
+            wrong = f"cannot open the memory of rank {other}: {error}"
+        if wrong:
+            problem = f"rank {rank} of the host, on {gpu}, {wrong}"
     problems = [text.decode() for text in allgather(problem.encode()) if text]
-    if driver is not None and address is not None:
-        driver.free(address)  # all have closed it: they have said how it went
+    del memory  # all have closed it: they have said how it went
     return "; ".join(problems)
 
 
-def _name(driver: Driver) -> str:
-    return f"GPU {driver.number} ({driver.name}, {driver.uuid})"
+TRIAL_ELEMS = 1 << 16
+_PATTERN = np.dtype(np.int32)
+
+
+def _pattern(rank: int) -> Any:
+    return np.arange(1, TRIAL_ELEMS + 1, dtype=_PATTERN) * (rank + 3)
+
+
+def _reads_wrong(gpu: Gpu, handle: bytes, other: int) -> str:
+    address = _open(gpu, handle)
+    try:
+        with gpu.current("reads memory of another process"):
+            theirs = gpu.at(address, (TRIAL_ELEMS,), _PATTERN, None)
+            copied = gpu.cupy.empty(TRIAL_ELEMS, _PATTERN)
+            np.copyto(copied, theirs)
+            computed = np.add(theirs, _PATTERN.type(1))
+            by_copy, by_kernel = copied.get(), computed.get()
+    finally:
+        _close(gpu, address)
+    expected = _pattern(other)
+    if np.array_equal(by_copy, expected) and np.array_equal(by_kernel, expected + 1):
+        return ""
+    return (
+        f"reads wrong values of the memory of rank {other}, without an error of CUDA's (an IOMMU between the GPUs, "
+        "perhaps: the kernel's option iommu=pt, or ACS off in the BIOS, may help)"
+    )

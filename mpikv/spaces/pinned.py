@@ -1,11 +1,11 @@
 """Page-locked host memory of one store: what it copies to and from a GPU through, and what copies were made.
 
 A copy between device and host goes on by itself only where the host's pages are locked, and locking them takes far
-longer than most copies. So memory that is taken for a moment is kept (`take`, `give`), and memory that ranks share is
-locked where it lies, once (`lock`). The driver takes whole pages, which must not be locked twice, and copies nothing
+longer than most copies. So memory that is taken for a moment comes from CuPy's pool (`take`), and memory that ranks
+share is locked where it lies, once (`lock`). CUDA takes whole pages, which must not be locked twice, and copies nothing
 that crosses from one locking into another: what is locked is widened to whole pages, and joined with what it touches.
 
-Cost: the longest use of each length at a time stays locked, at most `KEPT_BYTES` a piece.
+Cost: CuPy's pool keeps what was used at a time.
 """
 
 from __future__ import annotations
@@ -19,40 +19,30 @@ from typing import NamedTuple
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.gpu import Gpu
 
-LEAST_BYTES = 4096  # shorter memory shares a length
-KEPT_BYTES = 8 << 20  # longer copies to and from the host go in pieces of so many bytes
-
-
-def length_of(n_bytes: int) -> int:
-    """How much memory is taken for so many bytes: lengths that differ little share memory."""
-    return max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length() if n_bytes <= KEPT_BYTES else n_bytes)
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
 
 
 class Pinned:
     """Of one GPU. Threads may share it."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
         self._lock = threading.Lock()
-        self._free: dict[int, list[HostArray]] = {}  # by length
         self._locked: list[_Locked] = []
 
     def take(self, n_bytes: int) -> HostArray:
-        """(n_bytes or more,) of uint8 and any content, which nobody else has until it is given back."""
-        length = length_of(n_bytes)
-        with self._lock:
-            kept = self._free.get(length)
-            if kept:
-                return kept.pop()
-        return self._driver.pinned(length)
+        """(n_bytes,) of uint8 and any content, which goes back with the last reference to it.
 
-    def give(self, memory: HostArray) -> None:
-        """Give back what `take` returned; no copy may be under way in it. Long memory is not kept."""
-        if memory.size <= KEPT_BYTES:
-            with self._lock:
-                self._free.setdefault(memory.size, []).append(memory)
+        No copy may be under way in it then.
+        """
+        if not n_bytes:
+            return np.empty(0, np.uint8)
+        with self._gpu.current(f"makes {n_bytes} bytes of page-locked host memory"):
+            memory = self._gpu.cupy.cuda.alloc_pinned_memory(n_bytes)
+        array: HostArray = np.frombuffer(memory, np.uint8, n_bytes)
+        return array
 
     def lock(self, array: HostArray) -> HostArray:
         """Lock the pages that a contiguous array lies in, unless they are. Returns the array.
@@ -68,22 +58,26 @@ class Pinned:
                 begin, end = begin // page * page, -(-end // page) * page
                 touched = [one for one in self._locked if one.begin < end and begin < one.end]
                 for one in touched:
-                    self._driver.unregister(one.pages)
+                    self._unlock(one)
                     self._locked.remove(one)
                     begin, end = min(begin, one.begin), max(end, one.end)
-                memory = (ctypes.c_uint8 * (end - begin)).from_address(begin)
-                pages = np.frombuffer(memory, np.uint8)
-                self._driver.register(pages)
+                with self._gpu.current(f"locks {end - begin} bytes of host memory (`ulimit -l` may limit that)"):
+                    self._gpu.cupy.cuda.runtime.hostRegister(begin, end - begin, PORTABLE)
+                # What keeps them mapped: another process may have let go of its end.
+                pages = np.frombuffer((ctypes.c_uint8 * (end - begin)).from_address(begin), np.uint8)
                 self._locked.append(_Locked(begin, end, pages, [array, *(one.owners for one in touched)]))
         return array
 
+    def _unlock(self, one: _Locked) -> None:
+        with self._gpu.current("unlocks host memory"):
+            self._gpu.cupy.cuda.runtime.hostUnregister(one.begin)
+
     def close(self) -> None:
-        """Unlock what `lock` has locked, and let all else go. No copy may be under way."""
+        """Unlock what `lock` has locked. No copy may be under way."""
         with self._lock:
             locked, self._locked = self._locked, []
-            self._free.clear()
         for one in locked:
-            self._driver.unregister(one.pages)
+            self._unlock(one)
 
 
 class _Locked(NamedTuple):

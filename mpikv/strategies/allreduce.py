@@ -159,7 +159,7 @@ class AllreduceStrategy(Strategy):
     def _in_place(
         self, infos: Sequence[KeyInfo], values: Sequence[Any], outs: Sequence[Sequence[Any]], op: Reduction
     ) -> Rounds | None:
-        if any(info.space == DEVICE for info in infos) and self._paths(infos) != {"ipc"}:
+        if any(info.space == DEVICE for info in infos):
             return None
         flat = flattened(infos, values, outs)
         return None if flat is None else Rounds(self._exchange_in_place, self._session, infos, flat, op)
@@ -233,14 +233,16 @@ class AllreduceStrategy(Strategy):
     def bucket(self, keys: Sequence[Key]) -> Travelling:
         """Let keys that were never pushed travel together.
 
-        Each travels alone where a key cannot share a buffer: all workers share memory, a key has a communicator of its
-        own, or an optimizer needs the whole of a key.
+        Each travels alone where a key cannot share a buffer: all workers share the host memory that it is in, a key has
+        a communicator of its own, or an optimizer needs the whole of a key.
         """
         session = self._session
         travelling = Bucketed(session, self._queues, self.keys.start)
         infos = [session.infos[key] for key in keys]
+        if self.keys.direct is not None:
+            infos = [info for info in infos if info.space == DEVICE]
         optimizers = [self.keys.owner.optimizer_of(info.id) for info in infos]
-        if self.keys.direct is not None or self.keys.communicators is not None or session.num_workers == 1:
+        if not infos or self.keys.communicators is not None or session.num_workers == 1:
             return travelling
         if not all(optimizer is None or optimizer.elementwise for optimizer in optimizers):
             return travelling

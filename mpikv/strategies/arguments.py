@@ -38,7 +38,7 @@ def _flat(array: Any) -> SpaceArray:
 
 def address_of(array: SpaceArray) -> int:
     """Where its first element is."""
-    address: int = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.address
+    address: int = array.__array_interface__["data"][0]
     return address
 
 

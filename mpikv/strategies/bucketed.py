@@ -18,7 +18,7 @@ from mpikv.collectives.stages import Span
 from mpikv.errors import MpikvError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
-from mpikv.optimizers.owner import Owner
+from mpikv.optimizers.owner import Joined, Owner
 from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers
@@ -106,12 +106,13 @@ class Bucket(RoundQueue):
 
     def apply(self, owner: Owner, buf: SpaceArray, under: Unders, span: Span, factor: float | None) -> None:
         """Update the parts of the keys that lie in [begin, end)."""
-        with self.space.together():
-            for info in self._infos:
-                place, one = self._spans[info.id], under[info.id]
-                first, last = max(span[0], place.start), min(span[1], place.stop)
-                if first < last and one is not None:
-                    owner.apply(info, self.own[first:last], buf[first:last], (0, one.number), factor=factor)
+        parts = []
+        for info in self._infos:
+            place, one = self._spans[info.id], under[info.id]
+            first, last = max(span[0], place.start), min(span[1], place.stop)
+            if first < last and one is not None:
+                parts.append(Joined(info, first, last, one.number))
+        owner.apply_together(parts, self.own, buf, factor=factor)
 
     def finish(self, buf: SpaceArray) -> None:
         """A round is done."""

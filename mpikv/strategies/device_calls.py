@@ -12,10 +12,10 @@ shard of such a key goes one of three ways (`DeviceCalls.direct`, `DeviceCalls.h
   push that a codec encodes on the GPU (device_pieces.py) is copied down as its messages; an answer for arrays on the
   GPU alone that a codec decodes there is copied up as its messages.
 
-Nobody waits for a copy. A call begins its copies when it is made, and its messages leave when the store's stream has
-come so far. Until then the call stands in a line, and so does every call that is made after it, also of keys in host
-memory: servers must see the calls of a worker in their order. The messages themselves are those of `Client.exchange`,
-which sees host memory, or device memory that nothing is under way in.
+Nobody waits for a copy. A call begins its copies when what it pushes is there, and its messages leave when the store's
+stream has come so far. Until then the call stands in a line, and so does every call that is made after it, also of keys
+in host memory: servers must see the calls of a worker in their order. The messages themselves are those of
+`Client.exchange`, which sees host memory, or device memory that nothing is under way in.
 
 An array of the caller's in host memory takes an answer as for a key in host memory, without the GPU.
 
@@ -37,12 +37,13 @@ from mpikv.hostmemory.allocator import Segment
 from mpikv.spaces.base import SpaceArray
 from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.named import DEVICE, HOST
-from mpikv.spaces.pinned import length_of
 from mpikv.strategies.base import Sink
 from mpikv.strategies.client_key import ClientKey, Messages, Route
 from mpikv.strategies.device_pieces import DevicePieces
 from mpikv.strategies.exchange import Client, Item
 from mpikv.strategies.pieces import Pieces
+
+LEAST_BYTES, MOST_ALIKE_BYTES = 4096, 8 << 20  # lengths between them that differ little share memory
 
 
 class Staging:
@@ -58,7 +59,7 @@ class Staging:
 
     def take(self, n_bytes: int, *, shared: bool) -> HostArray:
         """(n_bytes or more,) of uint8. shared: in memory that other ranks of the host read, while some is left."""
-        length = length_of(n_bytes)
+        length = max(LEAST_BYTES, 1 << (n_bytes - 1).bit_length()) if n_bytes <= MOST_ALIKE_BYTES else n_bytes
         kept = self._free.get((length, shared))
         if kept:
             return kept.pop()
@@ -118,6 +119,9 @@ class DeviceCalls:
         if len(self._line) == 1:
             turn.finish()
         try:
+            for item in items:  # so that the store's stream does not wait for that
+                if item.total is not None and item.key.info.space == DEVICE:
+                    yield self.space.arrived(item.total)
             keys = [_KeyCall(self, item) for item in items if item.key.info.space == DEVICE]
             sent = [item for item in items if item.key.info.space != DEVICE]
             sent += [item for key in keys for item in key.items]
@@ -221,6 +225,7 @@ class _KeyCall:
         """The messages of a push, which are encoded on the GPU and on their way to the host."""
         messages = self._memory_of(key.encoded)
         assert isinstance(key.encoded, DevicePieces)
+        self._calls.space.follow(total)
         for part, data in key.encoded.encode_all(total, messages).items():
             self._calls.space.fetch(messages[part], data)
         return Messages(messages)

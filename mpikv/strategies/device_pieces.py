@@ -1,34 +1,32 @@
 """What travels of one key's values in device memory, piece by piece: encoded and decoded on the GPU.
 
-What a codec does there codecs/on_device.py says; residuals are in device memory. Messages are page-locked host memory:
-so what crosses between the GPU and the host is what travels, and no more. A piece that this
-worker owns itself stays on the GPU.
+The codecs are those of the host, whose functions work on CuPy's arrays, too; residuals are in device memory. Messages
+are page-locked host memory: so what crosses between the GPU and the host is what travels, and no more. A piece that
+this worker owns itself stays on the GPU.
 
 All that a worker sends in one half of a round is encoded and copied down before its first message; that takes a GPU
 less time than a network takes for a few of them. What has come is copied up and added as it comes, in the store's
 stream, which the host waits for once at the end: until then memory of messages is in use.
 
-Cost: a copy for each piece, a launch or some for all that is encoded at once, and for each piece that is decoded.
-Page-locked memory: what is sent and received in half a round.
+Cost: a copy for each piece, and the launches of its codec. Page-locked memory: what is sent and received in half a
+round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from mpikv.arrays import HostArray
 from mpikv.codecs.base import Codec, State
 from mpikv.codecs.identity import IDENTITY
-from mpikv.codecs.on_device import BYTE, FLOAT32, Pushed, paying
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
 from mpikv.keys import KeyInfo
 from mpikv.spaces.base import Space, SpaceArray
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.device_array import DeviceArray
 from mpikv.strategies.pieces import Encoding, Pieces
 
 
@@ -37,71 +35,37 @@ class DevicePieces(Pieces):
 
     def __init__(self, info: KeyInfo, codec: Codec, space: DeviceSpace) -> None:
         super().__init__(info, codec)
-        found = codec.on_device(info.dtype)
-        assert found is not None
-        self.space, self._on_device = space, found
+        self.space = space
         self._lent: list[HostArray] = []  # for messages of the half of a round that is under way
 
     def _init(self, n_elems: int) -> State:
-        """As the codec has it, what it keeps on the GPU there: a residual is made there."""
-        state = self._codec.init(n_elems)
-        if "residual" in state:
-            residual: SpaceArray = self.space.zeros(n_elems, FLOAT32)
-            state["residual"] = residual
-        return self._brought(state)
+        return self._brought(self._codec.init(n_elems))
 
     def _brought(self, state: State) -> State:
-        """What the codec keeps on the GPU, brought there; what else it remembers stays on the host."""
-        for name in self._on_device.kept:
-            if isinstance(array := state.get(name), np.ndarray):
-                brought: SpaceArray = self.space.from_host(array)
-                state[name] = brought
-        return state
-
-    def encode(self, values: SpaceArray, piece: Span) -> SpaceArray:
-        """See `Pieces`."""
-        return self.encode_all(values, [piece])[piece]
+        """The state, with what the codec keeps on the GPU there."""
+        kept = self._codec.host_state
+        return {name: array if name in kept else self.space.from_host(array) for name, array in state.items()}
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
-        """What travels of some pieces, different ones, encoded in as few launches as one."""
-        states = {piece: self._state(piece) for piece in pieces}
-        if self._codec == IDENTITY:
-            return {piece: values[slice(*piece)].view(BYTE) for piece in states}
-        made = {
-            piece: Pushed(values[slice(*piece)], self.space.empty(self.wire_bytes(piece), BYTE), state)
-            for piece, state in states.items()
-        }
-        self._on_device.encode(self.space, list(made.values()))
-        data: dict[Span, SpaceArray] = {piece: one.data for piece, one in made.items()}
-        for piece, one in data.items():
-            self._count(piece, one)
-        return data
-
-    def _paid(self, values: SpaceArray) -> SpaceArray:
-        """What is pushed is the store's own copy, which is changed."""
-        program, numbers = paying(self._dtype)
-        for piece, state in self.states.items():
-            if "residual" in state:
-                both: list[SpaceArray] = [values[slice(*piece)], state["residual"]]
-                self.space.launch(program, both, numbers)
-        return values
+        """What travels of some pieces, different ones, as bytes."""
+        return {piece: self.encode(values, piece).view(np.uint8) for piece in pieces}
 
     def _here(self, data: Any, n_elems: int) -> SpaceArray:
         """What was encoded of n values, on the GPU. data: the same, or a message that has come, in use until `end`."""
         if not isinstance(data, np.ndarray):
             return data
-        self._on_device.check(data, n_elems)
-        found = self.space.empty(data.nbytes, BYTE)
+        self._codec.check(self._seen(data), n_elems)
+        found = self.space.empty(data.nbytes, np.dtype(np.uint8))
         self.space.bring(found, data)
         return found
 
     def decode(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        self._on_device.decode(self.space, self._here(data, out.size), out, add=False)
+        super().decode(self._here(data, out.size), out)
 
     def add(self, data: Any, out: SpaceArray) -> None:
         """See `Pieces`."""
-        self._on_device.decode(self.space, self._here(data, out.size), out, add=True)
+        super().add(self._here(data, out.size), out)
 
     # --- a round
 
@@ -121,30 +85,37 @@ class DevicePieces(Pieces):
         """Page-locked memory for a message, until `end`."""
         memory = self.space.pinned.take(n_bytes)
         self._lent.append(memory)
-        return memory[:n_bytes]
+        return memory
 
     def end(self) -> Steps[None]:
         """See `Pieces`."""
         yield self.space.begun()
-        lent, self._lent = self._lent, []
-        for memory in lent:
-            self.space.pinned.give(memory)
+        self._lent.clear()
 
     # --- states
 
     def recut(self, states: Mapping[Span, State], pieces: Iterable[Span]) -> None:
         """See `Pieces`. Blocks until they have come to the host, or from there."""
-        super().recut(_on_host(states), pieces)
+        super().recut(self._on_host(states), pieces)
         self.states = {piece: self._brought(state) for piece, state in self.states.items()}
 
     def states_on_host(self) -> Mapping[Span, State]:
         """See `Pieces`. Blocks until they have come there."""
-        return _on_host(self.states)
+        return self._on_host(self.states)
+
+    def _on_host(self, states: Mapping[Span, State]) -> dict[Span, State]:
+        return {
+            piece: {
+                name: array if isinstance(array, np.ndarray) else self.space.to_host(array)
+                for name, array in state.items()
+            }
+            for piece, state in states.items()
+        }
 
 
 def pieces_in(space: Space | None, info: KeyInfo, codec: Codec) -> Pieces:
     """Those of a key whose values are in `space`: encoded there, if it is device memory and the codec can do so."""
-    if codec != IDENTITY and isinstance(space, DeviceSpace) and codec.on_device(info.dtype) is not None:
+    if codec != IDENTITY and isinstance(space, DeviceSpace) and codec.on_device:
         return DevicePieces(info, codec, space)
     return Pieces(info, codec)
 
@@ -156,8 +127,9 @@ class DeviceEncoding(Encoding):
 
     def begin(self) -> Steps[None]:
         """See `Encoding`."""
-        space, values = self.pieces.space, cast(DeviceArray, self._values)
-        yield space.arrived(values)
+        space = self.pieces.space
+        yield space.arrived(self._values)
+        space.follow(self._values)
         sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
         self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}
@@ -168,14 +140,3 @@ class DeviceEncoding(Encoding):
     def __getitem__(self, i: int, /) -> tuple[int, HostArray]:
         dest, piece = self._outgoing[i]
         return dest, self._messages[piece]
-
-
-def _on_host(states: Mapping[Span, State]) -> dict[Span, State]:
-    """The same in host memory."""
-    return {
-        piece: {
-            name: array if isinstance(array, np.ndarray) else array.space.to_host(array)
-            for name, array in state.items()
-        }
-        for piece, state in states.items()
-    }

@@ -1,8 +1,8 @@
 """The way of keys in device memory whose values travel encoded, by codecs that a GPU can do.
 
-As on the host (encoded.py), by the same messages and with the same bits; but pieces are encoded, decoded and added on
-the GPU (device_pieces.py), and the optimizer runs there. So n bytes of values do not cross to the host, only what
-travels of them. Rounds as they are go the way of a key on a GPU without compression.
+As on the host (encoded.py), by the same messages; but pieces are encoded, decoded and added on the GPU
+(device_pieces.py), and the optimizer runs there. So n bytes of values do not cross to the host, only what travels of
+them. Rounds as they are go the way of a key on a GPU without compression.
 
 Cost: that on the host, with a GPU's speed; down what is sent, up what is received. Memory beside it, on the GPU: the
 sum.
@@ -39,16 +39,14 @@ class EncodedOnDevice(Encoded):
     def share(self) -> Steps[None]:
         """By a tree, through page-locked memory."""
         space: Any = self._space
-        memory = space.pinned.take(self.value.nbytes)
-        values = memory[: self.value.nbytes].view(self.value.dtype)
+        values = space.pinned.take(self.value.nbytes).view(self.value.dtype)
         if self._group.rank == 0:
             space.fetch(values, self.value)
             yield space.begun()
         yield from broadcast(self._group, values, 0, self._tag(0))
         if self._group.rank != 0:
             space.bring(self.value, values)
-            yield space.begun()
-        space.pinned.give(memory)
+            yield space.begun()  # `values` is in use until then
 
 
 def encoded(means: Means, info: KeyInfo, placement: Placement, place: Any) -> Encoded:

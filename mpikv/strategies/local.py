@@ -53,13 +53,16 @@ class LocalStrategy(Strategy):
 
     def push(self, info: KeyInfo, total: SpaceArray) -> None:
         """Update the stored value now."""
-        stored = self._stored[info.id]
+        stored, space = self._stored[info.id], self._session.spaces.of(info)
         if self._session.updater is not None:
-            with self._session.spaces.of(info).lend([total.reshape(info.shape), stored.reshape(info.shape)]) as arrays:
-                self._session.updater(info.key, *arrays)
+            space.follow(total, stored)
+            with space.here():
+                self._session.updater(info.key, total.reshape(info.shape), stored.reshape(info.shape))
         else:
-            total = self._session.spaces.of(info).cast(total, sum_dtype(info.dtype))
-            self._owner.apply(info, stored, total, AS_SET)
+            total = space.cast(total, sum_dtype(info.dtype))
+            space.follow(total, stored)
+            with space.here():
+                self._owner.apply(info, stored, total, AS_SET)
 
     def push_rows(self, info: KeyInfo, total: RowSparse, priority: int) -> None:
         """Update the pushed rows now."""

@@ -102,7 +102,7 @@ class Pieces:
             if part.dtype != self._dtype:
                 with np.errstate(invalid="ignore", over="ignore"):
                     lost = part - part.astype(self._dtype).astype(part.dtype)
-                np.copyto(owed, lost, where=np.isfinite(lost))
+                np.copyto(owed, lost, where=np.isfinite(lost), casting="unsafe")
         with np.errstate(over="ignore"):
             return totals.astype(self._dtype, copy=False)
 

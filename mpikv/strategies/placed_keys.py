@@ -35,7 +35,6 @@ from mpikv.strategies.direct import Direct
 from mpikv.strategies.encoded import Encoded
 from mpikv.strategies.encoded_device import encoded
 from mpikv.strategies.host_keys import HostKeys
-from mpikv.strategies.nccl_way import NcclWorkers
 from mpikv.strategies.pieces import encoded_bytes
 from mpikv.strategies.queues import Reached, RoundQueue
 from mpikv.strategies.round_steps import RoundSteps
@@ -66,9 +65,7 @@ class PlacedKeys:
         self.communicators: Communicators | None = None
         if session.members.path == "native":
             self.communicators = Communicators(session.transport, session.engine)
-        self.nccl: NcclWorkers | None = None
-        if "nccl" in {session.members.device_path, session.members.large_device_path}:
-            self.nccl = NcclWorkers(nccl, session.members.config.timeout_s)
+        self.nccl = nccl
         self._follow(memory)
         agreed = None if self.communicators is None else self._agreed
         session.start(KeyEvents(self._reserve, self._begin, self._broken, self._pushes, agreed))
@@ -96,6 +93,7 @@ class PlacedKeys:
             self.hosts,
             self.communicators,
             nccl=self.nccl,
+            timeout_s=members.config.timeout_s,
             plain_group=session.group,
             choices=Choices(),
         )
@@ -118,29 +116,27 @@ class PlacedKeys:
         Every worker that stays must have pushed as often as the others, and those rounds must be complete: StallError
         or PeerError where they are not, MpikvError on all where the counts differ; the store is of no use then.
         UnsupportedError, with nothing changed, where an optimizer is set, since the states of what the others own would
-        be lost, and with MPIKV_ALGORITHM=native or nccl, whose communicators are those of all workers. Where NCCL was
-        no more than the default of large keys these go the way of small ones from now on.
+        be lost, and with MPIKV_ALGORITHM=native, whose communicators are those of all workers. Keys that went by NCCL
+        go the path `staged` from now on.
         """
         session = self._session
         if session.optimizers():
             raise UnsupportedError("regroup with an optimizer: states that other workers own would be lost")
         if self.communicators is not None:
             raise UnsupportedError("regroup with MPIKV_ALGORITHM=native")
-        if members.device_path == "nccl":
-            raise UnsupportedError("regroup with keys that go by NCCL, whose communicator is that of all workers")
         if self._rows.any:
             raise UnsupportedError("regroup with row-sparse keys: rows that other workers own would be lost")
         members = replace(members, memory=memory is not None)
-        if members.large_device_path is not None:
+        if members.device_path == "nccl":
             reasons = (*members.device_reasons, ("nccl", "its communicator was that of more workers"))
-            members = replace(members, large_device_path=None, device_reasons=reasons)
+            members = replace(members, device_path="staged", device_reasons=reasons)
         if members.device_path == "ipc" and memory is None:
             members = replace(members, device_path="staged", device_reasons=(("ipc", "regroup without memory"),))
         self.drain("regroup")
         queues = sorted(self.all(), key=lambda queue: queue.info.id)
         self._settle(queues)
         if self.nccl is not None:
-            self.nccl.leave()
+            self.nccl.close(alone=True)
             self.nccl = None
         with session.engine.lock:
             if self.direct is not None:

@@ -116,7 +116,7 @@ class Staged:
     def held_bytes(self) -> int:
         """The value, on the device and on the host, and what the way on the host adds."""
         sent = 0 if self._sent is None else self._sent.nbytes
-        return self.value.nbytes + sent + self._inner.held_bytes
+        return int(self.value.nbytes) + sent + self._inner.held_bytes
 
     def cut(self, placement: Placement) -> None:
         """From the next round on the owners own other parts."""
@@ -141,6 +141,7 @@ class Staged:
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[None]:
         """The sum of the owned part comes into `values`."""
+        yield self._space.arrived(values)  # so that the stream does not wait for that
         sent, own = self._locked(self._values), self._own()
         with self._segments.between(values, sent, values, lambda totals: self._locked(totals[own])):
             yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)

@@ -19,6 +19,7 @@ from mpikv.collectives import device_host, hosted, one_host
 from mpikv.collectives.broadcast import broadcast
 from mpikv.collectives.host_key import TOTALS, HostKey
 from mpikv.collectives.labelled import AddingGroup, Comparison, SharingGroup
+from mpikv.collectives.nccl import NcclComm
 from mpikv.collectives.parts import HERE, Parts, whole
 from mpikv.collectives.select import ALGORITHMS, IN_PARTS
 from mpikv.collectives.stages import Span
@@ -32,7 +33,7 @@ from mpikv.strategies.communicators import Communicators
 from mpikv.strategies.device_messages import DeviceMessages
 from mpikv.strategies.host_keys import HostKeys
 from mpikv.strategies.key_way import KeyWay
-from mpikv.strategies.nccl_way import NcclWay, NcclWorkers
+from mpikv.strategies.nccl_way import NcclWay
 from mpikv.transports.base import Group
 
 
@@ -42,10 +43,10 @@ class Means(NamedTuple):
     spaces: where values are, by their keys, unless they are in memory that the ranks of a host share. hosts: the keys
     in such memory.
     plain_group: the same ranks for messages of device memory; None: `group` is.
-    communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: what
-    the keys that go by NCCL have in common. parts: how what is pushed comes to where a way in host memory reads it, and
-    what becomes of the parts of the result. choices: for keys that travel encoded or as they are, whichever is faster;
-    None: they always travel encoded.
+    communicators: those for MPI's own collectives. pages: what keys take of shared memory is of whole pages. nccl: the
+    communicator of keys that go by NCCL, whose rounds may take `timeout_s` on the GPU. parts: how what is pushed comes
+    to where a way in host memory reads it, and what becomes of the parts of the result. choices: for keys that travel
+    encoded or as they are, whichever is faster; None: they always travel encoded.
     """
 
     group: Group
@@ -53,7 +54,8 @@ class Means(NamedTuple):
     hosts: HostKeys | None = None
     communicators: Communicators | None = None
     pages: bool = False
-    nccl: NcclWorkers | None = None
+    nccl: NcclComm | None = None
+    timeout_s: float = 60.0
     parts: Parts = HERE
     plain_group: Group | None = None
     choices: Choices | None = None
@@ -351,7 +353,14 @@ class Ipc(Alone):
         self._hosts, self._place = means.hosts, place
         self._device = cast(DeviceSpace, self._space)
         self.dtype = info.dtype  # widened by whoever adds
+        self.value = self._device.shared_empty(info.n_elems, info.dtype)
+        self._room: SpaceArray = None  # for this worker's values, which the others read there; from the first round on
         self._key = means.hosts.key(place, info.n_elems, info.dtype, value=self.value, arrays=means.hosts.peers)
+
+    @property
+    def held_bytes(self) -> int:
+        """The value, and what the others read."""
+        return int(self.value.nbytes) * (1 if self._room is None else 2)
 
     def share(self) -> Steps[None]:
         """The others copy it from where worker 0 says that it is."""
@@ -361,16 +370,21 @@ class Ipc(Alone):
             self._hosts.publish(self._place)
         else:
             yield self._hosts.published(self._place)
-            self.value[...] = self._key.array_of(0, TOTALS, self.value.dtype)
+            self._device.copy(self.value, self._key.array_of(0, TOTALS, self.value.dtype))
 
     def reduce_scatter(
         self, values: Any, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[Any]:
-        """From where the values are."""
+        """From where the others can read them."""
         rank, bounds = self._group.rank, self.placement.bounds
-        return device_host.reduce_scatter(
-            rank, values, bounds, self._key, self._device, combine=combine, comparison=comparison
+        if self._room is None:
+            self._room = self._device.shared_empty(values.size, values.dtype)
+        yield self._device.arrived(values)
+        self._device.copy(self._room, values)
+        totals = yield from device_host.reduce_scatter(
+            rank, self._room, bounds, self._key, self._device, combine=combine, comparison=comparison
         )
+        return totals
 
     def allgather(self, outs: Sequence[Any], comparison: Comparison | None) -> Steps[None]:
         """Wait for the other owners, and copy their parts, and the value out."""

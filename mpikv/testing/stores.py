@@ -16,7 +16,7 @@ from mpikv.kvstore import KVStore
 from mpikv.placement import Members
 from mpikv.server.roles import assign
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.driver import Driver
+from mpikv.spaces.gpu import Gpu
 from mpikv.spaces.named import Spaces
 from mpikv.testing.ranks import Gathering, memories_of, spawn
 from mpikv.transports.base import Transport
@@ -39,16 +39,16 @@ def spawn_stores(
     fabric: Fabric | None = None,
     compression: Compression | None = None,
     spaces: Sequence[Spaces] | None = None,
-    drivers: Sequence[Driver | None] | None = None,
-    nccls: Sequence[Nccl] | None = None,
+    gpus: Sequence[Gpu | None] | None = None,
+    by_nccl: bool = False,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
     one on these hosts. compression: how their values travel, by default as they are. spaces: where the
-    values of each rank are. drivers: of the GPU of each rank, of its own process's (`FakeGpu.view`); keys in device
-    memory go the path that `config` names, by default the first one that needs no trial. nccls: of each rank, by which
-    large keys go where `config` leaves it open. The store is
+    values of each rank are. gpus: of each rank, as its own process's CuPy sees it; keys in device memory go the path
+    that `config` names, by default the first one that needs no trial. by_nccl: large keys go by the NCCL of these GPUs
+    where `config` leaves it open. The store is
     closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
 
     >>> from mpikv.testing.stores import spawn_stores
@@ -66,26 +66,25 @@ def spawn_stores(
     roles = assign(places, num_servers, config.server_placement)
     members = Members(places, roles.workers, roles.servers, spec.synchronous, config)
     memories = memories_of(places) if members.shares_memory else [None] * size
-    if drivers is not None:
-        told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in drivers]
+    if gpus is not None:
+        told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in gpus]
         open_ = config.device_path == "auto" and config.algorithm != "nccl"
-        outcomes = {**NOT_TRIED, **({} if nccls is None else {"nccl": ""})} if open_ else {}
+        outcomes = {**NOT_TRIED, **({"nccl": ""} if by_nccl else {})} if open_ else {}
         members = choose([told[rank] for rank in roles.workers], members, outcomes).of(members)
     gathering = Gathering(num_workers)
 
     def rank_body(transport: Transport) -> T | None:
         fatal: list[BaseException] = []
         threaded, memory = config.progress == "thread", memories[transport.rank]
-        driver = None if drivers is None else drivers[transport.rank]
+        gpu = None if gpus is None else gpus[transport.rank]
         rank_spaces = None if spaces is None else spaces[transport.rank]
-        if driver is not None:
-            rank_spaces = Spaces(device=DeviceSpace(driver))
+        if gpu is not None:
+            rank_spaces = Spaces(device=DeviceSpace(gpu))
         comm = None
-        if nccls is not None:
+        if gpu is not None and (by_nccl or members.device_path == "nccl"):
             names = [f"worker {rank}" for rank in range(num_workers)]
-            comm, _ = introduce(
-                lambda: nccls[transport.rank], names, transport.rank, gathering.of(transport.rank), config.timeout_s
-            )
+            gather = gathering.of(transport.rank)
+            comm, _ = introduce(lambda: Nccl(gpu), names, transport.rank, gather, config.timeout_s, kept={})
         store = assemble(
             name.lower(),
             spec,

@@ -77,7 +77,8 @@ class Gradients:
         self._untaken = Untaken()
         self._buffers = buffers
         self._settings = settings
-        self._overlap = not self._store.session.shares_memory
+        # Where all add in host memory that they share, one call for everything is faster.
+        self._overlap = not self._store.session.shares_memory or all(form.on_gpu for form in self.forms)
         self._buckets: list[Bucket] = []
         self._places: dict[int, Place] = {}
         self._last: Bucket | None = None  # the one with the tail

@@ -78,7 +78,12 @@ class Transport(Protocol):
 
 
 class Group:
-    """Some ranks of a transport, numbered from 0 in the order given. The collectives run over groups."""
+    """Some ranks of a transport, numbered from 0 in the order given. The collectives run over groups.
+
+    on_device: whether its messages are arrays in device memory.
+    """
+
+    on_device = False
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
         self.transport = transport

@@ -5,30 +5,33 @@ Arguments: the store's type, and whether it closes the store. MPIKV_TEST_OWN_GPU
 
 import os
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
 from mpikv import kv, worker_device
 from mpikv.runtime import cuda_driver
-from mpikv.testing.fake_gpu import FakeGpu
+from mpikv.spaces.gpu import Gpu
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_cupy import Machine
 
 
 def main(name: str, closes: bool) -> None:
-    gpu, n = FakeGpu(), 3000
+    machine, n = Machine(), 3000
+    cupy = machine.process()
+    gpu = Gpu(0, cupy, has_context=lambda number: number in cupy.contexts)
     if os.environ.get("MPIKV_TEST_OWN_GPUS"):
         gpu.uuid = f"GPU of process {os.getpid()}"
+        cupy.cuda.nccl.available = False
     found = cuda_driver.Devices(("a GPU",), "a version")
-    with (
-        mock.patch.dict(worker_device.find.__kwdefaults__, {"ask": lambda: found}),
-        mock.patch.object(worker_device, "_cupy_driver", return_value=gpu),
-        mock.patch.object(cuda_driver, "has_cupy", return_value=True),
-    ):
+    with mock.patch.dict(worker_device.find.__kwdefaults__, {"ask": lambda: found, "open_gpu": lambda _: gpu}):
         store = kv.create(name)
-    store.init("w", gpu.array(np.zeros(n, np.float32)))
-    out = gpu.array(np.zeros(n, np.float32))
+    store.init("w", cupy.asarray(np.zeros(n, np.float32)))
+    out = cupy.asarray(np.zeros(n, np.float32))
     for step in range(3):
-        store.push("w", gpu.array(np.full(n, store.rank + step, np.float32)))
+        store.push("w", cupy.asarray(np.full(n, store.rank + step, np.float32)))
         store.pull("w", out)
     store.barrier()
     if store.rank == 0:
@@ -42,7 +45,6 @@ def main(name: str, closes: bool) -> None:
     if closes:
         store.close()
         store.close()
-        assert gpu.counts["frees"] == gpu.counts["allocations"]
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 
-from mpikv.spaces import pool
+from mpikv.spaces import device
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _short_chunks() -> Iterator[None]:
-    """A fake GPU fills each allocation with NaN: 32 MiB for each store would take half the time of many tests.
+    """The fake CuPy fills each allocation: 32 MiB for each store would take half the time of many tests.
 
     More of them have several allocations, so. Jobs and the tests on a GPU use the true length.
     """
-    with mock.patch.object(pool, "CHUNK_BYTES", 1 << 20):
+    with mock.patch.object(device, "CHUNK_BYTES", 1 << 20):
         yield

@@ -12,14 +12,13 @@ import numpy as np
 from foreign_arrays import ForeignArray
 
 from mpikv.arrays import SUPPORTED_DTYPES
-from mpikv.testing.fake_gpu import FakeGpu
 
 
 class DeviceStore:
     """Everything that the store has; calls with arrays go through the GPU."""
 
-    def __init__(self, store: Any, gpu: FakeGpu) -> None:
-        self._store, self._gpu = store, gpu
+    def __init__(self, store: Any, cupy: Any) -> None:
+        self._store, self._cupy = store, cupy
         self._under_way: list[_Moved] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -42,40 +41,40 @@ class DeviceStore:
         return self._store.__exit__(*error)
 
     def init(self, key: Any, value: Any) -> None:
-        self._store.init(key, _Moved(self._gpu).up(value))
+        self._store.init(key, _Moved(self._cupy).up(value))
 
     def push(self, key: Any, value: Any, *args: Any, **named: Any) -> None:
-        self._store.push(key, _Moved(self._gpu).up(value), *args, **named)
+        self._store.push(key, _Moved(self._cupy).up(value), *args, **named)
 
     def broadcast(self, key: Any, value: Any, out: Any, *args: Any, **named: Any) -> None:
-        moved = _Moved(self._gpu)
+        moved = _Moved(self._cupy)
         self._store.broadcast(key, moved.up(value), moved.out(out), *args, **named)
         moved.down()
 
     def pull(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._gpu)
+        moved = _Moved(self._cupy)
         return moved.result(self._store.pull(key, moved.out(out), *args, **named))
 
     def pull_async(self, key: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._gpu)
+        moved = _Moved(self._cupy)
         request = self._store.pull_async(key, moved.out(out), *args, **named)
         self._under_way.append(moved)
         return _Request(request, moved)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._gpu)
+        moved = _Moved(self._cupy)
         values, outs = self._both(moved, value, out)
         return moved.result(self._store.pushpull(key, values, outs, *args, **named))
 
     def pushpull_async(self, key: Any, value: Any, out: Any = None, *args: Any, **named: Any) -> Any:
-        moved = _Moved(self._gpu)
+        moved = _Moved(self._cupy)
         values, outs = self._both(moved, value, out)
         request = self._store.pushpull_async(key, values, outs, *args, **named)
         self._under_way.append(moved)
         return _Request(request, moved)
 
     def push_async(self, key: Any, value: Any, *args: Any, **named: Any) -> Any:
-        return self._store.push_async(key, _Moved(self._gpu).up(value), *args, **named)
+        return self._store.push_async(key, _Moved(self._cupy).up(value), *args, **named)
 
     def wait_all(self, *args: Any, **named: Any) -> None:
         self._store.wait_all(*args, **named)
@@ -104,8 +103,8 @@ class _Request:
 class _Moved:
     """The arrays of one call: one on the GPU for each of NumPy's, also where that comes twice."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
         self._pairs: dict[int, tuple[Any, Any]] = {}
         self._outs: dict[int, tuple[Any, Any]] = {}
 
@@ -116,10 +115,10 @@ class _Moved:
         if isinstance(value, dict):
             return {key: self.up(one) for key, one in value.items()}
         if type(value) is ForeignArray:  # of the simpler device, which no GPU knows
-            return self._pairs.setdefault(id(value), (value, self._gpu.array(value.memory)))[1]
+            return self._pairs.setdefault(id(value), (value, self._cupy.array(value.memory)))[1]
         if type(value) is not np.ndarray or value.dtype not in SUPPORTED_DTYPES:
             return value
-        return self._pairs.setdefault(id(value), (value, self._gpu.array(value)))[1]
+        return self._pairs.setdefault(id(value), (value, self._cupy.array(value)))[1]
 
     def out(self, value: Any) -> Any:
         """The same, of arrays that are written to."""

@@ -3,7 +3,7 @@
 They lie in host memory, show `__cuda_array_interface__` and have the part of CuPy's array that the library then uses,
 as strict as CuPy is: no silent conversion to NumPy, `set` takes one dtype and shape only and refuses a strided target,
 `astype` copies. A `ForeignDevice` counts what crosses between it and the host. Arrays on the GPU that the store uses,
-with streams and an order of work, are those of `mpikv.testing.fake_gpu`.
+with streams and an order of work, are those of the fake CuPy (fake_cupy.py).
 
 Source of the rules: CuPy 13, cupy/_core/core.pyx (ndarray.get, ndarray.set, ndarray.__array__).
 """

@@ -11,16 +11,14 @@ import codecs_of_tests
 import ml_dtypes
 import numpy as np
 from device_store import DeviceStore
+from fake_cupy import Machine
+from fake_gpus import DeviceFabric, gpus_of, one_gpu, spaces_of
 
 from mpikv import spec
 from mpikv.assembly import local_store
 from mpikv.codecs.compression import make
 from mpikv.config import Config
 from mpikv.hostmemory import rings
-from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.named import Spaces
-from mpikv.testing.device_transport import DeviceFabric
-from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.transports import memory as through_memory
 from mpikv.transports.faulty import Faults, FaultyFabric
@@ -82,12 +80,14 @@ class Mode(NamedTuple):
         if not self.name.startswith("dist"):
             return [self._run_alone(body)]
         size = self.workers + self.servers
-        gpu = FakeGpu()
-        gpus = [gpu, *(gpu.view() for _ in range(size - 1))] if self.device else None
-        on_worker = body if gpus is None else lambda store: body(DeviceStore(store, gpus[store.session.transport.rank]))
+        gpus = gpus_of(Machine(), size) if self.device else None
+
+        def on_worker(store: Any) -> Any:
+            return body(store if gpus is None else DeviceStore(store, gpus[store.session.transport.rank].cupy))
+
         fabric = FaultyFabric(size, lambda rank: Faults(seed=rank, most_looks=30 * rank)) if late else None
         if self.device == "mpi" and gpus is not None:
-            fabric = DeviceFabric(Fabric(size) if fabric is None else fabric, gpus)
+            fabric = DeviceFabric(Fabric(size) if fabric is None else fabric)
         with long_messages() if self.memory == "long" else contextlib.nullcontext():
             return spawn_stores(
                 self.name,
@@ -96,7 +96,7 @@ class Mode(NamedTuple):
                 num_servers=self.servers,
                 config=self.config(**changes),
                 fabric=fabric,
-                drivers=gpus,
+                gpus=gpus,
                 compression=make({"type": self.codec, "force": True}) if self.codec else None,
             )
 
@@ -106,9 +106,9 @@ class Mode(NamedTuple):
         if not self.device:
             with kv.create(self.name) as store:
                 return body(store)
-        gpu = FakeGpu()
-        with local_store(self.name, spec.parse(self.name), spaces=Spaces(device=DeviceSpace(gpu))) as store:
-            return body(DeviceStore(store, gpu))
+        cupy, gpu = one_gpu()
+        with local_store(self.name, spec.parse(self.name), spaces=spaces_of(gpu)) as store:
+            return body(DeviceStore(store, cupy))
 
 
 def mode_id(mode: Mode) -> str:

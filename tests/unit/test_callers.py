@@ -8,20 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_cupy import Machine
+from fake_gpus import gpu_of as fake_gpu_of
 
 from mpikv import tensors
 from mpikv.errors import UnsupportedError
 from mpikv.spaces import callers
-from mpikv.spaces.callers import LEGACY, on_gpu, seen
-
-
-class Events:
-    """The part of a driver that is used here: events are the streams that they were recorded in."""
-
-    number = 1
-
-    def record(self, stream: int, number: int | None = None) -> Any:
-        return stream, self.number if number is None else number
+from mpikv.spaces.callers import PER_THREAD, Caller, gpu_of, on_gpu
 
 
 class Shown:
@@ -33,42 +26,46 @@ class Shown:
             self.device = SimpleNamespace(id=number)
 
 
-def test_the_interface() -> None:
-    found = seen(Shown(stream=77), Events())
-    assert (found.address, found.shape, found.strides, found.dtype) == (4096, (2, 3), None, np.float32)
-    assert (found.stream, found.at) == (77, (77, 1))
-    assert (found.size, found.nbytes) == (6, 24)
-
-
-def test_without_a_stream_it_is_the_default_one() -> None:
-    assert seen(Shown(), Events()).stream == seen(Shown(stream=None), Events()).stream == LEGACY
-
-
-def test_an_event_is_recorded_on_the_arrays_own_gpu() -> None:
-    assert seen(Shown(number=3, stream=5), Events()).at == (5, 3)
+def seen(array: Any, number: int = 1) -> Caller:
+    """On one of three GPUs, whose memory nobody looks into."""
+    machine = Machine(3)
+    machine.strangers = True
+    cupy = machine.process()
+    cupy.streams[77] = cupy.streams[1]
+    return callers.seen(array, fake_gpu_of(cupy, number))
 
 
 @pytest.mark.parametrize(
-    ("strides", "expected"), [((12, 4), None), ((4, 8), (4, 8)), ((24, 4), (24, 4)), ((0, 4), (0, 4))]
+    ("strides", "contiguous"), [(None, True), ((12, 4), True), ((4, 8), False), ((24, 4), False), ((0, 4), False)]
 )
-def test_strides_are_kept_where_the_array_is_not_contiguous(strides: tuple[int, ...], expected: Any) -> None:
-    assert seen(Shown(strides=strides), Events()).strides == expected
+def test_the_interface(strides: Any, contiguous: bool) -> None:
+    found = seen(Shown(stream=77, strides=strides))
+    assert (found.values.data.ptr, found.values.shape, found.values.dtype) == (4096, (2, 3), np.float32)
+    assert found.values.flags.c_contiguous == contiguous
+    assert found.number == 1
+    assert seen(Shown(number=2)).number == gpu_of(Shown(number=2)) == 2
+    assert seen(Shown()).stream.ptr == seen(Shown(stream=None)).stream.ptr == 1  # the default one
 
 
 def test_bfloat16_has_no_name_in_the_interface() -> None:
-    assert seen(Shown(typestr="|V2"), Events()).dtype == ml_dtypes.bfloat16
+    assert seen(Shown(typestr="|V2")).values.dtype == ml_dtypes.bfloat16
+
+
+def test_a_stream_that_is_another_one_in_every_thread() -> None:
+    with pytest.raises(UnsupportedError, match="per-thread default stream"):
+        seen(Shown(stream=PER_THREAD))
 
 
 def test_a_dtype_that_no_store_holds() -> None:
     with pytest.raises(UnsupportedError, match="GPU 1 has dtype complex64; a store holds float16"):
-        seen(Shown(typestr="<c8"), Events())
+        seen(Shown(typestr="<c8"))
 
 
 def test_what_shows_no_interface_is_told_what_to_do() -> None:
     other = SimpleNamespace(__dlpack_device__=lambda: (2, 0), __dlpack__=None)
     assert on_gpu(other)
     with pytest.raises(UnsupportedError, match=r"cupy\.from_dlpack"):
-        seen(other, Events())
+        seen(other)
 
 
 @pytest.mark.parametrize("array", [np.zeros(2), np.float32(1), [1.0], None, "a", 3])
@@ -115,17 +112,16 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_tensor(torch: Any) -> None:
     tensor = Tensor(torch, "bfloat16", stride=(1, 2))
     assert on_gpu(tensor)
-    found = seen(tensor, Events())
-    assert (found.address, found.dtype, found.strides) == (512, ml_dtypes.bfloat16, (2, 4))
-    assert (found.stream, found.at) == (LEGACY, (LEGACY, 2))  # PyTorch's default stream is CUDA's
-    torch.streams[2].cuda_stream = 99
-    assert seen(Tensor(torch), Events()).at == (99, 2)
-    assert seen(Tensor(torch), Events()).strides is None
+    found = seen(tensor)
+    assert (found.values.data.ptr, found.values.dtype, found.values.strides) == (512, ml_dtypes.bfloat16, (2, 4))
+    assert (found.stream.ptr, found.number) == (1, 2)  # PyTorch's default stream is CUDA's
+    torch.streams[2].cuda_stream = 77
+    assert seen(Tensor(torch)).values.flags.c_contiguous
 
 
 def test_a_tensor_whose_sign_is_still_to_be_changed(torch: Any) -> None:
     with pytest.raises(UnsupportedError, match="resolve_neg"):
-        seen(Tensor(torch, neg=True), Events())
+        seen(Tensor(torch, neg=True))
 
 
 class JaxArray:
@@ -155,9 +151,10 @@ def jax(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("jax")
 def test_a_jax_array_is_waited_for_on_the_host() -> None:
     array = JaxArray()
-    found = seen(array, Events())
+    found = seen(array)
     assert array.ready
-    assert (found.address, found.shape, found.dtype, found.at) == (1024, (4,), np.float16, (LEGACY, 0))
+    assert (found.values.data.ptr, found.values.shape, found.values.dtype) == (1024, (4,), np.float16)
+    assert (found.stream.ptr, found.number) == (1, 0)
     assert not on_gpu(JaxArray(platform="cpu"))
     assert on_gpu(JaxArray(platform="cuda"))
 
@@ -165,4 +162,4 @@ def test_a_jax_array_is_waited_for_on_the_host() -> None:
 @pytest.mark.usefixtures("jax")
 def test_a_jax_array_on_several_gpus() -> None:
     with pytest.raises(UnsupportedError, match="spread over 2 GPUs"):
-        seen(JaxArray(2), Events())
+        seen(JaxArray(2))

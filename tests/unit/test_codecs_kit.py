@@ -158,12 +158,12 @@ class SharesScratch(Int8):
 
 
 class TakesAnyLength(Int8):
-    def check_bytes(self, data: np.ndarray, n_elems: int) -> None:
+    def check(self, data: np.ndarray, n_elems: int) -> None:
         pass
 
 
 class SaysItWithAnAssert(Int8):
-    def check_bytes(self, data: np.ndarray, n_elems: int) -> None:
+    def check(self, data: np.ndarray, n_elems: int) -> None:
         assert data.nbytes == self.wire_bytes(n_elems, np.dtype(np.float32))
 
 

@@ -36,7 +36,6 @@ from mpikv.codecs import (
 from mpikv.codecs.blocks import BLOCK_ELEMS
 from mpikv.codecs.compression import make, of_text
 from mpikv.codecs.residuals import cut_anew
-from mpikv.spaces import selection
 
 FIXTURES = Path(make_codecs.__file__).parent / "codecs"
 KEPT = {"powersgd_rows"}  # bytes of one codec more
@@ -264,12 +263,13 @@ def test_the_largest_where_the_sample_misleads(n: int) -> None:
 def test_equal_values_are_not_all_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """The k-th is looked for among few values, or among none: not among the zeros of a sparse gradient."""
     looked: list[int] = []
+    among = topk.largest_among
 
-    def counted(values: Any, k: int, candidates: Any) -> Any:
+    def counted(magnitudes: Any, k: int, candidates: Any) -> Any:
         looked.append(candidates.size)
-        return selection.largest_positions(values, k, candidates)
+        return among(magnitudes, k, candidates)
 
-    monkeypatch.setattr(topk, "largest_positions", counted)
+    monkeypatch.setattr(topk, "largest_among", counted)
     rng, n = np.random.default_rng(0), 1 << 17
     normal = rng.standard_normal(n, np.float32)
     rows = np.where(np.arange(n) % 400 == 7, normal, np.float32(0))

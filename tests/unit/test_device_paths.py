@@ -27,37 +27,35 @@ def members_of(
     return Members(tuple(hosts), everybody[:n], everybody[n:], synchronous, Config(**settings), memory)
 
 
-# Hosts, settings, outcomes of trials: the path, and the better ones that it is not. "+": and large keys go by NCCL.
+# Hosts, settings, outcomes of trials: the path, and the better ones that it is not.
 CHOICES: list[tuple[str, dict[str, Any], dict[str, str], str, list[str]]] = [
     ("a", {}, {}, "ipc", []),
     ("aa", {}, {}, "ipc", []),
-    ("aa", {}, {"ipc": "no"}, "mpi+", ["ipc"]),
+    ("aa", {}, {"ipc": "no"}, "nccl", ["ipc"]),
     ("aa", {}, {"ipc": "no", "nccl": "no"}, "mpi", ["ipc", "nccl"]),
-    ("aa", {}, {"ipc": "no", "mpi": "no"}, "staged+", ["ipc", "mpi"]),
-    ("aa", {}, {"ipc": "no", "mpi": "no", "nccl": "no"}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aa", {"shared_memory": "off"}, {}, "mpi+", ["ipc"]),
-    ("aa", {"algorithm": "ring"}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aa", {"memory": False}, {"mpi": "no"}, "staged+", ["ipc", "mpi"]),
-    ("ab", {}, {}, "mpi+", ["ipc"]),
-    ("aabb", {}, {"mpi": "no"}, "staged+", ["ipc", "mpi"]),
+    ("aa", {}, {"ipc": "no", "mpi": "no", "nccl": "no"}, "staged", ["ipc", "nccl", "mpi"]),
+    ("aa", {"shared_memory": "off"}, {}, "nccl", ["ipc"]),
+    ("aa", {"algorithm": "ring"}, {"mpi": "no"}, "staged", ["ipc", "nccl", "mpi"]),
+    ("aa", {"memory": False}, {"nccl": "no"}, "mpi", ["ipc", "nccl"]),
+    ("ab", {}, {}, "nccl", ["ipc"]),
     ("ab", {"algorithm": "ring"}, {}, "mpi", ["ipc", "nccl"]),
-    ("aabb", {"device_path": "staged"}, {}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aabb", {"device_path": "staged"}, {}, "staged", ["ipc", "nccl", "mpi"]),
     ("aa", {"device_path": "mpi"}, {"mpi": ""}, "mpi", ["ipc", "nccl"]),
-    ("aa", {"device_path": "nccl"}, {"nccl": ""}, "nccl", ["ipc", "mpi"]),
-    ("ab", {"algorithm": "nccl"}, {}, "nccl", ["ipc", "mpi"]),
-    ("aa", {"algorithm": "nccl", "device_path": "nccl"}, {}, "nccl", ["ipc", "mpi"]),
-    ("aa", {"device_path": "host"}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
+    ("aa", {"device_path": "nccl"}, {"nccl": ""}, "nccl", ["ipc"]),
+    ("ab", {"algorithm": "nccl"}, {}, "nccl", ["ipc"]),
+    ("aa", {"algorithm": "nccl", "device_path": "nccl"}, {}, "nccl", ["ipc"]),
+    ("aa", {"device_path": "host"}, {}, "host", ["ipc", "nccl", "mpi", "staged"]),
     ("aa", {"device_path": "ipc"}, {"ipc": ""}, "ipc", []),
-    ("aa", {"synchronous": False}, {}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aa", {"synchronous": False}, {}, "staged", ["ipc", "nccl", "mpi"]),
     ("a", {"synchronous": False}, {}, "mpi", ["ipc", "nccl"]),
     ("aa", {"synchronous": False, "shared_memory": "off"}, {}, "mpi", ["ipc", "nccl"]),
-    ("aaa", {"servers": 1}, {}, "staged", ["ipc", "mpi", "nccl"]),
+    ("aaa", {"servers": 1}, {}, "staged", ["ipc", "nccl", "mpi"]),
     ("aaa", {"servers": 1, "memory": False}, {}, "mpi", ["ipc", "nccl"]),
     ("aab", {"servers": 1}, {}, "mpi", ["ipc", "nccl"]),
     ("aabb", {"servers": 2}, {}, "mpi", ["ipc", "nccl"]),
-    ("aab", {"servers": 1}, {"mpi": "no"}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aab", {"servers": 1, "device_path": "staged"}, {}, "staged", ["ipc", "mpi", "nccl"]),
-    ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["ipc", "mpi", "nccl", "staged"]),
+    ("aab", {"servers": 1}, {"mpi": "no"}, "staged", ["ipc", "nccl", "mpi"]),
+    ("aab", {"servers": 1, "device_path": "staged"}, {}, "staged", ["ipc", "nccl", "mpi"]),
+    ("aab", {"servers": 1, "device_path": "host"}, {}, "host", ["ipc", "nccl", "mpi", "staged"]),
 ]
 
 
@@ -67,30 +65,20 @@ def test_the_first_that_can_be_gone(
 ) -> None:
     members = members_of(hosts, **settings)
     choice = choose(gpus(len(members.workers)), members, outcomes)
-    assert choice.path == path.rstrip("+")
-    assert choice.large == ("nccl" if path.endswith("+") else None)
+    assert choice.path == path
     assert [one for one, _ in choice.reasons] == left
     assert all(why for _, why in choice.reasons)
     assert describe(choice).startswith(choice.path)
-    assert ("have the bits of its sums" in describe(choice)) == ("nccl" in (choice.path, choice.large))
     found = stats(choice.of(members))
-    assert (found["device_path"], found.get("device_path_large")) == (choice.path, choice.large)
-    assert ("device_path_bits" in found) == ("nccl" in (choice.path, choice.large))
+    assert found == {"device_path": path, "device_path_reasons": dict(choice.reasons)}
 
 
 def test_reasons_are_those_of_the_trials() -> None:
     outcomes = {"ipc": "no ipc here", "mpi": "no mpi here", "nccl": "no nccl here"}
     choice = choose(gpus(2), members_of("aa"), outcomes)
     assert dict(choice.reasons) == outcomes
-    assert describe(choice) == "staged (not ipc: no ipc here; not mpi: no mpi here; not nccl: no nccl here)"
-    choice = choose(gpus(2), members_of("ab"), {"mpi": "no mpi here"})
-    assert describe(choice) == (
-        "staged (not ipc: the workers are on 2 hosts; not mpi: no mpi here); keys of 1 MiB and more go by nccl and "
-        "have the bits of its sums; MPIKV_DEVICE_PATH=mpi or staged: the bits of all other paths"
-    )
-    assert not stats(choice.of(members_of("ab")))["device_path_bits"].startswith("keys go")
-    forced = choose(gpus(2), members_of("ab", algorithm="nccl"), {})
-    assert stats(forced.of(members_of("ab")))["device_path_bits"].startswith("keys go by nccl")
+    assert describe(choice) == "staged (not ipc: no ipc here; not nccl: no nccl here; not mpi: no mpi here)"
+    assert describe(choose(gpus(2), members_of("ab"), {})) == "nccl (not ipc: the workers are on 2 hosts)"
     ring = choose(gpus(2), members_of("ab", algorithm="ring"), {})
     assert dict(ring.reasons)["nccl"] == "MPIKV_ALGORITHM=ring asks for another algorithm"
 
@@ -118,7 +106,7 @@ def test_ways_between_workers_where_servers_own_the_keys(path: str) -> None:
         "staged (not ipc, nccl: servers own the keys; not mpi: servers are reached through the memory of their host)"
     )
     choice = choose([NONE], members_of("ab", servers=1), {})
-    assert describe(choice) == "host (not ipc, mpi, nccl, staged: worker 0 on a uses no GPU: CuPy is not installed)"
+    assert describe(choice) == "host (not ipc, nccl, mpi, staged: worker 0 on a uses no GPU: CuPy is not installed)"
 
 
 def test_trials_that_fail_where_a_path_is_asked_for() -> None:
@@ -140,7 +128,7 @@ def test_trials_that_fail_where_a_path_is_asked_for() -> None:
         choose(gpus(1), members_of("ab", servers=1, algorithm="nccl"), {})
     # By default it is a reason.
     choice = choose([*gpus(2), gpus(2)[1]], members_of("abb"), {})
-    assert (choice.path, choice.large) == ("mpi", None)
+    assert choice.path == "mpi"
     assert dict(choice.reasons)["nccl"].endswith("worker 1 on b and worker 2 on b share one")
 
 
@@ -160,10 +148,10 @@ def test_what_one_worker_cannot_do_all_are_told() -> None:
     ("hosts", "answers", "path", "tried"),
     [
         ("aa", {"ipc": "", "mpi": ""}, "ipc", ["ipc"]),
-        ("aa", {"ipc": "x", "mpi": "", "nccl": ""}, "mpi+", ["ipc", "mpi", "nccl"]),
-        ("aa", {"ipc": "x", "mpi": "y", "nccl": "z"}, "staged", ["ipc", "mpi", "nccl"]),
-        ("ab", {"ipc": "", "mpi": "y", "nccl": ""}, "staged+", ["mpi", "nccl"]),
-        ("ab", {"ipc": "", "mpi": "", "nccl": "z"}, "mpi", ["mpi", "nccl"]),
+        ("aa", {"ipc": "x", "mpi": "", "nccl": ""}, "nccl", ["ipc", "nccl"]),
+        ("aa", {"ipc": "x", "mpi": "y", "nccl": "z"}, "staged", ["ipc", "nccl", "mpi"]),
+        ("ab", {"ipc": "", "mpi": "", "nccl": ""}, "nccl", ["nccl"]),
+        ("ab", {"ipc": "", "mpi": "", "nccl": "z"}, "mpi", ["nccl", "mpi"]),
     ],
 )
 def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], path: str, tried: list[str]) -> None:
@@ -173,8 +161,7 @@ def test_only_what_may_be_taken_is_tried(hosts: str, answers: dict[str, str], pa
         return lambda: (found.append(name), answers[name])[1]
 
     choice = settle(gpus(2), members_of(hosts), {name: trial(name) for name in answers})
-    assert choice.path == path.rstrip("+")
-    assert choice.large == ("nccl" if path.endswith("+") else None)
+    assert choice.path == path
     assert found == tried
 
 
@@ -190,5 +177,3 @@ def test_advice_only_where_values_pass_through_the_host_to_another() -> None:
     assert not told("ab", "mpi")
     assert "docs/gpu.md" in told("ab", servers=1)
     assert not told("aa", servers=1)
-    large = replace(members_of("ab"), device_path="staged", large_device_path="nccl")
-    assert not advice(large)  # only small ones do

@@ -1,345 +1,262 @@
-"""Device memory as a space, on a GPU that finds mistakes in the order of work."""
+"""Device memory on the fake CuPy: what the space puts into which stream, whose memory it is, and what CUDA refuses."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from program_cases import CASES, case_id, same_bits
-from store_modes import DTYPES
+from fake_cupy import Machine, RaceError
+from fake_gpus import gpu_of, one_gpu
 
-from mpikv import optimizers, spec
-from mpikv.assembly import local_store
-from mpikv.errors import MpikvError, StallError
-from mpikv.kvstore import KVStore
-from mpikv.spaces import device, pool
+from mpikv import optimizers
+from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.spaces import gpu as gpu_module
 from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.driver import OutOfDeviceMemory
+from mpikv.spaces.gpu import Gpu, OutOfDeviceMemory
 from mpikv.spaces.named import Spaces
-from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
 
-FLOAT32 = np.dtype(np.float32)
-SEEDS = range(8)
-
-
-@pytest.fixture(params=SEEDS)
-def gpu(request: pytest.FixtureRequest) -> FakeGpu:
-    return FakeGpu(seed=request.param, eager=0.3 if request.param % 2 else 0.0)
+F4 = np.dtype(np.float32)
 
 
 @pytest.fixture
-def space(gpu: FakeGpu) -> DeviceSpace:
-    return DeviceSpace(gpu)
+def made() -> tuple[Any, DeviceSpace]:
+    cupy, gpu = one_gpu()
+    return cupy, DeviceSpace(gpu)
 
 
-def crossings(gpu: FakeGpu) -> tuple[int, int]:
-    return gpu.counts["host_to_device"], gpu.counts["device_to_host"]
+def total(space: DeviceSpace, *arrays: Any, **more: Any) -> Any:
+    return space.total(space.callers(arrays), "a value", on_device=True, **more)
 
 
-# --- memory
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64])
+def test_arrays_of_callers_come_and_go(made: Any, dtype: Any) -> None:
+    cupy, space = made
+    values = np.arange(12).reshape(3, 4).astype(dtype)
+    on_gpu = cupy.asarray(values)
+    for first in (on_gpu, on_gpu.T, on_gpu[:, 1:3], on_gpu[0, 0], values):
+        taken = total(space, first)
+        expected = (first if isinstance(first, np.ndarray) else first.get()).reshape(-1)
+        assert np.array_equal(space.to_host(taken), expected)
+    assert space.to_host(total(space, on_gpu, on_gpu, values)).tolist() == (3 * values).reshape(-1).tolist()
+    assert space.to_host(total(space, on_gpu, on_gpu, combine=np.maximum)).tolist() == values.reshape(-1).tolist()
+    out, strided = cupy.zeros((4, 3), dtype), cupy.zeros((3, 4, 2), dtype)
+    (one, two) = space.callers([out, strided[:, :, 1]])
+    space.write(one, total(space, on_gpu), "out")
+    space.write(two, total(space, on_gpu), "out")
+    assert out.get().tolist() == values.reshape(4, 3).tolist()
+    assert strided.get()[:, :, 1].tolist() == values.tolist()
+    assert not strided.get()[:, :, 0].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [0, 1, 1000])
-def test_memory_and_copies(dtype: np.dtype[Any], n: int) -> None:
-    space = DeviceSpace(FakeGpu())
-    values = (np.arange(n) % 100).astype(dtype)
-    array, zeros = space.empty(n, dtype), space.zeros(n, dtype)
-    assert array.shape == zeros.shape == (n,)
-    assert array.dtype == zeros.dtype == dtype
-    assert not space.to_host(zeros).any()
-    space.copy(array, space.from_host(values))
-    assert space.to_host(array).tobytes() == values.tobytes()
-    space.copy(array[n // 2 :], 0)
-    assert np.array_equal(space.to_host(array), [*values[: n // 2], *[0] * (n - n // 2)])
-    wide = space.empty(n, np.dtype(np.float64))
-    space.copy(wide, values)
-    assert np.array_equal(space.to_host(wide), values.astype(np.float64))
-    space.copy(array, wide)
-    assert np.array_equal(space.to_host(array), values)
-    assert space.cast(array, dtype) is array
-    assert np.array_equal(space.to_host(space.cast(array, np.dtype(np.float64))), values)
-
-
-@pytest.mark.parametrize("how", [np.add, np.minimum, np.maximum, np.multiply], ids=lambda how: how.__name__)
-def test_numpys_functions_and_those_of_the_space(space: DeviceSpace, how: np.ufunc) -> None:
-    a, b = np.arange(7, dtype=np.float32), np.arange(7, dtype=np.float32)[::-1].copy()
-    first, second = space.from_host(a), space.from_host(b)
-    out = space.empty(7, FLOAT32)
-    assert how(first, second, out=out) is out
-    space.combine(first, second, first, how)
-    assert np.array_equal(space.to_host(out), how(a, b))
-    assert np.array_equal(space.to_host(first), how(a, b))
-    space.scale(second, 1 / 3, out)
-    np.divide(second, 3, out=second)
-    assert space.to_host(out).tobytes() == (b * np.float32(1 / 3)).tobytes()
-    assert space.to_host(second).tobytes() == (b / np.float32(3)).tobytes()
-
-
-def test_what_an_array_refuses(space: DeviceSpace) -> None:
-    array = space.zeros(6, FLOAT32)
-    for wrong in (
-        lambda: np.asarray(array),
-        lambda: np.add(array, array),
-        lambda: array + np.ones(6),
-        lambda: array[0],
-    ):
-        with pytest.raises(TypeError):
-            wrong()
-    with pytest.raises(TypeError):
-        np.add(np.ones(6, np.float32), array, out=np.ones(6, np.float32))
-    for wrong in (lambda: array.reshape(4), lambda: array[:1].view(np.float64), lambda: array.reshape(2, 3).view("i4")):
-        with pytest.raises(ValueError, match=r"cannot"):
-            wrong()
-    assert array.reshape(2, -1).shape == (2, 3)
-    assert (array.nbytes, array.itemsize, array.ndim, len(array), array.view("u1").size) == (24, 4, 1, 6, 24)
-
-
-def test_memory_is_used_again_and_chunks_are_given_back(gpu: FakeGpu) -> None:
-    space = DeviceSpace(gpu)
-    addresses = set()
-    for _ in range(50):
-        array = space.from_host(np.arange(1000, dtype=np.float32))
-        addresses.add(array.address)
-        del array
-    assert len(addresses) == 1
-    assert gpu.counts["allocations"] == 1
-    long = space.empty(pool.CHUNK_BYTES // 4 + 1, FLOAT32)
-    assert gpu.counts["allocations"] == 2
-    assert space.pool.find(long.address, long.nbytes) == space.pool.chunks[1]
-    assert space.pool.find(long.address, long.nbytes + pool.CHUNK_BYTES) is None
-    left = gpu.left_bytes
+def test_memory_within_the_space(made: Any) -> None:
+    _, space = made
+    a, b = space.from_host(np.arange(8, dtype=F4)), space.zeros(8, F4)
+    space.copy(b, a)
+    space.copy(b[:2], 7)
+    space.scale(b, 0.5, b)
+    assert space.to_host(b).tolist() == [3.5, 3.5, 1, 1.5, 2, 2.5, 3, 3.5]
+    assert space.cast(b, F4) is b
+    assert space.cast(b, np.dtype(np.int32)).dtype == np.int32
+    space.copy(b, np.ones(8, F4))
+    assert space.to_host(b).tolist() == [1] * 8
+    host = space.pinned.take(32).view(F4)
+    space.fetch(host, a)
+    assert host.view(np.uint8).tolist() == [0xFF] * 32  # not before the host has seen the copy end
     space.settle()
-    held = space.pool.held_bytes
-    space.pool.close()
-    space.pool.close()
-    assert gpu.left_bytes == left + held
+    assert host.tolist() == list(range(8))
+    host[:] = 5
+    space.bring(b, host, beside=True)
+    with pytest.raises(RaceError), space.here():
+        np.add(b, a, out=a)
+    space.join()
+    with space.here():
+        np.add(b, b, out=b)
+    assert space.to_host(b).tolist() == [10] * 8
 
 
-def test_out_of_memory_says_how_much() -> None:
-    space = DeviceSpace(FakeGpu(memory_bytes=pool.CHUNK_BYTES))
-    space.empty(10, FLOAT32)
-    with pytest.raises(OutOfDeviceMemory, match=r"\d+"):
-        space.empty(pool.CHUNK_BYTES, FLOAT32)
-
-
-# --- a caller's arrays
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_callers_arrays_in_streams_of_his_own(dtype: np.dtype[Any]) -> None:
-    """Read while he is still writing them, changed by him at once, added in the order given; in any layout."""
-    for seed in SEEDS:
-        gpu = FakeGpu(seed=seed)
-        space = DeviceSpace(gpu)
-        values = np.arange(6).reshape(2, 3).astype(dtype)
-        with gpu.user_stream():
-            plain, turned = gpu.array(values), gpu.array(values.T.copy()).T
-            plain += plain
-            callers = space.callers([plain, turned])
-        with gpu.user_stream():
-            other = gpu.array(values)
-            before = crossings(gpu)
-            callers += space.callers([other])
-            total = space.total(callers, "x", on_device=False)
-            largest = space.total(callers[:2], "x", on_device=True, combine=np.maximum)
-            other[...] = 0  # the next thing that the caller does
-        assert crossings(gpu) == before
-        assert total.shape == (6,)
-        assert np.array_equal(space.to_host(total), 4 * values.reshape(-1))
-        assert np.array_equal(space.to_host(largest), 2 * values.reshape(-1))
-        gpu.synchronize()
-        assert np.array_equal(other.get(), 0 * values)
-
-
-def test_results_are_there_for_whatever_the_caller_does_next(gpu: FakeGpu, space: DeviceSpace) -> None:
-    total = space.from_host(np.arange(6, dtype=np.float32))
-    with gpu.user_stream():
-        outs = [gpu.array(np.zeros((2, 3), np.float16)), gpu.array(np.zeros((3, 2), np.float64)).T]
-        outs[0] += 1  # not to be written over
-        outs[1] += 1
-        host = np.zeros((2, 3), np.int32)
-        for caller in space.callers([*outs, host]):
-            space.write(caller, total, "out")
-        outs[0] += 1
-        outs[1] += 1
-    gpu.synchronize()
-    assert np.array_equal(outs[0].get(), np.arange(6).reshape(2, 3) + 1)
-    assert np.array_equal(outs[1].get(), np.arange(6).reshape(2, 3) + 1)
-    assert np.array_equal(host, np.arange(6).reshape(2, 3))
-
-
-def test_an_array_of_another_gpu_and_one_of_the_host() -> None:
-    gpus = FakeGpus(2)
-    space = DeviceSpace(gpus[0])
-    values = np.arange(4, dtype=np.float32)
-    total = space.total(space.callers([gpus[0].array(values), gpus[1].array(values), values]), "x", on_device=True)
-    assert np.array_equal(space.to_host(total), 3 * values)
-    (out,) = space.callers([far := gpus[1].array(values)])
-    space.write(out, total, "out")
-    assert np.array_equal(far.get(), 3 * values)
-
-
-def test_what_the_caller_is_still_writing_does_not_hold_the_stores_stream(gpu: FakeGpu, space: DeviceSpace) -> None:
-    with gpu.user_stream():
-        late = space.total(space.callers([gpu.array(np.ones(3, np.float32))]), "x", on_device=True)
-    assert late.memory.written is not None
-    other = space.zeros(3, FLOAT32)
-    assert np.array_equal(space.to_host(other), np.zeros(3))
-    assert late.memory.written is not None  # nobody has asked for it
-    arrived = space.arrived(late)
-    while not arrived.test():
+def test_a_caller_may_go_on_at_once_and_is_not_waited_for(made: Any) -> None:
+    """What is pushed is copied in the caller's stream; the store's own does not wait for it before somebody asks."""
+    cupy, space = made
+    machine = cupy.machine
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        grad = cupy.asarray(np.ones(4, F4))
+        machine.hold(stream)  # a backward pass that takes long
+        grad += 1
+        pushed = total(space, grad)
+        grad += 1  # the caller's next pass: not in what was pushed
+        (out,) = space.callers([grad])
+    assert not space.arrived(pushed).test()
+    space.settle()  # nothing of that is behind the held stream
+    machine.hold(stream, held=False)
+    while not space.arrived(pushed).test():
         pass
-    assert np.array_equal(space.to_host(late), np.ones(3))
+    assert space.to_host(pushed).tolist() == [2] * 4
+    space.write(out, pushed, "out")
+    with stream:
+        assert (grad + 1).get().tolist() == [3] * 4
 
 
-def test_memory_of_the_store_for_a_caller(gpu: FakeGpu, space: DeviceSpace) -> None:
-    array = space.empty_for_caller((2, 3), FLOAT32)
-    with gpu.user_stream():
-        array.set(np.ones((2, 3), np.float32))
-        (caller,) = space.callers([array])
-    inside = space.inside(caller)
-    assert inside is not None
-    assert (inside.address, inside.shape) == (array.address, (2, 3))
-    assert space.inside(space.callers([gpu.array(np.ones(3))])[0]) is None
-    assert space.inside(np.ones(3)) is None
-
-
-# --- updates
-
-
-@pytest.mark.parametrize("case", [*CASES[2::5], ("lars", {}), ("lamb", {})], ids=case_id)
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
-def test_an_update_has_the_hosts_bits(case: tuple[str, dict[str, Any]], dtype: str) -> None:
-    gpu = FakeGpu()
+def test_memory_of_a_push_is_used_again_only_behind_the_stores_stream() -> None:
+    cupy, gpu = one_gpu(eager=True)
     space = DeviceSpace(gpu)
-    name, options = case
-    on_host, on_device = (optimizers.create(name, multi_precision=True, **options) for _ in range(2))
-    rng = np.random.default_rng(0)
-    weight = rng.normal(size=100).astype(dtype)
-    held = space.from_host(weight)
-    state, device_state = on_host.init(weight), on_device.init(held)
-    for _ in range(3):
-        grad = rng.normal(size=100).astype(dtype)
-        state = on_host.update("w", weight, grad, state)
-        pushed = space.from_host(grad)
-        before, launches = crossings(gpu), gpu.counts["launches"]
-        device_state = on_device.update("w", held, pushed, device_state)
-        assert crossings(gpu) == before
-        if on_device.elementwise:
-            assert gpu.counts["launches"] == launches + 1
-    assert same_bits(space.to_host(held), weight)
-    assert state.keys() == device_state.keys()
-    for part, value in state.items():
-        found = device_state[part]
-        assert same_bits(space.to_host(found), value) if isinstance(value, np.ndarray) else found == value, part
-
-
-def test_updates_of_many_keys_are_one_launch(gpu: FakeGpu, space: DeviceSpace) -> None:
-    """Of those that are the same program; states are made on the way."""
-    optimizer = optimizers.Adam()
-    optimizer.set_lr_mult({"c": 2.0})
-    values = {name: np.arange(n, dtype=np.float32) for name, n in zip("abcd", (5, 0, 1000, 3), strict=True)}
-    held = {name: space.from_host(value) for name, value in values.items()}
-    grads = {name: space.from_host(value + 1) for name, value in values.items()}
-    states = {name: optimizer.init(value) for name, value in held.items()}
-    launches = gpu.counts["launches"]
-    with space.together():
-        for name, value in held.items():
-            states[name] = optimizer.update(name, value, grads[name], states[name])
-    assert gpu.counts["launches"] == launches + 1
-    with space.together():
-        for name, value in held.items():
-            states[name] = optimizer.update(name, value, grads[name], states[name])
-    assert gpu.counts["launches"] == launches + 2
-    for name, value in values.items():
-        state = optimizer.init(value)
-        for _ in range(2):
-            state = optimizer.update(name, value, np.arange(value.size, dtype=np.float32) + 1, state)
-        assert space.to_host(held[name]).tobytes() == value.tobytes()
-
-
-# --- a user's functions
-
-
-def test_what_a_users_function_does_comes_in_between(gpu: FakeGpu, space: DeviceSpace) -> None:
-    weight, grad = space.from_host(np.ones(4, np.float32)), space.zeros(4, FLOAT32)
-    space.copy(grad, 3)
-    with space.lend([weight, grad.reshape(2, 2)]) as lent, gpu.user_stream(1):
-        assert lent[1].shape == (2, 2)
-        lent[0] += lent[1].reshape(-1)
-    np.add(weight, grad, out=weight)
-    assert np.array_equal(space.to_host(weight), np.full(4, 7))
-
-
-def test_an_optimizer_that_is_a_function_works_with_the_callers_library(gpu: FakeGpu, space: DeviceSpace) -> None:
-    def momentum(weight: Any, grad: Any, state: Any) -> Any:
-        step = grad.copy()
-        if state is not None:
-            step += state["step"]
-        weight += step
-        return {"step": step}
-
-    optimizer, weight = optimizers.create(momentum), space.zeros(3, FLOAT32)
-    state = optimizer.init(weight)
-    for _ in range(3):
-        state = optimizer.update("w", weight, space.from_host(np.ones(3, np.float32)), state)
-    assert np.array_equal(space.to_host(weight), np.full(3, 6))
-    assert np.array_equal(space.to_host(state["dict:step"]), np.full(3, 3))
-
-
-def test_an_array_of_the_store_outlives_it(gpu: FakeGpu) -> None:
-    left = gpu.left_bytes
-    with store_of(gpu) as store:
-        kept = store.zeros(3, device="gpu")
-        store.init("w", kept)
-    kept += 1
-    gpu.synchronize()
-    assert np.array_equal(kept.get(), np.ones(3))
-    del kept, store
+    grad = cupy.asarray(np.ones(4, F4))
+    for _ in range(5):
+        pushed = total(space, grad)
+        space.follow(pushed)
+        with space.here():
+            pushed += 1
+        del pushed
+        grad += 1  # in another stream, in the order of which the next push is copied
     gc.collect()
-    assert gpu.left_bytes == left
-
-
-# --- stores
-
-
-def store_of(gpu: FakeGpu, name: str = "device") -> KVStore:
-    return local_store(name, spec.parse(name), spaces=Spaces(device=DeviceSpace(gpu)))
-
-
-@pytest.mark.parametrize("name", ["local", "device"])
-def test_a_store_of_one_process(gpu: FakeGpu, name: str) -> None:
-    with store_of(gpu, name) as store:
-        with gpu.user_stream():
-            store.init("w", gpu.array(np.zeros((2, 3), np.float32)))
-            store.set_optimizer(optimizers.SGD(learning_rate=0.5, momentum=0.5))
-            before = crossings(gpu)
-            grads = [gpu.array(np.ones((2, 3), np.float32)) for _ in range(2)]
-            filled = crossings(gpu)[0]
-            out = gpu.array(np.zeros((2, 3), np.float32))
-            filled = crossings(gpu)[0]
-            for _ in range(3):
-                store.push("w", grads)
-                grads[0] += 0
-                store.pull("w", out)
-        assert crossings(gpu) == (filled, before[1])
-        gpu.synchronize()
-        assert np.array_equal(out.get(), np.full((2, 3), -4.25))
-        assert np.array_equal(store.pull("w"), np.full((2, 3), -4.25))
-        assert store.device == 0
-
-
-def test_a_gpu_that_fails_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGpu()
-    space = DeviceSpace(gpu)
-    array = space.zeros(3, FLOAT32)
-    gpu.fail("done", 1, MpikvError("GPU 0 has failed: an illegal address"))
-    with pytest.raises(MpikvError, match="illegal address"):
-        space.to_host(array)
-    monkeypatch.setattr(device, "SLOW_S", 0.0)
-    monkeypatch.setattr(gpu, "done", lambda _event: False)
-    with pytest.raises(StallError, match="GPU 0 has not"):
+    space.settle()
+    before = cupy.machine.counts["mallocs"]
+    for _ in range(20):
+        pushed = total(space, grad)
+        space.follow(pushed)
         space.settle()
+    assert cupy.machine.counts["mallocs"] <= before + 1
+    total(space, grad)  # nobody has read it
+    gc.collect()
+    assert space.to_host(total(space, grad)).tolist() == [6] * 4
+
+
+def test_in_place(made: Any) -> None:
+    cupy, space = made
+    spaces = Spaces(device=space)
+    weight = cupy.asarray(np.ones((2, 2), F4))
+    (caller,) = spaces.callers([weight])
+    held = space.in_place(caller, "a weight")
+    space.follow(held)
+    with space.here():
+        held *= np.float32(3)
+    spaces.hand_back([caller])
+    assert (weight + 0).get().tolist() == [[3, 3], [3, 3]]
+    assert space.lies_in(held, spaces.callers([weight])[0])
+    assert not space.lies_in(held, spaces.callers([weight.copy()])[0])
+    assert space.in_place(spaces.callers([weight.T[:1]])[0], "a weight") is None
+    assert spaces.sums_of_squares([weight, np.full(3, 2.0)], ["a", "b"]) == [36.0, 12.0]
+    spaces.scale(weight, 0.5, "a weight")
+    assert weight.get().tolist() == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def test_another_gpus_arrays() -> None:
+    cupy = Machine(2).process()
+    space = DeviceSpace(gpu_of(cupy, 0))
+    with cupy.cuda.Device(1):
+        other = cupy.asarray(np.arange(4, dtype=F4))
+    assert space.to_host(total(space, other)).tolist() == [0, 1, 2, 3]
+    assert space.in_place(space.callers([other])[0], "a value") is None
+    space.write(space.callers([other])[0], total(space, np.ones(4, F4)), "out")
+    with cupy.cuda.Device(1):
+        assert other.get().tolist() == [1] * 4
+
+
+def test_a_thread_goes_back_to_the_gpu_that_its_caller_has_used_and_to_no_other() -> None:
+    cupy = Machine(3).process()
+    space = DeviceSpace(gpu_of(cupy, 2))
+    space.zeros(4, F4)
+    assert cupy.contexts == {2}  # none on GPU 0, where threads begin
+    assert cupy.cuda.runtime.getDevice() == 2
+    with cupy.cuda.Device(1):
+        cupy.zeros(1)
+        space.settle()
+        assert cupy.cuda.runtime.getDevice() == 1
+    current: list[int] = []
+    thread = threading.Thread(target=lambda: (space.zeros(4, F4), current.append(cupy.cuda.runtime.getDevice())))
+    thread.start()
+    thread.join()
+    assert (current, cupy.contexts) == ([2], {1, 2})
+
+
+def test_memory_that_runs_out_says_what_to_do() -> None:
+    _, gpu = one_gpu(memory_bytes=1 << 20)
+    space = DeviceSpace(gpu)
+    with pytest.raises(OutOfDeviceMemory, match=r"GPU 0 \(Fake GPU\) has no room: .* torch.cuda.empty_cache"):
+        space.empty(1 << 20, F4)
+    assert isinstance(OutOfDeviceMemory("x"), MemoryError)
+    space.empty(1 << 10, F4)
+
+
+def test_a_gpu_that_fails_ends_every_wait_with_an_error(made: Any) -> None:
+    cupy, space = made
+    request = space.begun()
+    cupy.machine.failed = 700
+    for call in (request.test, space.settle, lambda: space.zeros(1, F4)):
+        with pytest.raises(MpikvError, match=r"GPU 0 .* cannot use the GPU any more.* compute-sanitizer"):
+            call()
+
+
+def test_who_waits_for_the_gpu_sleeps_and_is_woken(made: Any) -> None:
+    cupy, space = made
+    rung, woken = threading.Event(), threading.Event()
+    space.rings(rung.set)
+    cupy.machine.hold(space.stream)
+    space.zeros(4, F4)
+    request = space.begun()
+
+    class Waiter:
+        def wake(self) -> None:
+            woken.set()
+
+    assert not request.test()
+    assert request.wakes(Waiter())  # type: ignore[attr-defined]
+    assert not woken.is_set()
+    cupy.machine.hold(space.stream, held=False)
+    assert woken.wait(30)
+    assert rung.wait(30)
+    assert request.test()
+    space.close()
+
+
+def test_what_the_store_holds_is_given_back() -> None:
+    cupy, gpu = one_gpu()
+    space = DeviceSpace(gpu)
+    array, pushed = space.zeros(1000, F4), total(space, cupy.zeros(10, F4))
+    shared = space.shared_empty(1000, F4)
+    assert space.stats()["device_bytes"] >= 8000
+    del array, pushed, shared
+    gc.collect()
+    space.close()
+    space.close()
+    assert space.stats()["device_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", sorted(optimizers.names()))
+def test_formulas_are_those_of_the_host(made: Any, name: str) -> None:
+    """On the fake, which calculates as NumPy does, to the bit; launches do not grow with the length."""
+    cupy, space = made
+    counts = []
+    for n in (7, 70_001):
+        optimizer = optimizers.create(name)
+        weight = np.linspace(-1, 1, n, dtype=F4)
+        grad = np.linspace(2, -3, n, dtype=F4)
+        there = space.from_host(weight)
+        state, other = optimizer.init(weight), None
+        before = cupy.machine.counts["launches"], cupy.machine.counts["syncs"]
+        with space.here():
+            on_gpu = space.from_host(grad)
+            other = optimizer.init(there)
+            for _ in range(2):
+                state = optimizer.update("w", weight, grad, state)
+                other = optimizer.update("w", there, on_gpu, other)
+        counts.append(cupy.machine.counts["launches"] - before[0])
+        assert cupy.machine.counts["syncs"] == before[1]
+        np.testing.assert_allclose(space.to_host(there), weight, rtol=1e-6)
+    assert counts[0] == counts[1]
+
+
+def test_cupy_that_is_too_old_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = Machine().process()
+    with pytest.raises(UnsupportedError, match="GPU 1 cannot be used: this process sees 1"):
+        Gpu(1, cupy)
+    with pytest.raises(UnsupportedError, match="finds no GPU"):
+        Gpu(0, Machine().process(()))
+    monkeypatch.setattr(type(cupy), "__version__", "13.4.1")
+    with pytest.raises(UnsupportedError, match=r"CuPy 13.4.1 is too old, 14 is needed"):
+        Gpu(0, cupy)
+    monkeypatch.setattr(gpu_module, "import_cupy", lambda _: (_ for _ in ()).throw(UnsupportedError("not there")))
+    assert gpu_module.devices() == (0, "not there")

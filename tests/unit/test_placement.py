@@ -113,13 +113,13 @@ def test_among_workers(
 # Hosts of the workers, device path, elements, settings: path, algorithm, elements of each worker, path on the host.
 ON_DEVICES: list[tuple[str, Any, int, dict[str, Any], tuple[str, str, tuple[int, ...], str | None]]] = [
     ("a", "ipc", 13, {}, ("messages", "naive", (13,), None)),
-    ("aaa", "ipc", 10, {}, ("ipc", "naive", (4, 3, 3), None)),
+    ("aaa", "ipc", 10, {}, ("ipc", "naive", (10, 0, 0), None)),
     ("aaaaa", "ipc", 2000003, {"number": 6, **WHOLE}, ("ipc", "naive", (0, 2000003, 0, 0, 0), None)),
-    ("aaa", "mpi", 10, {}, ("mpi", "naive", (4, 3, 3), None)),
-    ("abc", "mpi", 9000, {}, ("mpi", "ring", (3000, 3000, 3000), None)),
-    ("aab", "mpi", 9000, {}, ("mpi", "hierarchical", (2250, 2250, 4500), None)),
-    ("abc", "mpi", 9000, {"algorithm": "native"}, ("mpi", "ring", (3000, 3000, 3000), None)),
-    ("aaa", "nccl", 10, {}, ("nccl", "nccl", (4, 3, 3), None)),
+    ("aaa", "mpi", 10, {}, ("mpi", "naive", (10, 0, 0), None)),
+    ("abc", "mpi", 9000, {}, ("mpi", "ring", (3008, 3008, 2984), None)),
+    ("aab", "mpi", 9000, {}, ("mpi", "ring", (3008, 3008, 2984), None)),
+    ("abc", "mpi", 9000, {"algorithm": "native"}, ("mpi", "ring", (3008, 3008, 2984), None)),
+    ("aaa", "nccl", 10, {}, ("nccl", "nccl_allreduce", (10, 0, 0), None)),
     ("aaa", "staged", 10, {}, ("staged", "naive", (4, 3, 3), "direct")),
     ("aab", "staged", 9000, {}, ("staged", "hierarchical", (2250, 2250, 4500), "hosted")),
     ("abc", "staged", 9000, {}, ("staged", "ring", (3000, 3000, 3000), "messages")),
@@ -146,24 +146,8 @@ def test_on_devices(
     assert on_host == place(Members(tuple(hosts), tuple(range(len(hosts))), config=config), info, whole=whole)
     if device_path == "staged":
         assert found == on_host._replace(path="staged", host=on_host.path)
-
-
-@pytest.mark.parametrize("small", ["mpi", "staged"])
-@pytest.mark.parametrize(
-    ("dtype", "least"), [("float32", 1 << 18), ("float16", 1 << 18), ("float64", 1 << 17), ("int8", 1 << 20)]
-)
-def test_large_keys_by_another_path(small: Any, dtype: str, least: int) -> None:
-    """Bytes are those of the sums, which are float32 for float16. Keys in host memory have nothing to do with it."""
-    members = Members(("a", "b"), (0, 1), device_path=small, large_device_path="nccl")
-    plain = Members(("a", "b"), (0, 1), device_path=small)
-    for n, path in ((least - 1, small), (least, "nccl")):
-        info = key(0, n, dtype)
-        found = place(members, info._replace(space="device"))
-        assert found.path == path
-        assert (found.algorithm == "nccl") == (path == "nccl")
-        if path != "nccl":
-            assert found == place(plain, info._replace(space="device"))
-        assert place(members, info) == place(plain, info)
+    elif not whole and found.algorithm != "hierarchical":
+        assert all(bound * info.dtype.itemsize % 128 == 0 or bound == info.n_elems for bound in found.bounds)
 
 
 def test_host_keys_where_nccl_is_asked_for() -> None:

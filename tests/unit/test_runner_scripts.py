@@ -189,6 +189,9 @@ def test_stages() -> None:
     assert sorted(stage.ranks for stage in every if stage.ranks) == [1, 2, 3, 3, 4, 4, 5]
     # Every file of tests belongs to exactly one stage, but those under mpirun to several.
     for path in (ROOT / "tests").rglob("test_*.py"):
+        if path.is_relative_to(ROOT / "tests/contract"):
+            assert own_stages(found, path) == own_stages(every, path) == [], path  # in environments of its own
+            continue
         once = not path.is_relative_to(ROOT / "tests/mpi")
         assert len(own_stages(found, path)) == len(own_stages(every, path)) == once, path
 
@@ -279,12 +282,25 @@ def test_other_versions(name: str, known: tuple[str, ...], ranks: list[int]) -> 
         assert all(any(fnmatch.fnmatch(path, f"*/test_{one}.py") for path in selected.paths) for one in group)
 
 
+def test_the_contract_with_cupy() -> None:
+    """By itself, or beside the other tests, in those environments that there are."""
+    mpi, other = Mpi("openmpi", Path("new")), Mpi("openmpi", Path("other"))
+    for given, needs in {"contract12": ("cupy",), "contract13": ("cupy", "nvidia")}.items():
+        (alone,) = _stages.contract_stages({given: other})
+        assert (alone.group, alone.mpi, alone.frameworks, alone.may_skip) == ("contract", other, needs, False)
+        assert given[-2:] in alone.title
+        (beside,) = [one for one in _stages.stages(mpi, mpi, quick=False, versions={given: other}) if one.mpi is other]
+        assert beside == _stages.without_full(alone)
+        for path in (ROOT / "tests/contract").glob("test_*.py"):
+            assert own_stages([beside], path) == [beside], path
+
+
 def test_the_last_lines_tell_the_versions() -> None:
     mpi = find_mpi()
     if mpi is None:
         pytest.skip("no mpirun in this environment")
     said = _stages.installed(mpi)
-    assert re.fullmatch(r"Python 3[\d.]+(, [a-z0-9]+ [\w.+]+)+", said)
+    assert re.fullmatch(r"Python 3[\d.]+(, [a-z0-9-]+ [\w.+]+)+", said)
     assert f", numpy {importlib.metadata.version('numpy')}," in said
 
 
@@ -392,6 +408,8 @@ def test_shell_syntax(path: str) -> None:
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --oldest --newest", "give one of them"),
         (f"{sys.executable} scripts/_stages.py --openmpi / --mpich / --newest", "needs an environment"),
         (f"{sys.executable} scripts/_stages.py --gpu / --quick", "give one of them"),
+        (f"{sys.executable} scripts/_stages.py --contract --quick", "give one of them"),
+        (f"{sys.executable} scripts/_stages.py --contract", "--contract needs an environment"),
         (f"{sys.executable} scripts/_stages.py --openmpi /", "--openmpi and --mpich name environments"),
     ],
 )

@@ -8,15 +8,15 @@ from typing import Any
 import frameworks
 import numpy as np
 import pytest
+from fake_cupy import Machine
+from fake_gpus import gpu_of, gpus_of, one_gpu, spaces_of
 from torch_on_gpu import TorchOnGpu, cuda  # noqa: F401 - a fixture
 
 from mpikv.assembly import local_store
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
-from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.named import Spaces
+from mpikv.spaces.gpu import Gpu
 from mpikv.spec import parse
-from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 
 torch = frameworks.need("torch")
@@ -53,7 +53,7 @@ def bits(net: Any) -> list[bytes]:
 def trained(
     kind: str,
     workers: int,
-    gpus: list[FakeGpu] | None,
+    gpus: list[Gpu] | None,
     on_gpu: TorchOnGpu,
     *,
     dtype: Any = torch.float32,
@@ -76,23 +76,18 @@ def trained(
         else:
             optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, bucket_bytes=400)
         for step in range(STEPS):
-            before = dict(gpus[store.rank].counts) if gpus is not None else {}
+            before = store.stats()
             optimizer.zero_grad()
             x, y = data(step, store.rank, dtype)
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             if gpus is not None:
-                now = gpus[store.rank].counts
-                counted[store.rank] = [now[way] - before.get(way, 0) for way in ("host_to_device", "device_to_host")]
+                now = store.stats()
+                counted[store.rank] = [now[way] - before[way] for way in ("copies_up", "copies_down")]
         return bits(net)
 
     config = Config(timeout_s=TEST_TIMEOUT_S, **options.pop("config", {}))
-    return spawn_stores("dist_sync", workers, body, config=config, drivers=gpus, **options), counted
-
-
-def gpus_of(workers: int) -> list[FakeGpu]:
-    first = FakeGpu(eager=1.0)
-    return [first.view() for _ in range(workers)]
+    return spawn_stores("dist_sync", workers, body, config=config, gpus=gpus, **options), counted
 
 
 @pytest.mark.parametrize("hosts", [None, "aab"])
@@ -103,7 +98,7 @@ def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, dtype: Any) 
     config = {"device_path": "ipc" if hosts is None else "staged"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, counted = trained(kind, 3, gpus_of(3), cuda, dtype=dtype, hosts=hosts, config=config)
+        found, counted = trained(kind, 3, gpus_of(Machine(), 3), cuda, dtype=dtype, hosts=hosts, config=config)
     assert found == expected
     if hosts is None:
         assert counted == [[0, 0]] * 3
@@ -128,15 +123,15 @@ def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hos
             found.append((stream.cuda_stream, list(cuda.current_stream().waited)))
         return found
 
-    gpus = gpus_of(2)
+    gpus = gpus_of(Machine(), 2)
     config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc" if hosts is None else "staged")
-    for found in spawn_stores("dist_sync", 2, body, config=config, drivers=gpus, hosts=hosts):
+    for found in spawn_stores("dist_sync", 2, body, config=config, gpus=gpus, hosts=hosts):
         for stream, waited in found[1:]:  # in the first step the buckets are made
             assert set(waited) == {stream}
 
 
 def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
-    cuda.use(FakeGpu())
+    cuda.use(one_gpu()[1])
     bucket = Bucket("key", torch.zeros(4), [0, 1], 0)
     with cuda.stream() as first:
         bucket.written()
@@ -151,15 +146,15 @@ def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -
 
 
 def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # noqa: F811
-    cuda.use(FakeGpu())
+    cuda.use(one_gpu()[1])
     with pytest.warns(UserWarning, match="go through host memory, which is slow: the store uses no GPU"):
         mt.DistributedModel(nn.Linear(2, 1), mpikv.kv.create("local"))
-    store = local_store("local", parse("local"), spaces=Spaces(device=DeviceSpace(FakeGpu(1))))
+    store = local_store("local", parse("local"), spaces=spaces_of(gpu_of(Machine(2).process(), 1)))
     with pytest.warns(UserWarning, match=r"here: .*the store uses GPU 1.*MPIKV_LOCAL_DEVICE"):
         arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
 
 
-def stepped(gpus: list[FakeGpu] | None, cuda: TorchOnGpu, *, path: str = "auto", **options: Any) -> Any:  # noqa: F811
+def stepped(gpus: list[Gpu] | None, cuda: TorchOnGpu, *, path: str = "auto", **options: Any) -> Any:  # noqa: F811
     """The weights and buffers of two workers with a Trainer, and what was copied after the first step."""
     counted = [[0, 0]] * 2
 
@@ -172,25 +167,25 @@ def stepped(gpus: list[FakeGpu] | None, cuda: TorchOnGpu, *, path: str = "auto",
             cuda.host_rank()
         trainer = mpikv.Trainer(net, "adam", {"learning_rate": 0.1}, kvstore=store, **options)
         for step in range(STEPS):
-            before = dict(gpus[store.rank].counts) if gpus is not None else {}
+            before = store.stats()
             trainer.zero_grad()
             x, y = data(step, store.rank, torch.float32)
             nn.functional.cross_entropy(net(x), y).backward()
             trainer.step()
             if gpus is not None:
-                now = gpus[store.rank].counts
-                counted[store.rank] = [now[way] - before.get(way, 0) for way in ("host_to_device", "device_to_host")]
+                now = store.stats()
+                counted[store.rank] = [now[way] - before[way] for way in ("copies_up", "copies_down")]
         trainer.sync_buffers()
         return bits(net)
 
     config = Config(timeout_s=TEST_TIMEOUT_S, device_path=path)
-    return spawn_stores("dist_sync", 2, body, config=config, drivers=gpus), counted
+    return spawn_stores("dist_sync", 2, body, config=config, gpus=gpus), counted
 
 
 @pytest.mark.parametrize("on_store", [True, False])
 def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, on_store: bool) -> None:  # noqa: F811
     expected, _ = stepped(None, cuda, update_on_kvstore=on_store)
-    found, counted = stepped(gpus_of(2), cuda, path="ipc", update_on_kvstore=on_store)
+    found, counted = stepped(gpus_of(Machine(), 2), cuda, path="ipc", update_on_kvstore=on_store)
     assert found == expected
     assert counted == [[0, 0]] * 2
 
@@ -198,13 +193,13 @@ def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, on_store: bool
 def test_a_trainer_with_overlap_and_clipping(cuda: TorchOnGpu) -> None:  # noqa: F811
     options = {"overlap": True, "clip_global_norm": 0.01}
     expected, _ = stepped(None, cuda, **options)
-    assert stepped(gpus_of(2), cuda, path="ipc", **options)[0] == expected
+    assert stepped(gpus_of(Machine(), 2), cuda, path="ipc", **options)[0] == expected
 
 
 @pytest.mark.parametrize("op", [mt.Average, mt.Sum, mt.Max, mt.Product])
 def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
     """Of several dtypes and lengths, in one call; later calls cross nothing but what they compare."""
-    gpus = gpus_of(2)
+    gpus = gpus_of(Machine(), 2)
 
     def body(store: KVStore) -> Any:
         cuda.use(gpus[store.rank])
@@ -212,15 +207,15 @@ def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
         given = [torch.full((n,) if isinstance(n, int) else n, store.rank + 1.0, dtype=d) for d, n in sizes.items()]
         given.append(torch.arange(float(2 * (4 << 20) // 4 + 3)) + store.rank)  # in three pieces
         for _ in range(2):
-            before = gpus[store.rank].counts["device_to_host"]
+            before = store.stats()["copies_down"]
             found = mt.grouped_allreduce(given, op=op, store=store)
-        assert gpus[store.rank].counts["device_to_host"] == before
+        assert store.stats()["copies_down"] == before
         assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in given]
         return [one.double().numpy() for one in found]
 
     reduce = {mt.Average: lambda x, y: (x + y) / 2, mt.Sum: np.add, mt.Max: np.maximum, mt.Product: np.multiply}[op]
     config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc")
-    for found in spawn_stores("dist_sync", 2, body, config=config, drivers=gpus):
+    for found in spawn_stores("dist_sync", 2, body, config=config, gpus=gpus):
         for one in found[:3]:
             assert np.array_equal(one, np.full(one.shape, reduce(1.0, 2.0)))
         long = np.arange(found[3].size, dtype=np.float32)
@@ -243,14 +238,14 @@ def tensors_of(rank: int) -> list[Any]:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_horovods_broadcast(cuda: TorchOnGpu, workers: int) -> None:  # noqa: F811
     """Bits of the root's; later calls cross nothing but what they compare."""
-    gpus, root = gpus_of(workers), workers - 1
+    gpus, root = gpus_of(Machine(), workers), workers - 1
 
     def body(store: KVStore) -> None:
         cuda.use(gpus[store.rank])
         for _ in range(2):
-            before = gpus[store.rank].counts["device_to_host"]
+            before = store.stats()["copies_down"]
             found = [mt.broadcast(one, root, store=store) for one in tensors_of(store.rank)]
-        assert gpus[store.rank].counts["device_to_host"] == before
+        assert store.stats()["copies_down"] == before
         named = {str(i): one.clone() for i, one in enumerate(tensors_of(store.rank))}
         mt.broadcast_parameters(named, root, store=store)
         for one, other, expected in zip(found, named.values(), tensors_of(root), strict=True):
@@ -261,12 +256,12 @@ def test_horovods_broadcast(cuda: TorchOnGpu, workers: int) -> None:  # noqa: F8
             mt.broadcast(found[0], workers, store=store)
 
     config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc")
-    spawn_stores("dist_sync", workers, body, config=config, drivers=gpus)
+    spawn_stores("dist_sync", workers, body, config=config, gpus=gpus)
 
 
 def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F811
     """Of other lengths on each worker, of none on one of them."""
-    gpus, lengths = gpus_of(3), [2, 0, 5]
+    gpus, lengths = gpus_of(Machine(), 3), [2, 0, 5]
 
     def given(rank: int) -> Any:
         return torch.arange(lengths[rank] * 4).reshape(lengths[rank], 4) + 100 * rank
@@ -274,10 +269,10 @@ def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F81
     def body(store: KVStore) -> None:
         cuda.use(gpus[store.rank])
         for _ in range(2):
-            before = gpus[store.rank].counts["device_to_host"]
+            before = store.stats()["copies_down"]
             found = mt.allgather(given(store.rank), store=store)
             parts, received = mt.alltoall(given(2) + store.rank, splits=[1, 3, 1], store=store)
-        assert gpus[store.rank].counts["device_to_host"] == before
+        assert store.stats()["copies_down"] == before
         assert torch.equal(found, torch.cat([given(rank) for rank in range(3)]))
         rows = slice(*[(0, 1), (1, 4), (4, 5)][store.rank])
         assert torch.equal(parts, torch.cat([given(2)[rows] + rank for rank in range(3)]))
@@ -285,11 +280,11 @@ def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F81
         with pytest.raises(ValueError, match="without dimensions"):
             mt.allgather(torch.tensor(1.0), store=store)
 
-    spawn_stores("dist_sync", 3, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), drivers=gpus)
+    spawn_stores("dist_sync", 3, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), gpus=gpus)
 
 
 def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: TorchOnGpu) -> None:  # noqa: F811
-    gpus = gpus_of(2)
+    gpus = gpus_of(Machine(), 2)
 
     def body(store: KVStore) -> None:
         cuda.use(gpus[store.rank])
@@ -298,4 +293,4 @@ def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: Tor
         assert mt.broadcast(torch.full((3,), float(store.rank)), 1, store=store).tolist() == [1.0] * 3
         assert mt.allgather(torch.full((2,), float(store.rank)), store=store).tolist() == [0.0, 0.0, 1.0, 1.0]
 
-    spawn_stores("dist_sync", 2, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), drivers=gpus)
+    spawn_stores("dist_sync", 2, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), gpus=gpus)

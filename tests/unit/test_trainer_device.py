@@ -13,18 +13,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_cupy import Machine
+from fake_gpus import DeviceFabric, gpu_of, one_gpu, spaces_of
+from fake_gpus import gpus_of as gpus_of_machine
 
 from mpikv import worker_device
 from mpikv.assembly import local_store
 from mpikv.config import Config
 from mpikv.kvstore import KVStore
 from mpikv.parameter import Parameter
-from mpikv.spaces.device import DeviceSpace
-from mpikv.spaces.folded import on_host
-from mpikv.spaces.named import Spaces
 from mpikv.spec import parse
-from mpikv.testing.device_transport import DeviceFabric
-from mpikv.testing.fake_gpu import FakeGpu, FakeGpus
 from mpikv.testing.stores import TEST_TIMEOUT_S, spawn_stores
 from mpikv.trainer import Trainer
 from mpikv.transports.threads import Fabric
@@ -33,8 +31,9 @@ SHAPES = {"bias": (7,), "empty": (0,), "scalar": (), "weight": (30, 41)}
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def crossings(gpu: FakeGpu) -> tuple[int, int]:
-    return gpu.counts["host_to_device"], gpu.counts["device_to_host"]
+def crossings(trainer: Trainer) -> tuple[int, int]:
+    found = trainer._spaces.stats()
+    return found["copies_up"], found["copies_down"]
 
 
 def start(name: str, dtype: Any) -> np.ndarray:
@@ -48,13 +47,13 @@ def gradient(name: str, step: int, place: int) -> np.ndarray:
 class Model:
     """Parameters whose gradients a backward pass overwrites, on the host or on GPUs."""
 
-    def __init__(self, gpus: list[FakeGpu | None], dtype: Any) -> None:
+    def __init__(self, gpus: list[Any], dtype: Any) -> None:
         self.gpus = gpus
         self.params = {}
         for name in SHAPES:
             parameter = Parameter(start(name, dtype))
             parameter._data = [
-                start(name, dtype) if gpu is None else gpu.array(start(name, dtype)) for gpu in self.gpus
+                start(name, dtype) if gpu is None else gpu.cupy.asarray(start(name, dtype)) for gpu in self.gpus
             ]
             self.params[name] = parameter
 
@@ -63,7 +62,7 @@ class Model:
             for place, grad in enumerate(parameter.list_grad()):
                 values = gradient(name, step, 10 * rank + place).astype(parameter.dtype)
                 gpu = self.gpus[place]
-                grad[...] = values if gpu is None else gpu.array(values)
+                grad[...] = values if gpu is None else gpu.cupy.asarray(values)
 
     def weights(self) -> list[bytes]:
         return [
@@ -82,13 +81,13 @@ def train(
     counted: list[tuple[int, int]] = []
     for step in range(steps):
         model.backward(step, rank)
-        before = None if gpu is None else crossings(gpu)
+        before = None if gpu is None else crossings(trainer)
         if step == 1:
             trainer.step(8)
         else:
             trainer.step()
         if gpu is not None and before is not None:
-            after = crossings(gpu)
+            after = crossings(trainer)
             counted.append((after[0] - before[0], after[1] - before[1]))
     model.crossed = counted  # type: ignore[attr-defined]
     return trainer, model.weights()
@@ -98,11 +97,11 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakeGpu]], None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], None]:
     """Let trainers without a store find these GPUs."""
 
-    def use(gpus: list[FakeGpu]) -> None:
-        monkeypatch.setattr(worker_device, "open_driver", lambda number: gpus[number])
+    def use(gpus: list[Any]) -> None:
+        monkeypatch.setattr(worker_device, "open_gpu", lambda number: gpus[number])
 
     return use
 
@@ -113,7 +112,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[FakeGpu]], None]:
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
 def test_without_a_store(alone: Any, dtype: Any, n_devices: int, seed: int) -> None:
     """Several devices without a store: in gluon's words kvstore=None."""
-    gpus = FakeGpus(n_devices, seed=seed, eager=0.3)
+    cupy = Machine(n_devices, seed=seed).process()
+    gpus = [gpu_of(cupy, number) for number in range(n_devices)]
     alone(gpus)
     model, host = Model(list(gpus), dtype), Model([None] * n_devices, dtype)
     assert train(model, None)[1] == train(host, None)[1]
@@ -121,23 +121,22 @@ def test_without_a_store(alone: Any, dtype: Any, n_devices: int, seed: int) -> N
 
 
 def test_without_a_store_the_weights_stay_where_they_are(alone: Any) -> None:
-    gpu = FakeGpu(eager=0.5)
+    _, gpu = one_gpu()
     alone([gpu])
     model = Model([gpu], np.float32)
-    before = {name: (id(p.data), p.data.address) for name, p in model.params.items()}
+    before = {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()}
     trainer, _ = train(model, None, optimizer="sgd")
-    assert {name: (id(p.data), p.data.address) for name, p in model.params.items()} == before
-    copies, launches = gpu.counts["device_to_device"], gpu.counts["launches"]
+    assert {name: (id(p.data), p.data.data.ptr) for name, p in model.params.items()} == before
+    copies = trainer._spaces.stats()["copies_device"]
     trainer.step()
-    assert gpu.counts["device_to_device"] == copies  # gradients are read where they are
-    assert gpu.counts["launches"] == launches + 1  # all keys in one
+    assert trainer._spaces.stats()["copies_device"] == copies  # gradients are read where they are
 
 
 def test_a_weight_that_moves_or_has_gaps(alone: Any) -> None:
-    gpu = FakeGpu(seed=2, eager=0.3)
+    _, gpu = one_gpu(seed=2)
     alone([gpu])
     found = []
-    for make in (lambda values: values, gpu.array):
+    for make in (lambda values: values, gpu.cupy.asarray):
         parameter, values = Parameter(np.zeros((4, 6))), np.arange(24.0).reshape(4, 6)
         whole = make(np.zeros((6, 4)))
         whole[...] = make(values.T.copy())
@@ -153,7 +152,7 @@ def test_a_weight_that_moves_or_has_gaps(alone: Any) -> None:
 
 
 def test_states_are_the_same_file(alone: Any, tmp_path: Path) -> None:
-    gpu = FakeGpu(eager=0.3)
+    _, gpu = one_gpu()
     alone([gpu])
     for i, model in enumerate((Model([None], np.float16), Model([gpu], np.float16))):
         trainer, _ = train(model, None)
@@ -179,8 +178,9 @@ def test_states_are_the_same_file(alone: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize(("kind", "n_devices"), [("local", 1), ("device", 1), ("local", 2), ("device", 3)])
 def test_with_a_store_of_one_process(kind: str, n_devices: int, on_store: bool, dtype: Any) -> None:
-    gpus = FakeGpus(n_devices, eager=0.3)
-    spaces = Spaces(device=DeviceSpace(gpus[0]))
+    cupy = Machine(n_devices).process()
+    gpus = [gpu_of(cupy, number) for number in range(n_devices)]
+    spaces = spaces_of(gpus[0])
     model, host = Model(list(gpus), dtype), Model([None] * n_devices, dtype)
     found = train(model, local_store(kind, parse(kind), spaces=spaces), update_on_kvstore=on_store)[1]
     assert found == train(host, local_store(kind, parse(kind)), update_on_kvstore=on_store)[1]
@@ -190,7 +190,7 @@ def test_with_a_store_of_one_process(kind: str, n_devices: int, on_store: bool, 
 def distributed(
     workers: int,
     dtype: Any,
-    gpus: list[FakeGpu | None],
+    gpus: list[Any],
     *,
     path: str = "auto",
     hosts: Any = None,
@@ -208,7 +208,7 @@ def distributed(
         return found
 
     drivers = None if None in gpus else gpus
-    fabric = DeviceFabric(Fabric(workers, hosts or ["localhost"] * workers), gpus) if path == "mpi" else None
+    fabric = DeviceFabric(Fabric(workers, hosts or ["localhost"] * workers)) if path == "mpi" else None
     results = spawn_stores(
         "dist_sync",
         workers,
@@ -216,7 +216,7 @@ def distributed(
         num_servers=servers,
         config=config,
         hosts=hosts,
-        drivers=None if drivers is None else [*drivers, *[None] * servers],
+        gpus=None if drivers is None else [*drivers, *[None] * servers],
         fabric=fabric,
     )
     if path in {"ipc", "mpi"}:
@@ -224,9 +224,8 @@ def distributed(
     return results
 
 
-def gpus_of(workers: int, seed: int) -> list[FakeGpu | None]:
-    first = FakeGpu(seed=seed, eager=0.3)
-    return [first.view() for _ in range(workers)]
+def gpus_of(workers: int, seed: int) -> list[Any]:
+    return list(gpus_of_machine(Machine(seed=seed), workers))
 
 
 @pytest.mark.grid
@@ -279,12 +278,12 @@ def test_examples_and_clipping() -> None:
 
         config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if gpus[0] is None else "ipc")
         drivers = None if gpus[0] is None else gpus
-        found.append(spawn_stores("dist_sync", 2, body, config=config, drivers=drivers))
+        found.append(spawn_stores("dist_sync", 2, body, config=config, gpus=drivers))
     assert found[0] == found[1]
 
 
 def test_stale_gradients_and_frozen_parameters(alone: Any) -> None:
-    gpu = FakeGpu(eager=0.3)
+    _, gpu = one_gpu()
     alone([gpu])
     found = []
     for gpus in ([None], [gpu]):
@@ -297,19 +296,6 @@ def test_stale_gradients_and_frozen_parameters(alone: Any) -> None:
         trainer.step(ignore_stale_grad=True)
         found.append(model.weights())
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, BFLOAT16], ids=str)
-def test_sums_of_squares_have_the_hosts_bits(dtype: Any) -> None:
-    gpu = FakeGpu(eager=0.5)
-    spaces = Spaces(device=DeviceSpace(gpu))
-    sizes = (3, 1 << 16, 0, 131149, 1, 65535)
-    arrays = [np.random.default_rng(n).standard_normal(n).astype(dtype) for n in sizes]
-    theirs = [gpu.array(array) for array in arrays]
-    before = gpu.counts["device_to_host"]
-    found = spaces.sums_of_squares(theirs, [""] * len(arrays))
-    assert found == [on_host(array) for array in arrays]
-    assert gpu.counts["device_to_host"] - before == 1
 
 
 @pytest.mark.parametrize("on_store", [True, False])
@@ -331,7 +317,7 @@ def test_gradients_that_leave_early_and_weights_that_come_late(on_store: bool) -
 
         config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if gpus[0] is None else "staged")
         drivers = None if gpus[0] is None else gpus
-        found.append(spawn_stores("dist_sync", 2, body, config=config, drivers=drivers, hosts="ab"))
+        found.append(spawn_stores("dist_sync", 2, body, config=config, gpus=drivers, hosts="ab"))
     assert found[0] == found[1]
 
 
@@ -348,7 +334,7 @@ def test_a_checkpoint_is_read_by_either(tmp_path: Path, on_store: bool) -> None:
             return body(store, model, trainer)
 
         config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if side == "host" else "ipc")
-        return spawn_stores("dist_sync", 2, rank, config=config, drivers=None if side == "host" else sides[side])
+        return spawn_stores("dist_sync", 2, rank, config=config, gpus=None if side == "host" else sides[side])
 
     def begin(store: KVStore, model: Model, trainer: Trainer) -> None:
         for step in range(2):
@@ -372,27 +358,30 @@ def test_a_checkpoint_is_read_by_either(tmp_path: Path, on_store: bool) -> None:
 
 
 def test_assigning_to_a_parameter_on_a_gpu() -> None:
-    gpu = FakeGpu(eager=0.3)
-    parameter = Parameter(gpu.array(np.ones(3, np.float32)), "w")
+    _, gpu = one_gpu()
+    parameter = Parameter(gpu.cupy.asarray(np.ones(3, np.float32)), "w")
     parameter.data = np.full(3, 2.0)
-    parameter.grad = gpu.array(np.full(3, 5.0, np.float32))
+    parameter.grad = gpu.cupy.asarray(np.full(3, 5.0, np.float32))
     assert (parameter.data.get().tolist(), parameter.grad.get().tolist()) == ([2.0] * 3, [5.0] * 3)
     with pytest.raises(ValueError, match=r"must have shape \(3,\)"):
-        parameter.data = gpu.array(np.ones(2))
+        parameter.data = gpu.cupy.asarray(np.ones(2))
 
 
 def test_a_gradient_is_placed_on_the_weights_gpu_alone() -> None:
-    gpu, other = FakeGpus(2, eager=0.3)
-    for memory, placed in ((gpu.array(np.zeros(3)), True), (other.array(np.zeros(3)), False), (np.zeros(3), False)):
-        parameter = Parameter(gpu.array(np.ones(3)))
+    cupy = Machine(2).process()
+    gpu = gpu_of(cupy, 0)
+    with cupy.cuda.Device(1):
+        elsewhere = cupy.asarray(np.zeros(3))
+    for memory, placed in ((cupy.asarray(np.zeros(3)), True), (elsewhere, False), (np.zeros(3), False)):
+        parameter = Parameter(gpu.cupy.asarray(np.ones(3)))
         parameter.place_grad(memory)
         assert (parameter.grad is memory) is placed
 
 
 def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_device.cuda_driver, "has_cupy", lambda: False)
-    gpu = FakeGpu(eager=0.3)
-    parameter = Parameter(gpu.array(np.ones(3)))
+    _, gpu = one_gpu()
+    parameter = Parameter(gpu.cupy.asarray(np.ones(3)))
     trainer = Trainer([parameter], "sgd", {"learning_rate": 0.5}, kvstore=None)
     parameter.grad[...] = 1.0
     trainer.step()
@@ -403,26 +392,27 @@ def test_without_cupy_the_updates_are_made_on_the_host(monkeypatch: pytest.Monke
 
 
 def test_a_trainer_that_is_gone_gives_its_memory_back(alone: Any) -> None:
-    gpu = FakeGpu(eager=0.3)
+    _, gpu = one_gpu()
     alone([gpu])
     model = Model([gpu], np.float32)
     model.backward(0, 0)
-    before = gpu.left_bytes
+    used = gpu.cupy.machine.used
+    before = used[0]
     trainer, _ = train(model, None)
-    assert gpu.left_bytes < before
+    assert used[0] > before
     del trainer
     gc.collect()
-    gpu.synchronize()
     model.backward(0, 0)
-    assert gpu.left_bytes == before
+    assert used[0] == before
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_sync_device"])
 def test_workers_with_several_gpus_each(kind: str) -> None:
     """The gradients of a worker's devices are added on its first one."""
-    first = FakeGpus(2, seed=7, eager=0.3)
+    machine = Machine(2, seed=7)
+    processes = [machine.process(), machine.process()]
     found = []
-    for sides in ([[None] * 2] * 2, [first.view(), first.view()]):
+    for sides in ([[None] * 2] * 2, [[gpu_of(one, 0), gpu_of(one, 1)] for one in processes]):
 
         def body(store: KVStore, sides: Any = sides) -> list[bytes]:
             model = Model(list(sides[store.rank]), np.float32)
@@ -433,5 +423,5 @@ def test_workers_with_several_gpus_each(kind: str) -> None:
         on_host = sides[0][0] is None
         config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if on_host else "ipc")
         drivers = None if on_host else [side[0] for side in sides]
-        found.append(spawn_stores(kind, 2, body, config=config, drivers=drivers))
+        found.append(spawn_stores(kind, 2, body, config=config, gpus=drivers))
     assert found[0] == found[1]

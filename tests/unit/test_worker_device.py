@@ -8,18 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_cupy import Machine
+from fake_gpus import gpu_of
 
 from mpikv import spec
 from mpikv.config import Config
 from mpikv.device_paths import Told
 from mpikv.errors import MpikvError
 from mpikv.runtime import cuda_driver
-from mpikv.testing.fake_gpu import FakeGpu
 from mpikv.worker_device import asks, find
 
 SYNC, ON_DEVICE = spec.parse("dist_sync"), spec.parse("dist_sync_device")
 TWO = cuda_driver.Devices(("a GPU", "a GPU"), "CUDA 12.8")
 NO_DRIVER = cuda_driver.Devices(problem="no driver")
+
+
+def opened(number: int) -> Any:
+    return gpu_of(Machine(2).process(), number)
 
 
 def torch(available: Any) -> dict[str, Any]:
@@ -59,28 +64,28 @@ def test_nothing_is_asked_where_nobody_asks_for_it() -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("asked")
 
-    found = find(SYNC, Config(), 0, modules={}, ask=refuse, open_driver=refuse)
-    assert (found.driver, found.told, found.warning, found.spaces.device) == (None, Told(), "", None)
-    found = find(ON_DEVICE, Config(device_path="host"), 0, modules={}, ask=refuse, open_driver=refuse)
-    assert (found.driver, found.told.why_none) == (None, "MPIKV_DEVICE_PATH=host")
+    found = find(SYNC, Config(), 0, modules={}, ask=refuse, open_gpu=refuse)
+    assert (found.gpu, found.told, found.warning, found.spaces.device) == (None, Told(), "", None)
+    found = find(ON_DEVICE, Config(device_path="host"), 0, modules={}, ask=refuse, open_gpu=refuse)
+    assert (found.gpu, found.told.why_none) == (None, "MPIKV_DEVICE_PATH=host")
 
 
 @pytest.mark.parametrize(("local_rank", "setting", "number"), [(0, "auto", 0), (3, "auto", 1), (0, 1, 1)])
 def test_the_gpu_of_a_worker(local_rank: int, setting: Any, number: int) -> None:
-    found = find(ON_DEVICE, Config(local_device=setting), local_rank, modules={}, ask=lambda: TWO, open_driver=FakeGpu)
-    assert found.driver is not None
-    assert found.told == Told(number, f"GPU-fake-{number}", found.driver.name, "")
+    found = find(ON_DEVICE, Config(local_device=setting), local_rank, modules={}, ask=lambda: TWO, open_gpu=opened)
+    assert found.gpu is not None
+    assert found.told == Told(number, found.gpu.uuid, "Fake GPU", "")
     assert found.spaces.device is not None
     assert found.spaces.device.device == number
 
 
 def test_without_a_driver_there_is_none_and_no_warning() -> None:
     found = find(ON_DEVICE, Config(), 0, modules={}, ask=lambda: NO_DRIVER)
-    assert (found.driver, found.told, found.warning) == (None, Told(why_none="no driver"), "")
+    assert (found.gpu, found.told, found.warning) == (None, Told(why_none="no driver"), "")
 
 
 def test_a_gpu_that_is_asked_for_by_its_number_and_is_missing() -> None:
-    found = find(SYNC, Config(local_device=2), 0, modules={}, ask=lambda: TWO, open_driver=FakeGpu)
+    found = find(SYNC, Config(local_device=2), 0, modules={}, ask=lambda: TWO, open_gpu=opened)
     assert found.told.error.startswith("MPIKV_LOCAL_DEVICE=2, but this process sees 2 GPUs")
     found = find(SYNC, Config(local_device=0), 0, modules={}, ask=lambda: NO_DRIVER)
     assert found.told.error.startswith("MPIKV_LOCAL_DEVICE=0, but this process sees no GPU")
@@ -93,7 +98,7 @@ def test_a_gpu_without_cupy(kind: Any, modules: Any, warned: bool, monkeypatch: 
     """A warning only for who has asked for it in the store's type or a setting."""
     monkeypatch.setattr(cuda_driver, "has_cupy", lambda: False)
     found = find(kind, Config(), 0, modules=modules, ask=lambda: TWO)
-    assert found.driver is None
+    assert found.gpu is None
     assert found.told.why_none.startswith("CuPy is not installed (pip install cupy-cuda12x")
     assert found.warning.startswith("mpikv: the type of the store asks for a GPU, and CuPy is not") == warned
 
@@ -102,8 +107,8 @@ def test_a_gpu_that_cannot_be_opened() -> None:
     def taken(number: int) -> Any:
         raise MpikvError(f"GPU {number} is taken")
 
-    found = find(ON_DEVICE, Config(), 1, modules={}, ask=lambda: TWO, open_driver=taken)
-    assert (found.driver, found.told) == (None, Told(why_none="GPU 1 is taken"))
+    found = find(ON_DEVICE, Config(), 1, modules={}, ask=lambda: TWO, open_gpu=taken)
+    assert (found.gpu, found.told) == (None, Told(why_none="GPU 1 is taken"))
 
 
 def test_a_store_of_numpy_imports_no_array_library() -> None:
@@ -112,6 +117,6 @@ import sys
 from mpikv import kv
 with kv.create("local") as store:
     store.init("w", __import__("numpy").zeros(2))
-assert not {"cupy", "torch", "jax", "mpikv.spaces.cupy_driver"} & set(sys.modules)
+assert not {"cupy", "torch", "jax"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", text], check=True, timeout=120)

@@ -1,8 +1,8 @@
 """PyTorch on a fake GPU, of which PyTorch knows nothing: its tensors in host memory, said to be on `cuda:0`.
 
-PyTorch works on them at once, and the GPU does its work as soon as it is put in. So values are right where the calls
-are, and the GPU still finds work of the store's that is not ordered. What is checked of PyTorch is in which stream it
-hands tensors over, and which streams it lets wait for which.
+PyTorch works on them at once, as the fake CuPy does. So values are right where the calls are, and the fake still finds
+work of the store's that is not ordered. What is checked of PyTorch is in which stream it hands tensors over, and which
+streams it lets wait for which.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from mpikv import tensors
-from mpikv.testing.fake_gpu import FakeGpu
+from mpikv.spaces.gpu import Gpu
 
 torch = frameworks.need("torch")
 
@@ -26,13 +26,13 @@ torch = frameworks.need("torch")
 class Stream:
     """As torch.cuda.Stream. waited: the streams that were waited for."""
 
-    def __init__(self, gpu: FakeGpu, number: int) -> None:
-        self.gpu, self.cuda_stream = gpu, number
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.cuda_stream = stream, stream.ptr
         self.waited: list[int] = []
 
     def wait_stream(self, other: Stream) -> None:
         self.waited.append(other.cuda_stream)
-        self.gpu.wait(self.cuda_stream, self.gpu.record(other.cuda_stream))
+        self.stream.wait_event(other.stream.record())
 
 
 class TorchOnGpu:
@@ -49,12 +49,13 @@ class TorchOnGpu:
     def device_of(self, tensor: Any) -> Any:
         return torch.device("cuda:0" if getattr(self._local, "gpu", None) is not None else "cpu")
 
-    def use(self, gpu: FakeGpu) -> None:
-        self._local.gpu, self._local.streams = gpu, [Stream(gpu, 1)]
+    def use(self, gpu: Gpu) -> None:
+        gpu.cupy.machine.strangers = True  # PyTorch's own memory
+        self._local.gpu, self._local.streams = gpu, [Stream(gpu.cupy.null)]
 
     @contextmanager
     def stream(self) -> Iterator[Stream]:
-        made = Stream(self._local.gpu, self._local.gpu.stream())
+        made = Stream(self._local.gpu.cupy.cuda.Stream(non_blocking=True))
         self._local.streams.append(made)
         try:
             yield made
@@ -75,12 +76,10 @@ class TorchOnGpu:
 
     def put(self, module: Any) -> None:
         """Move a module's parameters and buffers to the GPU."""
-        gpu = self._local.gpu
         for one in (*module.parameters(), *module.buffers()):
             bits = one.detach().contiguous()
             bits = bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits
-            array = gpu.array(bits.numpy())
-            gpu.run_all()
+            array = self._local.gpu.cupy.asarray(bits.numpy())
             one.data = self.tensor_of(array).view(one.dtype)
 
 

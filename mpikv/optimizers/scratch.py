@@ -6,6 +6,8 @@ mallopt(3)), whose faults take as long as the arithmetic. Shorter and longer mem
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mpikv.arrays import HostArray
@@ -14,13 +16,17 @@ SMALL_BYTES, KEPT_BYTES = 1 << 14, 1 << 20
 
 
 class Scratch:
-    """A space's memory for temporaries.
+    """An optimizer's memory for temporaries.
 
     Threads may share it: an operation of a list is whole (also in Python without the GIL), so no two get the same.
     """
 
     def __init__(self) -> None:
         self._kept: list[HostArray] = []
+
+    def __reduce__(self) -> Any:
+        """Pickled or copied: a new one, which holds nothing."""
+        return Scratch, ()
 
     def take(self, n_bytes: int) -> HostArray:
         """(n_bytes or more,) of uint8 and any content, which nobody else has until it is given back."""

@@ -1,0 +1,117 @@
+"""How a formula is run on a whole weight.
+
+In host memory an elementwise formula is applied to blocks of the weight that stay in the cache with their temporaries,
+so that an update reads and writes memory once, however many NumPy calls its formula has; no result depends on where
+blocks begin. On a GPU, where each call of a formula is a kernel, the block is the whole weight.
+
+Cost: the formula's; in host memory a pass over weight, gradient and state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpikv.compiled import cast_into
+from mpikv.optimizers.scratch import Scratch
+from mpikv.spaces.base import SpaceArray
+
+BLOCK_ELEMS = 32768  # Adam's seven blocks of it are under 1 MiB in float32: they fit a core's L2 cache
+
+Formula = Callable[[SpaceArray, SpaceArray, Mapping[str, SpaceArray], "list[SpaceArray]"], None]
+"""Changes a weight and the arrays of its state in place: (weight, gradient, arrays, temporaries)."""
+
+
+def run(
+    formula: Formula,
+    weight: SpaceArray,
+    terms: Sequence[SpaceArray],
+    arrays: Mapping[str, SpaceArray],
+    scratch: Scratch,
+    *,
+    master: SpaceArray | None,
+    dtype: np.dtype[Any],
+    temporaries: int,
+    elementwise: bool,
+) -> None:
+    """Run an optimizer's formula on a whole weight, with the sum of `terms` as its gradient.
+
+    arrays: those of the state; master: the copy of the weight that the formula changes in its place, from which the
+    weight is rounded. dtype: that of the formula's arithmetic. temporaries: how many arrays it needs. elementwise:
+    whether it may be run on parts of the weight, one after another. Terms are added block by block: the sum is in the
+    cache when it is used, and nowhere else.
+    """
+    if not isinstance(weight, np.ndarray):
+        _run_whole(formula, weight, terms, arrays, master=master, dtype=dtype, temporaries=temporaries)
+        return
+    n, term_dtype = weight.size, terms[0].dtype
+    # A formula of few arrays has room for longer blocks, of which there are fewer.
+    longer = max(1, 6 // (2 + len(arrays) + temporaries))
+    length = min(n, BLOCK_ELEMS * longer) if elementwise else n
+    if length == 0:
+        return
+    converts = 2 if weight.dtype != dtype or term_dtype != dtype else 0
+    rows = temporaries + converts
+    n_bytes = rows * length * dtype.itemsize
+    sum_at = -(-n_bytes // 8) * 8  # aligned for any dtype
+    memory = scratch.take(sum_at + (length * term_dtype.itemsize if len(terms) > 1 else 0))
+    buffers = memory[:n_bytes].view(dtype).reshape(rows, length)
+    for begin in range(0, n, length):
+        here = slice(begin, min(begin + length, n))
+        size = here.stop - begin
+        stored, g = weight[here], terms[0][here]
+        w = stored if stored.dtype == dtype else buffers[-1, :size] if master is None else master[here]
+        if master is None and w is not stored:
+            np.copyto(w, stored, casting="unsafe")
+        for term in terms[1:]:
+            g = np.add(g, term[here], out=memory[sum_at : sum_at + size * term_dtype.itemsize].view(term_dtype))
+        if term_dtype != dtype:
+            np.copyto(buffers[-2, :size], g, casting="unsafe")
+            g = buffers[-2, :size]
+        blocks = {name: array[here] for name, array in arrays.items()}
+        formula(w, g, blocks, [buffers[i, :size] for i in range(temporaries)])
+        if w is not stored:
+            round_into(stored, w)
+    scratch.give(memory)
+
+
+def _run_whole(
+    formula: Formula,
+    weight: SpaceArray,
+    terms: Sequence[SpaceArray],
+    arrays: Mapping[str, SpaceArray],
+    *,
+    master: SpaceArray | None,
+    dtype: np.dtype[Any],
+    temporaries: int,
+) -> None:
+    if not weight.size:
+        return
+    w = weight if weight.dtype == dtype else weight.astype(dtype) if master is None else master
+    g = terms[0]
+    for term in terms[1:]:
+        g = g + term
+    formula(w, g.astype(dtype, copy=False), arrays, [np.empty_like(weight, dtype=dtype) for _ in range(temporaries)])
+    if w is not weight:
+        round_into(weight, w)
+
+
+def round_into(out: SpaceArray, values: SpaceArray) -> None:
+    """Write `values` into `out`, each rounded once to its dtype.
+
+    To integers: to nearest, halves to even, limited to the range, NaN to 0; `values` serves as scratch then.
+    """
+    if out.dtype.kind in "iu":
+        limits, real = np.iinfo(out.dtype), values.dtype.type
+        # 2^63 - 1 is no float64 and would become 2^63, which int64 does not hold: take the float below.
+        high = np.nextafter(real(2.0**63), real(0.0)) if out.dtype == np.int64 else real(limits.max)
+        np.rint(values, out=values)
+        np.maximum(values, real(limits.min), out=values)
+        np.minimum(values, high, out=values)
+        np.copyto(values, real(0.0), where=np.isnan(values))
+    if isinstance(out, np.ndarray):
+        cast_into(out, values)
+    else:
+        np.copyto(out, values, casting="unsafe")

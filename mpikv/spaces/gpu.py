@@ -1,0 +1,157 @@
+"""One GPU of this process, by CuPy: which one it is, how it becomes a thread's current one, what CUDA's errors mean.
+
+CUDA has a current GPU for each thread, 0 at first. A thread of the store's own takes its GPU once. A caller's thread
+has its own GPU again after each call, but only where this process already has a context there: since CUDA 12 making a
+GPU the current one also makes a context on it, of some 0.5 GB, which nobody has asked for, and which GPUs in exclusive
+mode refuse. So a thread that has never used a GPU goes on with the store's.
+
+Source: CUDA Runtime API, cudaSetDevice; CUDA Driver API, cuDevicePrimaryCtxGetState; CuPy 14, `cupy.cuda`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpikv.devices import import_cupy
+from mpikv.errors import MpikvError, UnsupportedError
+from mpikv.runtime import cuda_driver
+
+LEAST_CUPY = 14  # 13 takes and gives another type for NCCL's ids, has no bfloat16, and does not find the NCCL wheel
+NO_DRIVER = 35  # CUDA's number (driver_types.h)
+LOST = (700, 702, 709, 710, 714, 715, 716, 717, 718, 719)  # errors after which a process cannot use its GPU any more
+WHICH = "nvidia-smi and CUDA_VISIBLE_DEVICES say which there are"
+
+
+class OutOfDeviceMemory(MpikvError, MemoryError):  # noqa: N818 - reads like its siblings
+    """A GPU has no room for what was asked for."""
+
+
+class Found(NamedTuple):
+    """How many GPUs this process can use, counted from 0. reason: why there are none, else ""."""
+
+    n_gpus: int
+    reason: str
+
+
+def devices(cupy: Any = None) -> Found:
+    """The GPUs that this process sees; none where CuPy or the driver of NVIDIA is missing. Local; imports CuPy."""
+    try:
+        cupy = import_cupy("a GPU") if cupy is None else cupy
+        _check_version(cupy)
+    except UnsupportedError as error:
+        return Found(0, str(error))
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as error:  # noqa: BLE001 - CUDA's own, or a library that cannot be loaded
+        hint = "the driver of NVIDIA is missing or too old" if getattr(error, "status", 0) == NO_DRIVER else WHICH
+        return Found(0, f"CUDA finds no GPU ({_text(error)}): {hint}")
+    return Found(count, "" if count else f"CUDA finds no GPU: {WHICH}")
+
+
+def _check_version(cupy: Any) -> None:
+    if int(str(cupy.__version__).partition(".")[0]) < LEAST_CUPY:
+        raise UnsupportedError(
+            f"CuPy {cupy.__version__} is too old, {LEAST_CUPY} is needed: pip install -U {cuda_driver.CUPY_PACKAGES}"
+        )
+
+
+class Gpu:
+    """One GPU, by its number among those that this process sees. Raises UnsupportedError where there is no such GPU.
+
+    name: what it is called. uuid: the same for the same GPU in every process of a host, whatever their numbers for it.
+    cupy: the module; None: the installed one. has_context: whether this process has a context on a GPU.
+    """
+
+    def __init__(
+        self, number: int, cupy: Any = None, has_context: Callable[[int], bool] = cuda_driver.has_context
+    ) -> None:
+        found = devices(cupy)
+        if not 0 <= number < found.n_gpus:
+            raise UnsupportedError(
+                f"GPU {number} cannot be used: "
+                + (found.reason or f"this process sees {found.n_gpus}, counted from 0 (CUDA_VISIBLE_DEVICES)")
+            )
+        self.cupy: Any = import_cupy(f"GPU {number}") if cupy is None else cupy
+        self._runtime: Any = self.cupy.cuda.runtime
+        self._has_context = has_context
+        self.errors = (self._runtime.CUDARuntimeError, self.cupy.cuda.memory.OutOfMemoryError)
+        self.number, self.name = number, ""
+        with self.current("is asked for its properties"):
+            told, bus = self._runtime.getDeviceProperties(number), self._runtime.deviceGetPCIBusId(number)
+        self.name = told["name"].decode() if isinstance(told["name"], bytes) else str(told["name"])
+        # CuPy reads CUDA's uuid as a text, which ends at a zero byte (runtime.pyx, getDeviceProperties): what is left
+        # of it tells the parts of one GPU (MIG) from each other, and the bus tells the GPUs of a host.
+        self.uuid: str = f"{bus}-{bytes(told['uuid'])[:16].hex()}"
+
+    def __repr__(self) -> str:
+        return f"GPU {self.number} ({self.name}, {self.uuid})"
+
+    @contextmanager
+    def current(self, does: str = "", number: int | None = None) -> Iterator[None]:
+        """This GPU, or another, is the calling thread's; what CUDA refuses is an error of ours. does: for errors."""
+        try:
+            wanted, before = self.number if number is None else number, self._runtime.getDevice()
+            if before == wanted:
+                yield
+                return
+            self._runtime.setDevice(wanted)
+            try:
+                yield
+            finally:
+                if self._has_context(before):
+                    self._runtime.setDevice(before)
+        except self.errors as error:
+            raise self.failed(error, does) from error
+
+    def take(self) -> None:
+        """Make it the current one of a thread of the store's own, for good."""
+        self._runtime.setDevice(self.number)
+
+    def event(self) -> Any:
+        """A new event, in whose wait a thread sleeps."""
+        return self.cupy.cuda.Event(block=True, disable_timing=True)
+
+    def at(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        owner: object,
+        *,
+        strides: tuple[int, ...] | None = None,
+        number: int | None = None,
+    ) -> Any:
+        """CuPy's array in memory that is there. owner: kept alive. number: of its GPU; None: this one."""
+        n_bytes = dtype.itemsize * math.prod(shape)
+        if strides is not None and n_bytes:
+            n_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        cuda = self.cupy.cuda
+        memory = cuda.UnownedMemory(address, n_bytes, owner, self.number if number is None else number)
+        return self.cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0), strides)
+
+    def failed(self, error: Exception, does: str = "") -> MpikvError:
+        """What an error of CUDA's means."""
+        which = f"GPU {self.number} ({self.name or 'unknown'})"
+        if isinstance(error, self.errors[1]):
+            return OutOfDeviceMemory(
+                f"{which} has no room: {_text(error)}. Other ranks may use this GPU, too; and libraries keep what they "
+                "do not need: torch.cuda.empty_cache(), cupy.get_default_memory_pool().free_all_blocks(), or "
+                "XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX give it back"
+            )
+        lost = ""
+        if getattr(error, "status", 0) in LOST:
+            lost = (
+                ". This process cannot use the GPU any more. The cause may be an earlier kernel of any library: run it "
+                "again with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer"
+            )
+        return MpikvError(f"{which} {does + ': ' if does else ''}{_text(error)}{lost}")
+
+
+def _text(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,239 @@
+"""What the workers of a host try before they settle on a path: reading each other's memory; communicators of NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from fake_cupy import CUDARuntimeError, Machine
+from fake_gpus import gpu_of, gpus_of, spaces_of
+
+from mpikv import optimizers
+from mpikv.collectives import nccl_introduction
+from mpikv.collectives.nccl import Nccl, padded
+from mpikv.collectives.nccl_introduction import introduce, why_not
+from mpikv.config import Config
+from mpikv.errors import MpikvError, StallError
+from mpikv.spaces import peers
+from mpikv.testing.ranks import Gathering, RankError, spawn
+from mpikv.testing.stores import spawn_stores
+
+F4 = np.dtype(np.float32)
+
+
+def on_ranks(n: int, body: Callable[[int, Any], Any]) -> list[Any]:
+    gathering = Gathering(n)
+    return spawn(n, lambda transport: body(transport.rank, gathering.of(transport.rank)))
+
+
+# --- CUDA IPC
+
+
+@pytest.mark.parametrize("n_gpus", [1, 3])
+def test_ranks_that_read_what_was_written_can_share(n_gpus: int) -> None:
+    machine = Machine(n_gpus)
+    gpus = gpus_of(machine, 3)
+    assert on_ranks(3, lambda rank, gather: peers.why_not_shared(gpus[rank], rank, gather)) == [""] * 3
+    assert machine.counts["opened"] == machine.counts["closed"] == 6
+    assert sum(machine.used) < 2 << 20  # what CuPy's own pools keep of what was read; the memory is given back
+
+
+def test_zeros_that_cuda_calls_a_success_are_found() -> None:
+    machine = Machine(2)
+    machine.peer_zeros = True
+    gpus = gpus_of(machine, 2)
+    found = on_ranks(2, lambda rank, gather: peers.why_not_shared(gpus[rank], rank, gather))
+    assert found[0] == found[1]
+    assert "rank 0 of the host, on GPU 0 (Fake GPU, " in found[0]
+    assert "reads wrong values of the memory of rank 1, without an error of CUDA's" in found[0]
+
+
+@pytest.mark.parametrize("call", ["ipcGetMemHandle", "ipcOpenMemHandle"])
+def test_a_rank_that_cannot_is_a_reason_for_all(call: str) -> None:
+    gpus = gpus_of(Machine(), 3)
+
+    def refuse(*_: Any) -> Any:
+        raise CUDARuntimeError(801)
+
+    setattr(gpus[1].cupy.cuda.runtime, call, refuse)
+    (found, *others) = on_ranks(3, lambda rank, gather: peers.why_not_shared(gpus[rank], rank, gather))
+    assert others == [found] * 2
+    assert "rank 1 of the host" in found
+    assert "801" in found
+    found = on_ranks(2, lambda rank, gather: peers.why_not_shared(gpus[0] if rank else None, rank, gather))
+    assert found == ["rank 0 of the host uses no GPU"] * 2
+
+
+# --- NCCL
+
+
+def introduced(gpus: list[Any], kept: Any = None, timeout_s: float = 20.0) -> list[Any]:
+    names = [f"worker {rank}" for rank in range(len(gpus))]
+    own = [{} for _ in gpus] if kept is None else kept
+
+    def body(rank: int, gather: Any) -> Any:
+        gpu = gpus[rank]
+        return introduce(lambda: Nccl(gpu), names, rank, gather, timeout_s, gpus=names, take=gpu.take, kept=own[rank])
+
+    return on_ranks(len(gpus), body)
+
+
+def test_a_process_has_one_communicator_for_a_set_of_gpus() -> None:
+    machine = Machine(3)
+    gpus, kept = gpus_of(machine, 3), [{}, {}, {}]
+    first = [one.comm for one in introduced(gpus, kept)]
+    second = [one.comm for one in introduced(gpus, kept)]
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    for comm in first:
+        comm.close()
+        assert comm.failure is None
+        comm.close()
+        assert "given back" in str(comm.failure)
+    third = [one.comm for one in introduced(gpus, kept)]
+    assert not any(one is other for one, other in zip(first, third, strict=True))
+    kept[1].clear()  # one that does not know it any more: all make another one
+    fourth = [one.comm for one in introduced(gpus, kept)]
+    assert not any(one is other for one, other in zip(third, fourth, strict=True))
+    assert introduced(gpus[:1]) == [(None, "")]
+
+
+def broken(gpus: list[Any], how: str) -> str:
+    cuda = gpus[1].cupy.cuda
+    if how == "missing":
+        cuda.nccl.available = False
+        return "worker 1: this CuPy finds no NCCL: its wheels need the package nvidia-nccl-cu12"
+    if how == "version":
+        cuda.nccl.get_version = lambda: 21805
+        return "worker 0 has NCCL 22707, and worker 1 has NCCL 21805: install the same on all"
+    if how == "fails":
+        cuda.nccl.NcclCommunicator = mock.Mock(side_effect=cuda.nccl.NcclError(2))
+        return "worker 1: NCCL has failed"
+    if how == "raises":
+        cuda.nccl.get_version = mock.Mock(side_effect=RuntimeError("libnccl.so\ncannot be loaded"))
+        return "worker 1: libnccl.so cannot be loaded"
+    over = threading.Event()
+    cuda.nccl.NcclCommunicator = lambda *_: (over.wait(2), mock.Mock())[1]
+    return "worker 1: NCCL has not brought the workers together within 0.2 s"
+
+
+@pytest.mark.parametrize("how", ["missing", "version", "fails", "raises", "slow"])
+def test_all_have_a_communicator_or_none_has_and_why(how: str) -> None:
+    """Also where one raises what nobody has thought of: the others do not wait for it."""
+    gpus = gpus_of(Machine(2), 2)
+    why = broken(gpus, how)
+    with mock.patch("fake_nccl.WAIT_S", 0.1):
+        found = introduced(gpus, timeout_s=20.0 if how != "slow" else 0.4)
+    assert [one.comm for one in found] == [None, None]
+    assert all(one.problem == found[0].problem for one in found)
+    assert why in found[0].problem or "worker 0: NCCL has failed" in found[0].problem
+    if how in ("missing", "version", "raises"):
+        names = ["worker 0", "worker 1"]
+        told = on_ranks(2, lambda rank, gather: why_not(lambda: Nccl(gpus[rank]), names, rank, gather))
+        assert told == [found[0].problem] * 2
+    assert nccl_introduction.COMMUNICATORS == {}
+
+
+def test_lengths_are_padded_to_whole_cache_lines() -> None:
+    assert [padded(n, 3, F4) for n in (0, 1, 96, 97)] == [0, 96, 96, 192]
+    assert padded(5, 2, np.dtype(np.float64)) == 32
+
+
+def nccl_stores(body: Callable[[Any, Any], Any], n: int = 2, **settings: Any) -> tuple[list[Any], Any]:
+    machine = Machine(n)
+    gpus = gpus_of(machine, n)
+    config = Config(timeout_s=settings.pop("timeout_s", 20.0), device_path=settings.pop("device_path", "auto"))
+    found = spawn_stores(
+        "dist_sync_device",
+        n,
+        lambda store: body(store, gpus[store.rank].cupy),
+        config=config,
+        gpus=gpus,
+        by_nccl=True,
+        hosts=[str(rank) for rank in range(n)],
+        **settings,
+    )
+    return found, machine
+
+
+def test_a_key_that_nothing_updates_is_one_allreduce() -> None:
+    """One with an optimizer two calls; and one whose optimizer needs all of it a reduction and a broadcast."""
+
+    def body(store: Any, cupy: Any) -> Any:
+        calls = []
+        store.init("w", cupy.zeros(1000, F4))
+        for optimizer in ("", "sgd", "lamb"):
+            if optimizer:
+                store.set_optimizer(optimizers.create(optimizer, learning_rate=1.0, wd=0.0))
+            store.barrier()
+            before = cupy.machine.counts["nccl"]
+            store.push("w", cupy.asarray(np.full(1000, store.rank + 1.0, F4)))
+            store.pull("w", out := cupy.zeros(1000, F4))
+            store.barrier()
+            calls.append(cupy.machine.counts["nccl"] - before)
+        return calls, store.stats()["device_path"], out.get().tobytes()
+
+    found, _ = nccl_stores(body)
+    assert found[0] == found[1]
+    assert found[0][:2] == ([2, 4, 4], "nccl")  # by both workers
+
+
+def test_keys_in_any_order_are_in_one_order_for_nccl() -> None:
+    """Each worker pushes in an order of its own; NCCL's calls come alike, or the fake finds it."""
+
+    def body(store: Any, cupy: Any) -> Any:
+        keys = list(range(6))
+        store.init(keys, [cupy.zeros(1000 + key, F4) for key in keys])
+        mine = keys if store.rank == 0 else keys[::-1]
+        out = {key: cupy.zeros(1000 + key, F4) for key in keys}
+        for _ in range(3):
+            for key in mine:
+                store.push(key, cupy.asarray(np.full(1000 + key, key + store.rank, F4)))
+            for key in mine:
+                store.pull(key, out[key])
+        return [out[key].get()[0] for key in keys]
+
+    found, machine = nccl_stores(body, n=3, device_path="nccl")
+    assert found == [[3.0 * key + 3 for key in range(6)]] * 3
+    assert machine.counts["nccl"] == 3 * 3 * 6
+
+
+def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
+    """What waits on the GPU is aborted after the limit; whoever waits for the key is told."""
+
+    def body(store: Any, cupy: Any) -> Any:
+        store.init("k", cupy.zeros(1000, F4))
+        store.pushpull("k", cupy.zeros(1000, F4))
+        if store.rank == 1:  # its calls are lost
+            comm = store.strategy.keys.nccl
+            comm._call = lambda *_: None
+        with pytest.raises(StallError, match=r"key 'k'"):
+            store.pushpull("k", cupy.zeros(1000, F4))
+        with pytest.raises(MpikvError):
+            store.pushpull("k", cupy.zeros(1000, F4))
+        raise MpikvError("over")  # so that nobody closes
+
+    with pytest.raises(RankError, match="over"):
+        nccl_stores(body, device_path="nccl", timeout_s=1.0)
+
+
+def test_what_nccl_notices_ends_the_round() -> None:
+    def body(store: Any, cupy: Any) -> Any:
+        store.init("k", cupy.zeros(1000, F4))
+        store.barrier()
+        cupy.machine.hold(store.session.spaces.device.stream)
+        cupy.machine.nccl_failed = 6
+        with pytest.raises(MpikvError, match=r"NCCL has failed: .*NCCL_DEBUG=WARN"):
+            store.pushpull("k", cupy.zeros(1000, F4))
+        cupy.machine.hold(store.session.spaces.device.stream, held=False)
+        raise MpikvError("over")
+
+    with pytest.raises(RankError, match="over"):
+        nccl_stores(body, device_path="nccl", timeout_s=5.0)
+
+
+def test_the_store_of_a_gpu_says_where_its_keys_are() -> None:
+    assert spaces_of(gpu_of(Machine(2).process(), 1)).device.device == 1
