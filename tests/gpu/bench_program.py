@@ -1,4 +1,7 @@
-"""`mpikv bench`, on the kind of GPU that the first argument names."""
+"""`mpikv bench`, on the kind of GPU that the first argument names.
+
+KIND:BYTES: copies that it is compared with are as long as its values, and of BYTES at least.
+"""
 
 import sys
 
@@ -7,7 +10,8 @@ import gpus
 from mpikv.__main__ import main
 from mpikv.bench import device_probes
 
-if sys.argv[1] == "fake":
-    device_probes.LEAST_BYTES = 1 << 12  # nobody judges figures
-gpus.use(sys.argv[1], eager=0.5)
+kind, _, least = sys.argv[1].partition(":")
+if least or kind == "fake":
+    device_probes.LEAST_BYTES = int(least or 1 << 12)  # of a fake one nobody judges figures
+gpus.use(kind)
 sys.exit(main(["bench", *sys.argv[2:]]))

@@ -1,7 +1,7 @@
-"""Each test here runs on a fake GPU, and with the mark `gpu` on this machine's, through CuPy.
+"""Tests on this machine's GPU have the mark `gpu`; those that can run on a fake one do that, too, everywhere.
 
-The first kind runs everywhere: it shows that the tests themselves work. The second kind is skipped where no GPU can be
-used, and scripts/test counts it; `scripts/test --gpu` runs it alone.
+The fake kind shows that the tests themselves work. The other is skipped where no GPU can be used, and scripts/test
+counts it; `scripts/test --gpu` runs it alone.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import os
 
 import gpus
 import pytest
-from kinds import KINDS
 from report import GPU
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of the GPU's memory for itself
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=getattr(pytest.mark, GPU))])
 def kind(request: pytest.FixtureRequest) -> str:
     """What the test runs on."""
     return request.param

@@ -1,23 +1,25 @@
-"""The GPU that tests run on: a fake one, or this machine's through CuPy. For tests and the programs of their jobs.
+"""The GPU that tests run on: this machine's, or a fake one of this process alone. For tests and their jobs' programs.
 
     gpu = gpus.use("fake")             # all stores of this process use one fake GPU, and so do the benchmarks
-    array = gpu.array(values)          # as a user has it: CuPy's, or the fake GPU's own
+    array = gpu.cupy.asarray(values)   # as a user has it
     with gpu.stream(): ...             # arrays do their work in a new stream of the user's
-    values = array.get()
 
-Where a store gets its GPU from is changed in this one place.
+Each rank of a job has a fake GPU of its own that claims to be the same one, and whose memory no other can open: such
+ranks go the way `staged`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpikv.arrays import BFLOAT16
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for programs of jobs
 
 SLOW_CYCLES = 400_000_000  # of a kernel that takes some 0.2 s
 SPIN = """
@@ -38,96 +40,65 @@ def missing() -> str:
     return "" if cuda_driver.has_cupy() else cuda_driver.NO_CUPY
 
 
-def use(kind: str, replace: Callable[[Any, str, Any], None] = setattr, **settings: Any) -> Any:
-    """Let all stores of this process use a GPU of this kind. settings: of a fake one. replace: sets an attribute."""
+def use(kind: str, replace: Callable[[Any, str, Any], None] = setattr, *, n_gpus: int = 1) -> Any:
+    """Let all stores of this process use a GPU of this kind. replace: sets an attribute. n_gpus: fake ones."""
     if kind == "cuda":
-        return Cuda()
+        return User(importlib.import_module("cupy"))
+    import fake_cupy
+
     from mpikv import worker_device
     from mpikv.runtime.cuda_driver import Devices
+    from mpikv.spaces.gpu import Gpu
 
-    fake = Fake(**settings)
-    seen = Devices((fake.driver.name,))
-    find = partial(worker_device.find, ask=lambda: seen, open_driver=lambda _number: fake.driver)
+    machine = fake_cupy.Machine(n_gpus)
+    cupy = machine.process()
+
+    def refuses(_handle: bytes, _flags: int = 1) -> int:
+        raise fake_cupy.CUDARuntimeError(801)  # cudaErrorNotSupported
+
+    cupy.cuda.runtime.ipcOpenMemHandle = refuses
+    seen = Devices(("Fake GPU",) * n_gpus)
+    find = partial(worker_device.find, ask=lambda: seen, open_gpu=lambda number: Gpu(number, cupy, lambda _: True))
     replace(worker_device, "find", find)
-    return fake
+    return User(cupy, machine)
 
 
-class Fake:
-    """A user on a fake GPU."""
+class User:
+    """A user of CuPy on GPU 0. machine: of fake GPUs."""
 
-    real = False
+    def __init__(self, cupy: Any, machine: Any = None) -> None:
+        self.cupy, self._machine, self.real = cupy, machine, machine is None
+        self._spin = cupy.RawKernel(SPIN, "spin") if self.real else None
 
-    def __init__(self, **settings: Any) -> None:
-        from mpikv.testing.fake_gpu import FakeGpus
-
-        self._gpus = FakeGpus(2, **{"eager": 0.3, **settings})
-        self.driver = self._gpus[0]
-        self.stream = self.driver.user_stream
-
-    def array(self, values: Any) -> Any:
-        """An array with these values, in the current stream."""
-        return self.driver.array(values)
+    def stream(self) -> Any:
+        """A context in which arrays do their work in a new stream."""
+        return self.cupy.cuda.Stream(non_blocking=True)
 
     def elsewhere(self, values: Any) -> Any:
-        """The same on another GPU; None where there is none."""
-        return self._gpus[1].array(values)
-
-    def holds(self, _dtype: Any) -> bool:
-        """Whether arrays can have this dtype."""
-        return True
+        """An array on another GPU; None where there is none."""
+        if self.cupy.cuda.runtime.getDeviceCount() < 2:
+            return None
+        with self.cupy.cuda.Device(1):
+            return self.cupy.asarray(values)
 
     def slow(self) -> None:
-        """Let the current stream take a while. The fake one's work waits until somebody asks for it."""
+        """Let the current stream take a while. A fake one's work is seen done only after it was asked for."""
+        if self._spin is not None:
+            self._spin((1,), (1,), (np.int64(SLOW_CYCLES),))
 
     def used_bytes(self) -> int:
-        """Memory of the GPU that is taken, by this process."""
-        return self.driver.device.used_bytes
+        """Memory of the GPU that is taken, by all processes; of a fake one by this one."""
+        if self.real:
+            self.cupy.get_default_memory_pool().free_all_blocks()
+        else:
+            self.cupy.pool.free_all_blocks()
+        free, total = self.cupy.cuda.runtime.memGetInfo()
+        return int(total - free)
 
     def finish(self) -> None:
         """Wait for all work."""
-        self.driver.synchronize()
-
-
-class Cuda:
-    """A user of CuPy on GPU 0."""
-
-    real = True
-
-    def __init__(self) -> None:
-        import cupy
-
-        self._cupy = cupy
-        self._spin = cupy.RawKernel(SPIN, "spin")
-
-    @contextlib.contextmanager
-    def stream(self) -> Any:
-        with self._cupy.cuda.Stream(non_blocking=True):
-            yield
-
-    def array(self, values: Any) -> Any:
-        return self._cupy.asarray(values)
-
-    def elsewhere(self, values: Any) -> Any:
-        if self._cupy.cuda.runtime.getDeviceCount() < 2:
-            return None
-        with self._cupy.cuda.Device(1):
-            return self._cupy.asarray(values)
-
-    def holds(self, dtype: Any) -> bool:
-        if dtype != BFLOAT16:
-            return True
-        with contextlib.suppress(TypeError, ValueError):  # CuPy before 14
-            return self._cupy.asarray(np.ones(1, BFLOAT16)).get().dtype == BFLOAT16
-        return False
-
-    def slow(self) -> None:
-        self._spin((1,), (1,), (np.int64(SLOW_CYCLES),))
-
-    def used_bytes(self) -> int:
-        """By all processes."""
-        self._cupy.get_default_memory_pool().free_all_blocks()
-        free, total = self._cupy.cuda.runtime.memGetInfo()
-        return total - free
-
-    def finish(self) -> None:
-        self._cupy.cuda.runtime.deviceSynchronize()
+        if self.real:
+            self.cupy.cuda.runtime.deviceSynchronize()
+        else:
+            for stream in list(self.cupy.streams.values()):
+                stream.synchronize()

@@ -1,161 +1,157 @@
-"""Stores with arrays on a GPU, compared with stores of NumPy arrays, bit by bit, on every rank.
+"""Stores with arrays on a GPU beside stores of NumPy arrays, on every rank.
 
     mpirun -n 3 python store_program.py KIND WORK PATH
 
-KIND: fake or cuda. PATH: of MPIKV_DEVICE_PATH. WORK: a function below. A fake GPU takes some of the cases.
+KIND: fake or cuda. PATH: of MPIKV_DEVICE_PATH. WORK: a function below. Gradients are small whole numbers, whose sums
+are exact in any order: without an optimizer values are equal. With one each operation may differ by 4 units in the last
+place (docs/gpu.md). On the GPU all workers have the same bits, and a second run has them, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from typing import Any
 
 import gpus
 import numpy as np
+from mpi4py import MPI
 
 from mpikv import kv, optimizers
 from mpikv.arrays import BFLOAT16
 from mpikv.config import Config
 
 SHAPES = [(1,), (13, 7), (5003,), (0,), (70_001,)]
-DTYPES = [np.dtype(name) for name in ("float32", "float16", "float64", "int32")] + [BFLOAT16]
+F32, F16 = np.dtype("float32"), np.dtype("float16")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "": {},
     "sgd": {"momentum": 0.9, "wd": 0.01, "multi_precision": True},
     "adam": {"clip_gradient": 0.5},
     "lamb": {},  # of no elementwise formula
 }
-FEW = [(np.dtype("float32"), ""), (np.dtype("float16"), "sgd"), (BFLOAT16, ""), (np.dtype("float32"), "lamb")]
-BEGINS = [("dist_sync", False), ("dist_sync_device", True), ("dist_sync", True)]
-"""Types of stores, and whether first values are in host memory: keys of the last are there, and pushed from the GPU."""
-ROUNDS = 3
+ALL = [(dtype, "") for dtype in (F32, F16, BFLOAT16, np.dtype("float64"), np.dtype("int32"))]
+ALL += [(dtype, optimizer) for dtype in (F32, F16, BFLOAT16) for optimizer in OPTIMIZERS if optimizer]
+FEW = [(F32, ""), (F16, "sgd"), (BFLOAT16, ""), (F32, "lamb")]
+EXACT = ("none", "fp16", "bf16", "1bit", "2bit", "topk", "randomk")
+NEAR = {"int8": 1 / 100, "powersgd": 1 / 1000}  # by this part of the largest value
+ROUNDS, CALLS, OPERATIONS, UNITS = 3, 4, 20, 4  # calls of a round; operations of an update
 TIMEOUT_S = 60.0
 
 
-class Side:
-    """A store, and its arrays: on the host or on the GPU."""
-
-    def __init__(
-        self, type_: str, optimizer: str, path: str, gpu: Any = None, *, servers: int = 0, codec: str = ""
-    ) -> None:
-        self.gpu, self.on_host = gpu, gpu is None
-        path = "host" if self.on_host else "auto" if servers else path
-        config = Config(timeout_s=TIMEOUT_S, device_path=path, num_servers=servers, cuda_aware="1")
-        self.store = kv.create(type_, config=config)
-        if codec:
-            self.store.set_gradient_compression({"type": codec, "force": True})
-        if optimizer:
-            self.store.set_optimizer(optimizers.create(optimizer, learning_rate=0.1, **OPTIMIZERS[optimizer]))
-
-    def array(self, values: Any) -> Any:
-        return values.copy() if self.on_host else self.gpu.array(values)
-
-    def values(self, array: Any) -> bytes:
-        """Also of a key in host memory, whose values come as NumPy's."""
-        return (array if isinstance(array, np.ndarray) else array.get()).tobytes()
-
-    def zeros(self, shapes: Any, dtype: Any) -> Any:
-        where = {} if self.on_host or self.store.device is None else {"device": self.store.device}
-        return self.store.zeros(shapes, dtype, **where)
+def make(
+    gpu: Any, path: str, optimizer: str = "", codec: str = "", type_: str = "dist_sync_device", **more: Any
+) -> Any:
+    """A store whose keys are on its GPU, which is the user's, too; gpu: None: in host memory."""
+    path = "host" if gpu is None else path
+    store = kv.create(type_, config=Config(timeout_s=TIMEOUT_S, device_path=path, **more))
+    if gpu is not None:
+        gpu.cupy.cuda.runtime.setDevice(store.device)
+    if codec:
+        store.set_gradient_compression({"type": codec, "force": True})
+    if optimizer:
+        store.set_optimizer(optimizers.create(optimizer, learning_rate=0.1, **OPTIMIZERS[optimizer]))
+    return store
 
 
-def gradients(rank: int, dtype: np.dtype[Any]) -> Any:
-    """Of each round and key; any bits that a gradient may have, of about the same size."""
-    generator = np.random.default_rng([rank, dtype.num])
+def train(store: Any, gpu: Any, dtype: Any, *, whole: bool = True) -> list[Any]:
+    """All that comes back: of calls in place, into other arrays, in lists, and of the store's own arrays; NumPy's."""
+
+    def array(values: Any) -> Any:
+        return values.copy() if gpu is None else gpu.cupy.asarray(values)
+
+    def host(arrays: Any) -> list[Any]:
+        return [one.copy() if isinstance(one, np.ndarray) else one.get() for one in arrays]
+
+    found, keys, generator = [], list(range(len(SHAPES))), np.random.default_rng([store.rank, dtype.num])
+    store.init(keys, [array(np.ones(shape, dtype)) for shape in SHAPES])
+    given = store.zeros(SHAPES, dtype, **({} if gpu is None else {"device": store.device}))
     for _ in range(ROUNDS):
-        yield [(generator.standard_normal(shape) * 8).astype(dtype) for shape in SHAPES]
-
-
-def train(side: Side, dtype: np.dtype[Any], *, host_first: bool) -> list[bytes]:
-    """All that comes back: of calls in place, into other arrays, one by one and in lists, and of the store's arrays."""
-    store, found = side.store, []
-    keys = list(range(len(SHAPES)))
-    first = [(np.arange(np.prod(shape)) % 100).reshape(shape).astype(dtype) for shape in SHAPES]
-    store.init(keys, first if host_first else [side.array(one) for one in first])
-    given = side.zeros(SHAPES, dtype)
-    for grads in gradients(store.rank, dtype):
-        arrays = [side.array(grad) for grad in grads]
-        store.pushpull(keys, arrays)
-        found += [side.values(array) for array in arrays]
-        outs = [side.array(np.zeros_like(grad)) for grad in grads]
+        drawn = [generator.standard_normal(shape) * 8 for shape in SHAPES]
+        grads = [(np.rint(one) if whole else one).astype(dtype) for one in drawn]
+        store.pushpull(keys, arrays := [array(grad) for grad in grads])
+        outs = [array(np.zeros_like(grad)) for grad in grads]
         for key, grad, out in zip(keys, grads, outs, strict=True):
-            store.push(key, side.array(grad))
+            store.push(key, array(grad))
             store.pull(key, out)
-        found += [side.values(out) for out in outs]
-        for array, grad in zip(given, grads, strict=True):
-            array[...] = side.array(grad)
-        request = store.pushpull_async(keys, given)
-        request.wait()
-        found += [side.values(array) for array in given]
-        pair = [[side.array(grad), side.array(grad)] for grad in grads]  # of two devices of this worker
-        store.push(keys, pair)
+        for own, grad in zip(given, grads, strict=True):
+            own[...] = array(grad)
+        found += host(arrays) + host(outs)
+        store.pushpull_async(keys, given).wait()
+        store.push(keys, [[array(grad), array(grad)] for grad in grads])  # of two devices of this worker
         store.pull(keys, outs)
-        found += [side.values(out) for out in outs]
+        found += host(given) + host(outs)
     return found
 
 
+def near(found: Any, expected: Any, optimizer: str, codec: str) -> bool:
+    """Whether these are as near as is promised."""
+    if not optimizer and codec in ("", *EXACT):
+        return found.tobytes() == expected.tobytes()
+    away, expected = np.abs(found.astype(float) - expected.astype(float)), expected.astype(float)
+    rounded = {F16: 2.0**-10, BFLOAT16: 2.0**-7}.get(found.dtype, 0.0)
+    each = UNITS * OPERATIONS * 2.0**-23 + rounded if optimizer else 0.0
+    return bool((away <= (ROUNDS * CALLS * each + NEAR.get(codec, 0)) * np.abs(expected).max(initial=0)).all())
+
+
+def compare(gpu: Any, path: str, dtype: Any, optimizer: str, codec: str = "", **more: Any) -> None:
+    """Train on the host and on the GPU, and there once more with any numbers, twice."""
+    results = []
+    for on, whole in ((None, not codec), (gpu, not codec), (gpu, False), (gpu, False)):
+        try:
+            store = make(on, path, optimizer, codec, **more)
+        except SystemExit:  # this rank has been the server of that store, and is that of the next one
+            continue
+        with store:
+            results.append(train(store, on, dtype, whole=whole))
+            assert on is None or store.stats()["device_path"] == path
+            rank = store.rank
+    digests = [hashlib.sha256(b"".join(one.tobytes() for one in result)).digest() for result in results[2:]]
+    everybody = [one for one in MPI.COMM_WORLD.allgather(digests) if one]
+    if not results:
+        return
+    case = (optimizer, codec, dtype, path)
+    assert all(near(*pair, optimizer, codec) for pair in zip(results[1], results[0], strict=True)), case
+    assert len({digest for one in everybody for digest in one}) == 1, case
+    if rank == 0:
+        print(f"{case}: near enough, and the same", flush=True)
+
+
 def modes(gpu: Any, path: str) -> None:
-    """Synchronous stores whose keys are where their first values are, and stores whose keys are on the GPU."""
-    cases = [(dtype, optimizer) for dtype in DTYPES for optimizer in OPTIMIZERS if dtype.kind != "i" or not optimizer]
-    for i, (dtype, optimizer) in enumerate(cases if gpu.real else FEW):
-        if gpu.holds(dtype):
-            for begin in BEGINS if gpu.real else BEGINS[i % 3 : i % 3 + 1]:
-                compare(gpu, path, begin, dtype, optimizer)
+    """Dtypes and optimizers."""
+    for dtype, optimizer in ALL if gpu.real else FEW:
+        compare(gpu, path, dtype, optimizer)
 
 
 def codecs(gpu: Any, path: str) -> None:
-    """Pushes that are encoded on the GPU: by all workers to all, by owners, to a server."""
-    several = ("2bit", "", 0), ("fp16", "sgd", 0), ("int8", "adam", 0), ("int8", "sgd", 1), ("topk", "", 0)
-    for codec, optimizer, servers in several:
-        dtype = np.dtype(np.float32)
-        compare(gpu, path, BEGINS[1], dtype, optimizer, servers=servers, codec=codec)
+    """Pushes that are encoded on the GPU."""
+    for codec in (*EXACT[1:], *NEAR) if gpu.real else ("1bit", "topk", "int8"):
+        compare(gpu, path, F32, "", codec)
 
 
 def servers(gpu: Any, path: str) -> None:
-    """The same with a server of this host, which holds its keys in host memory."""
+    """A server of this host, which holds its keys in host memory."""
     for dtype, optimizer in FEW:
-        if gpu.holds(dtype):
-            compare(gpu, path, BEGINS[1], dtype, optimizer, servers=1)
-
-
-def compare(gpu: Any, path: str, begin: tuple[str, bool], dtype: Any, optimizer: str, **more: Any) -> None:
-    """Train on the host and on the GPU, with the same bits. more: see `Side`."""
-    results, (type_, host_first) = [], begin
-    for on in (None, gpu):
-        try:
-            side = Side(type_, optimizer, path, on, **more)
-        except SystemExit:  # this rank has been the server of that store, and is that of the next one
-            continue
-        with side.store:
-            results.append(train(side, dtype, host_first=host_first))
-            if on is not None:
-                assert side.store.stats()["device_path"] == ("staged" if more.get("servers") else path)
-                assert side.store.device == 0
-    if not results:
-        return
-    assert results[0] == results[1], (type_, optimizer, dtype, path)
-    if side.store.rank == 0:
-        print(f"{type_}, {optimizer or 'no optimizer'}, {dtype}, {path}: the same", flush=True)
+        compare(gpu, path, dtype, optimizer, num_servers=1)
+    compare(gpu, path, F32, "", "2bit", num_servers=1)
 
 
 def streams(gpu: Any, path: str) -> None:
     """Gradients that a stream is still computing, and results that another one reads; nobody waits in between."""
-    config = Config(timeout_s=TIMEOUT_S, device_path=path)
-    n, outs = 100_003, []
-    with kv.create("dist_sync_device", config=config) as store:
+    n, outs, cupy = 100_003, [], gpu.cupy
+    with make(gpu, path) as store:
         keys = list(range(4))
         store.init(keys, [np.zeros(n, np.float32)] * len(keys))
         for turn in range(ROUNDS):
             for key in keys:
                 with gpu.stream():
-                    array = gpu.array(np.full(n, key, np.float32))
+                    array = cupy.asarray(np.full(n, key, np.float32))
                     gpu.slow()
                     array += turn + store.rank
                     store.push(key, array)
                     array[...] = -1  # the push has been of what was there
                 with gpu.stream():
-                    store.pull(key, out := gpu.array(np.zeros(n, np.float32)))
+                    store.pull(key, out := cupy.zeros(n, np.float32))
                     out += 1
                     outs.append((out, store.num_workers * (key + turn) + sum(range(store.num_workers)) + 1))
         gpu.finish()
@@ -163,30 +159,26 @@ def streams(gpu: Any, path: str) -> None:
             assert (out.get() == expected).all(), (out.get(), expected)
 
 
-def asynchronous(gpu: Any, _path: str) -> None:
+def asynchronous(gpu: Any, path: str) -> None:
     """Pushes in any order: whole numbers, whose sum is known."""
-    config = Config(timeout_s=TIMEOUT_S, num_servers=1)
-    with kv.create("dist_async_device", config=config) as store:
+    with make(gpu, path, type_="dist_async_device", num_servers=1) as store:
         store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
         store.init("w", np.zeros(1000, np.float32))
         for _ in range(ROUNDS):
-            store.push("w", gpu.array(np.full(1000, store.rank + 1, np.float32)))
+            store.push("w", gpu.cupy.asarray(np.full(1000, store.rank + 1, np.float32)))
         store.barrier()
-        store.pull("w", out := gpu.array(np.zeros(1000, np.float32)))
-        expected = -ROUNDS * sum(rank + 1 for rank in range(store.num_workers))
-        assert (out.get() == expected).all(), out.get()
+        store.pull("w", out := gpu.cupy.zeros(1000, np.float32))
+        assert (out.get() == -ROUNDS * sum(rank + 1 for rank in range(store.num_workers))).all(), out.get()
         store.barrier()
 
 
 def endless(gpu: Any, path: str) -> None:
     """Rounds without an end, of some memory, for a test that kills a rank."""
-    store = kv.create("dist_sync_device", config=Config(timeout_s=TIMEOUT_S, device_path=path))
-    store.init("w", np.zeros(1 << 22, np.float32))
-    array = gpu.array(np.ones(1 << 22, np.float32))
-    given = store.zeros(1 << 20, device=store.device)
-    store.init("given", np.zeros(1 << 20, np.float32))
+    store = make(gpu, path)
+    store.init(["w", "given"], [np.zeros(1 << 22, np.float32)] * 2)
+    arrays = [gpu.cupy.zeros(1 << 22, np.float32), store.zeros(1 << 22, device=store.device)]
     for turn in range(1 << 30):
-        store.pushpull(["w", "given"], [array, given])
+        store.pushpull(["w", "given"], arrays)
         gpu.finish()
         if turn == 2:
             print(f"rank {store.rank} is process {os.getpid()}", flush=True)
@@ -194,20 +186,15 @@ def endless(gpu: Any, path: str) -> None:
 
 def too_much(gpu: Any, path: str) -> None:
     """More memory than the GPU has: an error on every rank that asked, and the store goes on."""
-    with kv.create("dist_sync_device", config=Config(timeout_s=TIMEOUT_S, device_path=path)) as store:
+    with make(gpu, path) as store:
         store.init("w", np.zeros(1000, np.float32))
         try:
             store.zeros(1 << 46, "uint8", device="gpu")
         except MemoryError as error:
             print(f"rank {store.rank}: {error}", flush=True)
-        store.pushpull("w", array := gpu.array(np.ones(1000, np.float32)))
+        store.pushpull("w", array := gpu.cupy.asarray(np.ones(1000, np.float32)))
         assert (array.get() == store.num_workers).all()
 
 
-def main(kind: str, work: str, path: str) -> None:
-    works = {one.__name__: one for one in (modes, codecs, servers, streams, asynchronous, endless, too_much)}
-    works[work](gpus.use(kind), path)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    globals()[sys.argv[2]](gpus.use(sys.argv[1]), sys.argv[3])

@@ -1,23 +1,23 @@
-"""Arrays of every library in stores of one process: streams, results, updates on the device, what cannot be done."""
+"""Arrays of every library in stores of one process: streams, results, updates, contexts, NCCL, what cannot be done."""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import gpus
 import numpy as np
 import pytest
-from kinds import FULL
+from jobs import ROOT
 
 from mpikv import kv, optimizers
-from mpikv.arrays import BFLOAT16
 from mpikv.config import Config
 from mpikv.errors import MpikvError
 
-TYPES = ["local", "device"]
 N = 100_003
 DEVICE = Config(local_device="0")  # asks for the GPU, whatever is imported
 
@@ -27,93 +27,56 @@ def gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpus.use(kind, monkeypatch.setattr)
 
 
-@pytest.mark.parametrize("type_", TYPES)
-def test_reading_behind_a_slow_producer(gpu: Any, type_: str) -> None:
+@pytest.mark.parametrize("type_", ["local", "device"])
+def test_many_streams_behind_slow_kernels(gpu: Any, type_: str) -> None:
     """What a stream is still writing is pushed, and read on another stream, and nobody waits in between."""
+    cupy, found = gpu.cupy, []
     with kv.create(type_, config=DEVICE) as store:
-        store.init("w", gpu.array(np.zeros(N, np.float32)))
-        found = []
-        for turn in range(4):
+        keys = list(range(6))
+        store.init(keys, [np.zeros(N, np.float32)] * len(keys))
+        for key in keys:
             with gpu.stream():
-                array = gpu.array(np.zeros(N, np.float32))
+                array = cupy.zeros(N, np.float32)
                 gpu.slow()
-                array += turn
-                store.push("w", array)
+                array += key + 1
+                store.push(key, array)
                 array[...] = -1  # the push has been of what was there
             with gpu.stream():
-                out = gpu.array(np.zeros(N, np.float32))
-                store.pull("w", out)
+                out = cupy.zeros(N, np.float32)
+                gpu.slow()
+                copy = out.copy()
+                store.pull(key, out)  # into what the stream is still reading
                 out += 1
-                found.append(out)
+                found.append((copy, out, key + 2))
         gpu.finish()
-        for turn, out in enumerate(found):
-            assert (out.get() == turn + 1).all()
-
-
-@pytest.mark.parametrize("type_", TYPES)
-def test_writing_behind_a_slow_reader(gpu: Any, type_: str) -> None:
-    """A pull into an array that the caller's stream is still reading."""
-    with kv.create(type_, config=DEVICE) as store:
-        store.init("w", gpu.array(np.full(N, 2, np.float32)))
-        with gpu.stream():
-            out = gpu.array(np.full(N, 1, np.float32))
-            gpu.slow()
-            copy = out.copy()
-            store.pull("w", out)
-            assert (copy.get() == 1).all()
-            assert (out.get() == 2).all()
-
-
-@pytest.mark.parametrize(
-    "name", ["sgd", "nag", "adam", "adamw", "adagrad", "rmsprop", "ftrl", "signum", "lamb", "lars"]
-)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_optimizers_have_the_bits_of_the_host(gpu: Any, name: str, dtype: str) -> None:
-    real = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    if not gpu.holds(real):
-        pytest.skip("this CuPy has no bfloat16: 14 has")
-    generator = np.random.default_rng(7)
-    first, *grads = [generator.standard_normal(1003).astype(real) for _ in range(5)]
-
-    def trained(config: Config, array: Any) -> bytes:
-        with kv.create("device", config=config) as store:
-            store.set_optimizer(optimizers.create(name, learning_rate=0.01, wd=0.1))
-            store.init("w", array(first))
-            for grad in grads:
-                store.push("w", array(grad))
-            store.pull("w", out := array(first))
-            return (out if isinstance(out, np.ndarray) else out.get()).tobytes()
-
-    assert trained(DEVICE, gpu.array) == trained(Config(device_path="host"), np.copy)
+        assert all((copy.get() == 0).all() and (out.get() == expected).all() for copy, out, expected in found)
 
 
 def test_layouts_and_mixtures(gpu: Any) -> None:
     """Arrays with strides, keys of the host pushed from the device and the other way round, several in one call."""
-    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    values, array = np.arange(12, dtype=np.float32).reshape(3, 4), gpu.cupy.asarray
     with kv.create("local", config=DEVICE) as store:
         store.init("host", values)
-        store.init("gpu", gpu.array(values))
+        store.init("gpu", array(values))
         for key in ("host", "gpu"):
-            store.push(key, gpu.array(values.T.copy()).T)
+            store.push(key, array(values.T.copy()).T)
             store.pull(key, out := np.zeros_like(values))
             assert out.tobytes() == values.tobytes()
-            store.push(key, values * 2)
-            outs = [np.zeros_like(values), gpu.array(np.zeros((4, 3), np.float32)).T]
+            store.push(key, [array(values), values])
+            outs = [np.zeros_like(values), array(np.zeros((4, 3), np.float32)).T]
             store.pull(key, outs)
             assert outs[0].tobytes() == outs[1].get().tobytes() == (values * 2).tobytes()
-            store.push(key, [gpu.array(values), values])
-            store.pull(key, out)
-            assert out.tobytes() == (values * 2).tobytes()
+        assert type(store.zeros(3, device="gpu")) is gpu.cupy.ndarray
 
 
-def test_an_array_of_another_gpu(gpu: Any) -> None:
-    array = gpu.elsewhere(np.full(N, 3, np.float32))
-    if array is None:
+def test_an_array_of_another_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = gpus.use(kind, monkeypatch.setattr, n_gpus=2)
+    if (array := gpu.elsewhere(np.full(N, 3, np.float32))) is None:
         pytest.skip("this machine has one GPU")
     with kv.create("local", config=DEVICE) as store:
-        store.init("w", gpu.array(np.zeros(N, np.float32)))
+        store.init("w", gpu.cupy.zeros(N, np.float32))
         store.push("w", array)
-        store.pull("w", out := gpu.array(np.zeros(N, np.float32)))
+        store.pull("w", out := gpu.cupy.zeros(N, np.float32))
         assert (out.get() == 3).all()
 
 
@@ -121,7 +84,7 @@ def test_memory_is_given_back(gpu: Any) -> None:
     before = gpu.used_bytes()
     with kv.create("device", config=DEVICE) as store:
         store.init("w", np.zeros(1 << 24, np.float32))
-        store.push("w", gpu.array(np.ones(1 << 24, np.float32)))
+        store.push("w", gpu.cupy.asarray(np.ones(1 << 24, np.float32)))
         assert gpu.used_bytes() >= before + (64 << 20)
         with pytest.raises(MemoryError, match="GPU"):
             store.zeros(1 << 46, "uint8", device="gpu")
@@ -133,7 +96,55 @@ def test_memory_is_given_back(gpu: Any) -> None:
     assert gpu.used_bytes() < before + (32 << 20)  # CUDA keeps the kernels
 
 
-# --- libraries whose arrays no fake GPU makes
+def test_a_gpu_that_is_not_there(gpu: Any) -> None:
+    with pytest.raises(MpikvError, match="MPIKV_LOCAL_DEVICE=64, but this process sees"):
+        kv.create("device", config=Config(local_device="64"))
+
+
+# --- what no fake GPU has
+
+CONTEXTS = """
+import numpy as np
+from mpikv import kv
+from mpikv.runtime.cuda_driver import has_context
+with kv.create("device") as store:
+    store.init("w", np.zeros(1000, np.float32))
+    store.pushpull("w", np.ones(1000, np.float32))
+    print(store.device, [has_context(number) for number in range(2)])
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_uses_its_own_gpu_alone() -> None:
+    if importlib.import_module("cupy").cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("this machine has one GPU")
+    line = ["env", "MPIKV_LOCAL_DEVICE=1", f"PYTHONPATH={ROOT}", sys.executable, "-c", CONTEXTS]
+    assert subprocess.check_output(line, text=True, timeout=100) == "1 [False, True]\n"
+
+
+@pytest.mark.gpu
+def test_nccl_of_one_rank() -> None:
+    """Its calls leave the only contribution as it is; what comes after an abort is refused."""
+    from mpikv.collectives.nccl import Nccl
+    from mpikv.spaces.gpu import Gpu
+
+    one = Gpu(0)
+    if not one.cupy.cuda.nccl.available:
+        pytest.skip("this CuPy finds no NCCL")
+    nccl, stream = Nccl(one), one.cupy.cuda.Stream(non_blocking=True)
+    comm = nccl.init(1, nccl.unique_id(), 0)
+    with stream:
+        array = one.cupy.arange(1024, dtype=np.float32)
+        comm.all_reduce(array, np.add, stream)
+        comm.reduce_scatter(array, np.maximum, stream)
+        comm.all_gather(array, stream)
+        comm.reduce(array, 0, np.minimum, stream)
+        comm.broadcast(array, 0, stream)
+        comm.check()
+        assert (array.get() == np.arange(1024)).all()
+    comm.give_up()
+    with pytest.raises(MpikvError, match="given up"):
+        comm.all_reduce(array, np.add, stream)
 
 
 def library(name: str, sees: Callable[[Any], bool]) -> Any:
@@ -163,13 +174,15 @@ def test_tensors_of_pytorch() -> None:
     torch = library("torch", lambda torch: torch.cuda.is_available())
     with torch.cuda.stream(torch.cuda.Stream()):
         exchange(lambda values: torch.tensor(values, device="cuda"), lambda tensor: tensor.cpu().numpy())
-    weight, ones = (make(N, device="cuda", dtype=torch.bfloat16) for make in (torch.zeros, torch.ones))
-    with kv.create("device", config=DEVICE) as store:
-        store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
-        store.init("w", weight)
-        store.push("w", ones)
-        store.pull("w", weight)
-        assert bool((weight == -1).all())
+        a = torch.ones(4096, 4096, device="cuda")
+        with kv.create("device", config=DEVICE) as store:
+            store.set_optimizer(optimizers.create("sgd", learning_rate=1.0))
+            store.init("w", weight := torch.zeros(N, device="cuda", dtype=torch.bfloat16))
+            for _ in range(20):
+                a = a @ a / 4096  # stays one, and takes a while
+            store.push("w", a.flatten()[:N].to(torch.bfloat16))
+            store.pull("w", weight)
+            assert bool((weight == -1).all())
 
 
 @pytest.mark.gpu
@@ -177,16 +190,11 @@ def test_horovods_calls_on_tensors() -> None:
     torch = library("torch", lambda torch: torch.cuda.is_available())
     mt = importlib.import_module("mpikv.torch")
     with kv.create("device", config=DEVICE) as store:
-        for tensor in (
-            torch.arange(N, device="cuda"),
-            torch.rand(3, 4, device="cuda").T,
-            torch.tensor([True], device="cuda"),
-        ):
-            for found in (mt.broadcast(tensor, 0, store=store), mt.allgather(tensor, store=store)):
-                assert found.device == tensor.device
-                assert torch.equal(found, tensor)
+        for tensor in (torch.arange(N, device="cuda"), torch.rand(3, 4, device="cuda").T, torch.ones(9, device="cuda")):
+            calls = mt.broadcast(tensor, 0, store=store), mt.allgather(tensor, store=store)
+            assert all(found.device == tensor.device and torch.equal(found, tensor) for found in calls)
             assert torch.equal(mt.alltoall(tensor, store=store), tensor)
-        assert torch.equal(mt.allreduce(torch.ones(N, device="cuda"), store=store), torch.ones(N, device="cuda"))
+            assert torch.equal(mt.allreduce(tensor.clone(), store=store).to(tensor.dtype), tensor)
 
 
 @pytest.mark.gpu
@@ -199,29 +207,3 @@ def test_arrays_of_jax() -> None:
 def test_arrays_of_numba() -> None:
     cuda = library("numba.cuda", lambda cuda: cuda.is_available())
     exchange(cuda.to_device, lambda array: array.copy_to_host())
-
-
-@FULL
-def test_many_streams_at_once(gpu: Any) -> None:
-    """Keys of different streams, each behind its own slow work, in one call."""
-    with kv.create("device", config=DEVICE) as store:
-        keys = list(range(8))
-        store.init(keys, [np.zeros(N, np.float32)] * len(keys))
-        for turn in range(3):
-            arrays = []
-            for key in keys:
-                with gpu.stream():
-                    array = gpu.array(np.full(N, key, np.float32))
-                    gpu.slow()
-                    array += turn
-                    arrays.append(array)
-                    store.push(key, array)
-            outs = [gpu.array(np.zeros(N, np.float32)) for _ in keys]
-            store.pull(keys, outs)
-            assert [float(out.get()[-1]) for out in outs] == [key + turn for key in keys]
-
-
-def test_a_gpu_that_is_not_there(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus.use(kind, monkeypatch.setattr)
-    with pytest.raises(MpikvError, match="MPIKV_LOCAL_DEVICE=64, but this process sees"):
-        kv.create("device", config=Config(local_device="64"))

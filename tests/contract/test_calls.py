@@ -1,0 +1,151 @@
+"""Each of NumPy's functions that the store calls on arrays of a GPU CuPy has, for these dtypes and keywords.
+
+What is called is recorded by the tests' CuPy without a GPU, as optimizers and codecs run on its arrays.
+"""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cupy import UFUNC_KEYWORDS, Call, Machine
+from installed import NO_DRIVER, array, cupy, outcome, parameters
+
+from mpikv import optimizers
+from mpikv.codecs import registry
+from mpikv.optimizers.step import Step
+
+N = 1000
+DTYPES = [np.dtype(one) for one in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)]
+# What takes no array of CuPy's yet. "update": of optimizers, whose formulas are run then.
+NOT_YET = {"update", "lamb", "lars", *registry.names()}
+COPIES = ("getitem", "setitem", "astype", "copyto", "copy", "set", "fill")
+WEAK = {"bool": "?", "int": "l", "float": "d"}  # Python's numbers; and what they are in no other's company
+SUBJECTS = [
+    *(f"optimizer {name}" for name in optimizers.names()),
+    *(f"codec {name}" for name in registry.names()),
+]
+
+
+def recorded_calls(subject: str) -> set[Call]:
+    """What was called to update weights, or to encode, decode, add and subtract."""
+    machine = Machine()
+    cupy = machine.process()
+    kind, name = subject.split()
+    for dtype, more in product(DTYPES, ({}, {"wd": 0.1, "clip_gradient": 1.0})):
+        if kind == "codec":
+            _code(cupy, name, dtype)
+        else:
+            _update(cupy, optimizers.create(name, **more), dtype)
+    return machine.calls
+
+
+def _update(cupy: Any, optimizer: optimizers.Optimizer, dtype: np.dtype[Any]) -> None:
+    weight, grad = cupy.zeros(N, dtype), cupy.zeros(N, dtype)
+    if "update" not in NOT_YET:
+        state = optimizer.init(weight)
+        for _ in range(2):
+            state = optimizer.update("key", weight, grad, state)
+        return
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    arrays = {name: cupy.zeros(N, wide) for name in type(optimizer)._arrays}
+    state = {**type(optimizer)._numbers, **arrays}
+    step = Step("key", 1, 0.1, optimizer.wd, 0.1, wide.type, (N,), state)
+    temporaries = [cupy.empty(N, wide) for _ in range(optimizer.scratch)]
+    optimizer.formula(step, weight.astype(wide), grad.astype(wide), arrays, temporaries)
+
+
+def _code(cupy: Any, name: str, dtype: np.dtype[Any]) -> None:
+    codec = registry.create(name)
+    values, sums = cupy.zeros(N, dtype), cupy.zeros(N, np.float64 if dtype == np.float64 else np.float32)
+    state = codec.init(N)
+    state = {name: cupy.asarray(one) if name == "residual" else one for name, one in state.items()}
+    for _ in range(2):
+        data = codec.encode(values, state)
+    for act in (codec.decode, codec.add, codec.subtract):
+        act(data, sums)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """By the name that a Call has, or the letter of a loop: E is bfloat16."""
+    return np.dtype(ml_dtypes.bfloat16 if name in ("E", "bfloat16") else name)
+
+
+def refused(call: Call) -> str:
+    """Why CuPy would not take it; "" where it would."""
+    name, _, method = call.name.partition(".")
+    if name in COPIES:
+        known = {one.partition("->")[0] for one in cupy._core.elementwise_copy.types}
+        used = {dtype_of(one).char for one in (*call.inputs, call.output) if one not in (*WEAK, "tuple", "slice")}
+        return "" if used <= known else f"no array has these dtypes: {used - known}"
+    real = getattr(cupy, name, None) or getattr(cupy.linalg, name, None)
+    if real is None:
+        return "CuPy has no such function"
+    if not isinstance(getattr(np, name, None), np.ufunc):
+        return "" if {*call.keywords} <= {*parameters(real)} else f"it takes {list(parameters(real))}"
+    if method:
+        found = outcome(lambda: getattr(getattr(np, name), method)(array(3, dtype_of(call.inputs[0]))))
+        return "" if found is NO_DRIVER else f"its {method} ends with {found}"
+    if not {*call.keywords} <= UFUNC_KEYWORDS:
+        return f"it takes {UFUNC_KEYWORDS}"
+    return _no_loop(call, real.types)
+
+
+def _no_loop(call: Call, loops: list[str]) -> str:
+    """CuPy takes the first loop that all inputs can be cast to safely; Python's numbers are of any dtype of a kind."""
+    kinds = "?bifc"
+
+    def fits(given: str, letter: str) -> bool:
+        wanted = dtype_of(letter)
+        if given in WEAK:
+            kind = "f" if letter == "E" else {"b": "?", "u": "i"}.get(wanted.kind, wanted.kind)
+            return kinds.index(kind) >= kinds.index({"?": "?", "l": "i", "d": "f"}[WEAK[given]])
+        return np.can_cast(dtype_of(given), wanted)
+
+    for loop in loops:
+        inputs, _, outputs = loop.partition("->")
+        if all(map(fits, call.inputs[: len(inputs)], inputs)):
+            found, wanted = dtype_of(outputs[0]), dtype_of(call.output)
+            if np.can_cast(found, wanted, "same_kind") if call.into else found == wanted:
+                return ""
+            return f"its loop {loop} makes {found}, not {wanted}"
+    return f"no loop of {loops}"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_calls(subject: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            calls = recorded_calls(subject)
+    except Exception:
+        if subject.split()[1] in NOT_YET:
+            pytest.skip("codecs and norms that take no arrays of CuPy's yet")
+        raise
+    assert calls
+    assert not [(call, why) for call in sorted(calls) if (why := refused(call))]
+
+
+@pytest.mark.parametrize(
+    ("call", "taken"),
+    [
+        (Call("add", ("float32", "float"), ("out",), "float32", True), True),
+        (Call("add", ("bfloat16", "float"), (), "bfloat16", False), True),
+        (Call("add", ("int32", "float"), (), "float64", False), True),
+        (Call("add", ("float32", "float64"), ("out",), "int8", True), False),
+        (Call("add", ("float32", "float32"), ("order",), "float32", False), False),
+        (Call("bitwise_and", ("float32", "int32"), (), "float32", False), False),
+        (Call("spacing", ("float32",), (), "float32", False), False),
+        (Call("unpackbits", ("uint8",), ("count",), "uint8", False), False),
+        (Call("maximum.reduce", ("float32",), (), "float32", False), False),
+        (Call("add.reduce", ("float32",), ("axis",), "float32", False), True),
+        (Call("astype", ("bfloat16",), (), "int8", True), True),
+    ],
+    ids=str,
+)
+def test_what_is_refused(call: Call, taken: bool) -> None:
+    assert (not refused(call)) == taken
