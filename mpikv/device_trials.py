@@ -2,8 +2,8 @@
 
 Each is made by all of them together while the store is made, and all hear how it went.
 
-Cost: some messages by all to all; for `mpi` a child process on one rank of each host, whose verdict is kept; for `nccl`
-a communicator, which the store uses from then on.
+Cost: some messages by all to all; for `mpi` a child process on one rank of each host, about two seconds; for
+`nccl` a communicator, which the store uses from then on.
 """
 
 from __future__ import annotations

@@ -475,7 +475,7 @@ def _copy_up(process: FakeCupy, to: int, source: int, size: int, stream: Stream 
 
 
 def _need_pinned(process: FakeCupy, address: int, size: int) -> None:
-    if not any(begin <= address and address + size <= end for begin, end in process.pinned.items()):
+    if not any(begin <= address and address + size <= end for begin, end in process._pinned.items()):
         raise AssertionError("a copy from or to host memory that is not page-locked, or that two lockings share")
 
 
@@ -544,10 +544,10 @@ class _Pinned:
     def __init__(self, process: FakeCupy, size: int) -> None:
         self.process, self.data = process, np.full(size, 0xFF, np.uint8)
         self.ptr = self.data.ctypes.data
-        process.pinned[self.ptr] = self.ptr + size
+        process._pinned[self.ptr] = self.ptr + size
 
     def __del__(self) -> None:
-        self.process.unpin(self.ptr)
+        self.process._unpin(self.ptr)
 
 
 # --- arrays
@@ -910,7 +910,7 @@ class FakeCupy:
     def __init__(self, machine: Machine, visible: tuple[int, ...]) -> None:
         self.machine, self.visible = machine, visible
         self.streams: dict[int, Stream] = {}
-        self.pinned: dict[int, int] = {}  # where page-locked memory begins and ends
+        self._pinned: dict[int, int] = {}  # where page-locked memory begins and ends
         self.contexts: set[int] = set()  # GPUs on which this process has made one
         self.ndarray = self._own(ndarray)
         self.local = _Local()
@@ -922,9 +922,9 @@ class FakeCupy:
         """A class of this process."""
         return type(cls.__name__, (cls,), {"process": self})
 
-    def unpin(self, begin: int) -> None:
+    def _unpin(self, begin: int) -> None:
         with self.machine.lock:
-            end, host = self.pinned.pop(begin), self.machine.host
+            end, host = self._pinned.pop(begin), self.machine.host
             host.log = [one for one in host.log if one.end <= begin or end <= one.begin]
 
     def empty(self, shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -1083,13 +1083,13 @@ def _cuda(process: FakeCupy) -> Any:
         return machine.memory_bytes - used, machine.memory_bytes
 
     def register(ptr: int, size: int, flags: int) -> None:
-        if any(begin < ptr + size and ptr < end for begin, end in process.pinned.items()):
+        if any(begin < ptr + size and ptr < end for begin, end in process._pinned.items()):
             raise CUDARuntimeError(712)
-        process.pinned[ptr] = ptr + size
+        process._pinned[ptr] = ptr + size
         machine.counts["registered"] += 1
 
     def unregister(ptr: int) -> None:
-        process.unpin(ptr)
+        process._unpin(ptr)
 
     def export(devPtr: int) -> bytes:
         found = machine.memory.get(devPtr)

@@ -76,7 +76,7 @@ class Mpi:
 
     kind: str  # "openmpi" or "mpich"
     prefix: Path
-    programs: Path | None = None  # the folder of mpirun, where that is another one
+    programs: Path | None = field(default=None, kw_only=True)  # the folder of mpirun, where that is another one
 
     @property
     def python(self) -> str:
@@ -101,7 +101,7 @@ def mpi_of(prefix: Path) -> Mpi | None:
         if found.exists():
             said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
             kind = "openmpi" if "Open MPI" in said or "OpenRTE" in said else "mpich"
-            return Mpi(kind, prefix, Path(os.path.normpath(found)).parent)
+            return Mpi(kind, prefix, programs=Path(os.path.normpath(found)).parent)
     return None
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpikv.arrays import HostArray
+from mpikv.engine.request import Request
 
 SpaceArray = Any
 """An array of a space: NumPy's, or CuPy's."""
@@ -86,6 +87,10 @@ class Space(Protocol):
 
     def hand_back(self, arrays: Sequence[CallersArray]) -> None:
         """Let what the caller does next with these arrays come behind what was done with them in place."""
+        ...
+
+    def arrived(self, array: SpaceArray) -> Request:
+        """A request that is done when what a caller has begun to write into an array is there."""
         ...
 
     def follow(self, *arrays: SpaceArray) -> None:

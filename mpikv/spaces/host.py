@@ -10,6 +10,7 @@ import numpy as np
 
 from mpikv.arrays import HostArray, host_view, is_elsewhere, sum_devices, write
 from mpikv.compiled import cast_into
+from mpikv.engine.request import Done, Request
 
 
 class HostSpace:
@@ -63,6 +64,10 @@ class HostSpace:
 
     def hand_back(self, arrays: Sequence[Any]) -> None:
         """Nothing: all is done."""
+
+    def arrived(self, array: HostArray) -> Request:
+        """It is there."""
+        return Done()
 
     def follow(self, *arrays: HostArray) -> None:
         """Nothing: all is done."""

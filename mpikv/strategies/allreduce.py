@@ -32,7 +32,7 @@ from mpikv.row_ids import Ids
 from mpikv.row_sparse import RowSparse
 from mpikv.session.base import NewKey, Pending
 from mpikv.session.workers import Workers
-from mpikv.spaces.named import DEVICE
+from mpikv.spaces.named import DEVICE, HOST
 from mpikv.strategies.arguments import flattened
 from mpikv.strategies.base import Entry, Loaded, PreparedCall, Read, Sink, Strategy, Travelling, Write
 from mpikv.strategies.blocking import Rounds, in_place_round
@@ -90,7 +90,7 @@ class AllreduceStrategy(Strategy):
                 if total is not None:
                     queue = self._queues[info.id]
                     values = total
-                    if total.dtype != queue.way.dtype:
+                    if total.dtype != queue.way.dtype and info.space == HOST:
                         values = spaces.of(info).cast(total, queue.way.dtype)
                     with self._session.engine.lock:
                         running = self._push(queue, info, Round(values, op=op, priority=priority))

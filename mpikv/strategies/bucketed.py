@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from mpikv import buckets
 from mpikv.checks import shown
 from mpikv.codecs.compression import of_text
 from mpikv.collectives.stages import Span
+from mpikv.engine.request import Steps
 from mpikv.errors import MpikvError
 from mpikv.keys import Key, KeyInfo
 from mpikv.observe.stall import Waiting
@@ -23,7 +26,7 @@ from mpikv.session.base import Pending
 from mpikv.session.contests import Labels
 from mpikv.session.workers import Workers
 from mpikv.spaces.base import Space, SpaceArray
-from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders
+from mpikv.strategies.queues import Reached, Round, RoundQueue, Unders, bytes_of
 from mpikv.strategies.ways import Way
 
 
@@ -46,8 +49,9 @@ class Bucket(RoundQueue):
         """With what was pushed of rounds that are not complete, in the dtype of the new way."""
         super().go(way)
         self._spare = None
-        for i, round_ in enumerate(self._open):
-            self._open[i] = round_._replace(values=self.space.cast(round_.values, way.dtype))
+        if self.space.device is None:
+            for i, round_ in enumerate(self._open):
+                self._open[i] = round_._replace(values=self.space.cast(round_.values, way.dtype))
 
     @property
     def keys(self) -> Sequence[KeyInfo]:
@@ -66,7 +70,7 @@ class Bucket(RoundQueue):
         """One more push of a key; None: it takes no part in this round, on no worker."""
         place = self._counts[info.id] - self.pushed
         while len(self._open) <= place:
-            self._open.append(Round(self._buffer(), {}))
+            self._open.append(Round({} if self.space.device is not None else self._buffer(), {}))
         whole = self._open[place]
         if round_ is not None and round_.op is not whole.op:
             if any(under is not None for under in whole.under.values()):
@@ -80,7 +84,10 @@ class Bucket(RoundQueue):
             highest = round_.priority if first else max(whole.priority, round_.priority)
             whole = self._open[place] = whole._replace(priority=highest, plain=whole.plain or round_.plain)
         self._counts[info.id] += 1
-        self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
+        if self.space.device is None:
+            self.space.copy(whole.values[self._spans[info.id]], 0 if round_ is None else round_.values)
+        elif round_ is not None:
+            whole.values[info.id] = round_.values
         whole.under[info.id] = None if round_ is None else round_.under
         completed = False
         while self._open and len(self._open[0].under) == len(self._infos):
@@ -93,12 +100,25 @@ class Bucket(RoundQueue):
     def held_bytes(self) -> int:
         """With the rounds that are being filled, and the buffer kept for the next one."""
         spare: int = 0 if self._spare is None else self._spare.nbytes
-        filling: int = sum(round_.values.nbytes for round_ in self._open)
+        filling: int = sum(bytes_of(round_) for round_ in self._open)
         return super().held_bytes + spare + filling
 
     def _buffer(self) -> SpaceArray:
         spare, self._spare = self._spare, None
         return self.space.empty(self.info.n_elems, self.way.dtype) if spare is None else spare
+
+    def brought(self, round_: Round) -> Steps[SpaceArray]:
+        """All keys' values, which a round on a GPU has by their numbers until it begins, in one array."""
+        for values in round_.values.values():
+            yield self.space.arrived(values)
+        self.space.follow(*round_.values.values())
+        buf = self._buffer()
+        parts = [round_.values.get(info.id) for info in self._infos]
+        for i, info in enumerate(self._infos):
+            if parts[i] is None:  # nobody has pushed it
+                parts[i] = np.zeros_like(buf, shape=(info.n_elems,))
+        np.concatenate(parts, out=buf)
+        return buf
 
     def labels(self, under: Unders) -> Labels:
         """Of a round, key by key."""

@@ -50,8 +50,7 @@ class DeviceMessages(DeviceWay):
     def reduce_scatter(
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[SpaceArray | None]:
-        """In place, once what the caller was writing when he pushed is there: the stream does not wait for that."""
-        yield self._space.arrived(values)
+        """In place."""
         group = self._device_group
         if comparison is not None:
             # Under the tag of the messages that follow: those between two ranks stay in their order.

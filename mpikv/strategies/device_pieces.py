@@ -128,8 +128,6 @@ class DeviceEncoding(Encoding):
     def begin(self) -> Steps[None]:
         """See `Encoding`."""
         space = self.pieces.space
-        yield space.arrived(self._values)
-        space.follow(self._values)
         sent = self.pieces.encode_all(self._values, dict.fromkeys(piece for _, piece in self._outgoing))
         self._kept = {piece: (data, 1) for piece, data in sent.items()}
         self._messages = {piece: self.pieces.room(data.nbytes) for piece, data in sent.items()}

@@ -16,6 +16,7 @@ from mpikv.arrays import HostArray
 from mpikv.checks import shown
 from mpikv.collectives.labelled import Comparison
 from mpikv.collectives.stages import Span
+from mpikv.engine.request import Steps
 from mpikv.engine.running import Running
 from mpikv.errors import ConfigError
 from mpikv.keys import KeyInfo
@@ -40,7 +41,10 @@ Unders = Any  # of a round: what it was pushed under, or by its number for each 
 
 
 class Round(NamedTuple):
-    """One push of a queue's values. plain: they travel as they are, whatever the key's codec."""
+    """One push of a queue's values. plain: they travel as they are, whatever the key's codec.
+
+    values: in the dtype of the queue's way, unless they are on a GPU (`RoundQueue.brought`).
+    """
 
     values: SpaceArray
     under: Unders = None
@@ -50,6 +54,12 @@ class Round(NamedTuple):
     op: Reduction = SUM
     plain: bool = False
     priority: int = 0
+
+
+def bytes_of(round_: Round) -> int:
+    """What a round holds; a bucket's on a GPU has the values of each key until it begins."""
+    values = round_.values.values() if isinstance(round_.values, dict) else [round_.values]
+    return sum(int(one.nbytes) for one in values)
 
 
 class RoundQueue:
@@ -110,7 +120,7 @@ class RoundQueue:
     @property
     def held_bytes(self) -> int:
         """This worker's copy of the value or of what it adds, and what is under way."""
-        under_way: int = sum(round_.values.nbytes for round_ in self.waiting if not round_.callers)
+        under_way: int = sum(bytes_of(round_) for round_ in self.waiting if not round_.callers)
         return self.way.held_bytes + under_way
 
     # --- rounds
@@ -133,6 +143,14 @@ class RoundQueue:
         self.pushed += 1
         self.waiting.append(round_)
         return True
+
+    def brought(self, round_: Round) -> Steps[SpaceArray]:
+        """The values of a round on a GPU as its way adds them, once what the caller was writing is there.
+
+        Only then is anything done with them in the store's stream, which has other keys' rounds to do meanwhile.
+        """
+        yield self.space.arrived(round_.values)
+        return self.space.cast(round_.values, self.way.dtype)
 
     def labels(self, under: Unders) -> Labels:
         """Return the labels of a round, key by key."""

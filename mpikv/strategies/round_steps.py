@@ -53,10 +53,11 @@ class RoundSteps:
             if comparison is not None:
                 comparison.begin(queue.labels(round_.under))
             way.begin(plain=round_.plain)
-            totals = yield from way.reduce_scatter(
-                round_.values, round_.op.combine, comparison, changeable=round_.changeable
-            )
-            self._apply(queue, round_.values if totals is None else totals, round_)
+            values = round_.values
+            if queue.space.device is not None:
+                values = yield from queue.brought(round_)
+            totals = yield from way.reduce_scatter(values, round_.op.combine, comparison, changeable=round_.changeable)
+            self._apply(queue, values if totals is None else totals, round_)
             yield from way.allgather(round_.outs, comparison)
             if comparison is not None and comparison.wrong:
                 dispute = self._dispute(queue.info.id, queue.done, queue.labels(round_.under))  # as all workers do
@@ -65,7 +66,7 @@ class RoundSteps:
                 queue.refuse(error)
                 raise error
             queue.waiting.popleft()
-            queue.finish(round_.values)
+            queue.finish(values)
             queue.deliver()
 
     def _apply(self, queue: RoundQueue, totals: HostArray, round_: Round) -> None:

@@ -141,7 +141,6 @@ class Staged:
         self, values: SpaceArray, combine: np.ufunc, comparison: Comparison | None, *, changeable: bool
     ) -> Steps[None]:
         """The sum of the owned part comes into `values`."""
-        yield self._space.arrived(values)  # so that the stream does not wait for that
         sent, own = self._locked(self._values), self._own()
         with self._segments.between(values, sent, values, lambda totals: self._locked(totals[own])):
             yield from self._inner.reduce_scatter(sent, combine, comparison, changeable=True)

@@ -379,7 +379,6 @@ class Ipc(Alone):
         rank, bounds = self._group.rank, self.placement.bounds
         if self._room is None:
             self._room = self._device.shared_empty(values.size, values.dtype)
-        yield self._device.arrived(values)
         self._device.copy(self._room, values)
         totals = yield from device_host.reduce_scatter(
             rank, self._room, bounds, self._key, self._device, combine=combine, comparison=comparison

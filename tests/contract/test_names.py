@@ -25,7 +25,7 @@ OWN = {
     "cupy": {"machine", "visible", "streams", "contexts", "null", "pool", "local"},
     "Stream": {"machine", "process", "id", "number", "clock", "behind", "shut", "come_behind"},
     "Event": {"machine", "process", "asks", "clock", "behind", "shut", "come_behind"},
-    **{name: {"process"} for name in ("Device", "Memory", "MemoryPool", "ndarray")},
+    **{name: {"process"} for name in ("Device", "Memory", "MemoryPool", "UnownedMemory", "ndarray")},
 }
 SPECIAL = {"__cuda_array_interface__", "__dlpack_device__", "__array_function__", "__array_ufunc__", "__enter__"}
 SPECIAL |= {"__exit__", "__int__", "__len__", "__float__", "__bool__", "__getitem__", "__setitem__"}

@@ -58,7 +58,8 @@ def test_the_mpi_of_a_given_environment(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("PATH", f"{tmp_path / 'elsewhere'}:{os.environ['PATH']}")
         jobs.mpi_of.cache_clear()
         found = jobs.mpi_of(tmp_path / "given")
-        assert found == jobs.Mpi("mpich" if "HYDRA" in said else "openmpi", tmp_path / "given", tmp_path / place)
+        kind = "mpich" if "HYDRA" in said else "openmpi"
+        assert found == jobs.Mpi(kind, tmp_path / "given", programs=tmp_path / place)
         assert found.program("mpirun") == str(tmp_path / place / "mpirun")
         assert found.python == str(tmp_path / "given/bin/python3")
     jobs.mpi_of.cache_clear()

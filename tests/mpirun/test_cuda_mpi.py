@@ -45,14 +45,13 @@ def test_it_is_built_for_cuda(tmp_path: Path) -> None:
     assert "mpi_built_with_cuda_support:value:true" in told
 
 
-def test_info(tmp_path: Path) -> None:
-    text = run(2, "-m", "mpikv", "info", XDG_CACHE_HOME=str(tmp_path)).stdout
+def test_info() -> None:
+    text = run(2, "-m", "mpikv", "info").stdout
     assert f" {Path(PREFIX).resolve()}/" in text  # the library's file
     (row,) = re.findall(r"^CUDA-aware MPI +(.*)$", text, re.MULTILINE)
     problem = cuda_driver.ask().problem
     if problem:
         assert row == f"no: {problem}"
-        assert list(tmp_path.iterdir()) == []  # nothing was tried
     elif not cuda_driver.has_cupy():
         assert row == f"no: {cuda_driver.NO_CUPY}"
     else:
@@ -62,7 +61,7 @@ def test_info(tmp_path: Path) -> None:
 def test_trials_with_it() -> None:
     job = run(2, str(HERE / "trial_program.py"), "trial", "Works=120", "Segments=120", "Crashes=120")
     assert [json.loads(line) for line in job.stdout.splitlines()] == [
-        ["Works", True, "tried with 8 MiB", True],
-        ["Segments", False, "the trial failed: RuntimeError: 0 segments", False],
-        ["Crashes", False, "the trial was ended by SIGSEGV", True],
+        ["Works", True, "tried with 8 MiB"],
+        ["Segments", False, "the trial failed: RuntimeError: 0 segments"],
+        ["Crashes", False, "the trial was ended by SIGSEGV"],
     ]

@@ -54,6 +54,19 @@ class WrongByte(Works):
         return array.host
 
 
+class Stale(Works):
+    """Messages begin with what the first one has brought."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__(device)
+        self.first: np.ndarray | None = None
+
+    def get(self, array: Array) -> np.ndarray:
+        self.first = array.host if self.first is None else self.first
+        array.host[: self.first.size] = self.first
+        return array.host
+
+
 class DevicePointer(Works):
     """A library that takes the pointer for one to host memory."""
 
@@ -64,12 +77,6 @@ class DevicePointer(Works):
 class Crashes(Works):
     def get(self, array: Array) -> np.ndarray:
         os.kill(os.getpid(), signal.SIGSEGV)
-        return array.host
-
-
-class Killed(Works):
-    def get(self, array: Array) -> np.ndarray:
-        os.kill(os.getpid(), signal.SIGKILL)
         return array.host
 
 

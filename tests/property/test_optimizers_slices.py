@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikv import optimizers
+from mpikv.optimizers import blocks
 from mpikv.optimizers.states import Part, join_states, parts_from_bytes, parts_to_bytes, slice_state
-from mpikv.spaces import host
 
 ELEMENTWISE = [name for name in optimizers.names() if optimizers.create(name).elementwise]
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32]
@@ -76,12 +76,12 @@ def test_slices_and_the_whole(name: str, data: st.DataObject) -> None:
 def test_blocks_do_not_show(name: str, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight of several blocks, and the same with blocks of an odd size."""
     rng = np.random.default_rng(5)
-    n = 2 * host.BLOCK_ELEMS + 77
+    n = 2 * blocks.BLOCK_ELEMS + 77
     start = (20 * rng.standard_normal(n)).astype(dtype)
     grads = [(20 * rng.standard_normal(n)).astype(np.float32 if dtype == np.float16 else dtype) for _ in range(2)]
     results = []
-    for block in (host.BLOCK_ELEMS, 1001, 10 * n):
-        monkeypatch.setattr(host, "BLOCK_ELEMS", block)
+    for block in (blocks.BLOCK_ELEMS, 1001, 10 * n):
+        monkeypatch.setattr(blocks, "BLOCK_ELEMS", block)
         optimizer = optimizers.create(name, wd=0.1, multi_precision=True, **OWN.get(name, {}))
         weight = start.copy()
         state = optimizer.init(weight)

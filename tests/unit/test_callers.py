@@ -51,21 +51,19 @@ def test_bfloat16_has_no_name_in_the_interface() -> None:
     assert seen(Shown(typestr="|V2")).values.dtype == ml_dtypes.bfloat16
 
 
-def test_a_stream_that_is_another_one_in_every_thread() -> None:
-    with pytest.raises(UnsupportedError, match="per-thread default stream"):
-        seen(Shown(stream=PER_THREAD))
-
-
-def test_a_dtype_that_no_store_holds() -> None:
-    with pytest.raises(UnsupportedError, match="GPU 1 has dtype complex64; a store holds float16"):
-        seen(Shown(typestr="<c8"))
-
-
-def test_what_shows_no_interface_is_told_what_to_do() -> None:
-    other = SimpleNamespace(__dlpack_device__=lambda: (2, 0), __dlpack__=None)
-    assert on_gpu(other)
-    with pytest.raises(UnsupportedError, match=r"cupy\.from_dlpack"):
-        seen(other)
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (Shown(stream=PER_THREAD), "per-thread default stream"),
+        (Shown(typestr="<c8"), "GPU 1 has dtype complex64; a store holds float16"),
+        (SimpleNamespace(__dlpack_device__=lambda: (2, 0), __dlpack__=None), r"cupy\.from_dlpack"),
+    ],
+    ids=["stream", "dtype", "no interface"],
+)
+def test_what_is_refused_is_told_why(array: Any, why: str) -> None:
+    assert on_gpu(array)
+    with pytest.raises(UnsupportedError, match=why):
+        seen(array)
 
 
 @pytest.mark.parametrize("array", [np.zeros(2), np.float32(1), [1.0], None, "a", 3])
@@ -78,25 +76,13 @@ def test_a_tensor_in_host_memory_is_not_on_a_gpu() -> None:
     assert not on_gpu(torch.zeros(2))
 
 
-class Tensor:
+class Tensor(SimpleNamespace):
     """What is asked of a CUDA tensor of PyTorch; there is no GPU to make one on."""
 
-    def __init__(self, torch: Any, dtype: str = "float32", **more: Any) -> None:
-        self.device = SimpleNamespace(type="cuda", index=2)
-        self.layout, self.dtype, self.shape = torch.strided, getattr(torch, dtype), (2, 3)
-        self._more = more
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(self._more.get("stride", (3, 1)))
-
-    def data_ptr(self) -> int:
-        return 512
-
-    def is_neg(self) -> bool:
-        return bool(self._more.get("neg"))
-
-    def is_conj(self) -> bool:
-        return False
+    def __init__(self, torch: Any, dtype: Any, *, stride: tuple[int, ...] = (3, 1), neg: bool = False) -> None:
+        device = SimpleNamespace(type="cuda", index=2)
+        super().__init__(device=device, layout=torch.strided, dtype=dtype, shape=(2, 3), data_ptr=lambda: 512)
+        self.stride, self.is_neg, self.is_conj = lambda: stride, lambda: neg, lambda: False
 
 
 @pytest.fixture
@@ -110,18 +96,15 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_tensor(torch: Any) -> None:
-    tensor = Tensor(torch, "bfloat16", stride=(1, 2))
+    tensor = Tensor(torch, torch.bfloat16, stride=(1, 2))
     assert on_gpu(tensor)
     found = seen(tensor)
     assert (found.values.data.ptr, found.values.dtype, found.values.strides) == (512, ml_dtypes.bfloat16, (2, 4))
     assert (found.stream.ptr, found.number) == (1, 2)  # PyTorch's default stream is CUDA's
     torch.streams[2].cuda_stream = 77
-    assert seen(Tensor(torch)).values.flags.c_contiguous
-
-
-def test_a_tensor_whose_sign_is_still_to_be_changed(torch: Any) -> None:
+    assert seen(Tensor(torch, torch.float32)).values.flags.c_contiguous
     with pytest.raises(UnsupportedError, match="resolve_neg"):
-        seen(Tensor(torch, neg=True))
+        seen(Tensor(torch, torch.float32, neg=True))
 
 
 class JaxArray:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -260,3 +262,10 @@ def test_cupy_that_is_too_old_or_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         Gpu(0, cupy)
     monkeypatch.setattr(gpu_module, "import_cupy", lambda _: (_ for _ in ()).throw(UnsupportedError("not there")))
     assert gpu_module.devices() == (0, "not there")
+
+
+def test_the_extras_ask_for_a_cupy_that_is_new_enough() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    found = re.findall(r'"cupy-cuda\d+x(?:\[ctk\])?>=(\d+)', text)
+    assert len(found) >= 4
+    assert set(found) == {str(gpu_module.LEAST_CUPY)}

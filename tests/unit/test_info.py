@@ -160,7 +160,7 @@ NO_DRIVER = "from mpikv.runtime import cuda_driver as d; ask = d.ask; d.ask = la
 def test_without_a_driver() -> None:
     done = mpikv_command("info", before=NO_DRIVER)
     assert rows(done.stdout)["arrays on GPUs"] == (
-        f"host (not ipc, mpi, nccl, staged: worker 0 on {socket.gethostname()} uses no GPU: "
+        f"host (not ipc, nccl, mpi, staged: worker 0 on {socket.gethostname()} uses no GPU: "
         "no driver (libcuda.so.1 cannot be loaded))"
     )
     done = mpikv_command("info", before=NO_DRIVER, MPIKV_LOCAL_DEVICE="1")

@@ -256,7 +256,7 @@ def test_a_bucket_is_one_round() -> None:
         found, machine = run("ipc", lambda store, cupy: body(store, cupy, together))  # noqa: B023 - called at once
         assert found == [[3.0 * (key + 1) for key in range(20)]] * 3
         counts.append(machine.counts["launches"])
-    assert counts[1] < 0.8 * counts[0]  # what is left are copies from and to the callers' arrays
+    assert counts[1] < 0.65 * counts[0]  # what is left are copies from and to the callers' arrays
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])

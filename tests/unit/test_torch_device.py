@@ -50,58 +50,72 @@ def bits(net: Any) -> list[bytes]:
     ]
 
 
+def workers(
+    gpus: list[Gpu] | None, n: int, body: Any, on_gpu: TorchOnGpu, *, path: str = "ipc", hosts: Any = None
+) -> Any:
+    """What `body` returns on each worker, whose tensors are on its GPU, or in host memory where there are no GPUs."""
+
+    def rank(store: KVStore) -> Any:
+        on_gpu.host_rank() if gpus is None else on_gpu.use(gpus[store.rank])
+        return body(store)
+
+    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="auto" if gpus is None else path)
+    return spawn_stores("dist_sync", n, rank, config=config, gpus=gpus, hosts=hosts)
+
+
 def trained(
-    kind: str,
-    workers: int,
-    gpus: list[Gpu] | None,
-    on_gpu: TorchOnGpu,
-    *,
-    dtype: Any = torch.float32,
-    **options: Any,
-) -> tuple[list[list[bytes]], list[Any]]:
-    """The weights of all workers, and what each has copied between host and GPU in its last step."""
-    counted = [None] * workers
+    store: KVStore, on_gpu: TorchOnGpu, kind: str, *, dtype: Any = torch.float32, **options: Any
+) -> list[bytes]:
+    """The weights and buffers after some steps; by `ipc` nothing is copied to the host in the last one, but a norm is.
 
-    def body(store: KVStore) -> list[bytes]:
-        net = network(dtype)
-        if gpus is not None:
-            on_gpu.use(gpus[store.rank])
-            on_gpu.put(net)
-        else:
-            on_gpu.host_rank()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        model = net
-        if kind == "model":
-            model = mt.DistributedModel(net, store, bucket_bytes=400)
-        else:
-            optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, bucket_bytes=400)
-        for step in range(STEPS):
-            before = store.stats()
-            optimizer.zero_grad()
-            x, y = data(step, store.rank, dtype)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if gpus is not None:
-                now = store.stats()
-                counted[store.rank] = [now[way] - before[way] for way in ("copies_up", "copies_down")]
-        return bits(net)
-
-    config = Config(timeout_s=TEST_TIMEOUT_S, **options.pop("config", {}))
-    return spawn_stores("dist_sync", workers, body, config=config, gpus=gpus, **options), counted
+    kind: DistributedModel, DistributedOptimizer or Trainer.
+    """
+    net = on_gpu.put(network(dtype))
+    model, trainer, optimizer = net, None, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if kind == "trainer":
+        trainer = mpikv.Trainer(net, "adam", {"learning_rate": 0.1}, kvstore=store, **options)
+    elif kind == "model":
+        model = mt.DistributedModel(net, store, bucket_bytes=400)
+    else:
+        optimizer = mt.DistributedOptimizer(optimizer, net.named_parameters(), store, bucket_bytes=400)
+    for step in range(STEPS):
+        before = store.stats()
+        (trainer or optimizer).zero_grad()
+        x, y = data(step, store.rank, dtype)
+        nn.functional.cross_entropy(model(x), y).backward()
+        (trainer or optimizer).step()
+    now, n_norms = store.stats(), int("clip_global_norm" in options)
+    if now.get("device_path") == "ipc":
+        assert [now[way] - before[way] for way in ("copies_up", "copies_down")] == [0, n_norms]
+    if trainer is not None:
+        trainer.sync_buffers()
+    return bits(net)
 
 
 @pytest.mark.parametrize("hosts", [None, "aab"])
 @pytest.mark.parametrize("kind", ["model", "optimizer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_hosts_weights(cuda: TorchOnGpu, kind: str, hosts: Any, dtype: Any) -> None:  # noqa: F811
-    expected, _ = trained(kind, 3, None, cuda, dtype=dtype, hosts=hosts)
-    config = {"device_path": "ipc" if hosts is None else "staged"}
+    def body(store: KVStore) -> list[bytes]:
+        return trained(store, cuda, kind, dtype=dtype)
+
+    expected = workers(None, 3, body, cuda, hosts=hosts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, counted = trained(kind, 3, gpus_of(Machine(), 3), cuda, dtype=dtype, hosts=hosts, config=config)
-    assert found == expected
-    if hosts is None:
-        assert counted == [[0, 0]] * 3
+        path = "staged" if hosts else "ipc"
+        assert workers(gpus_of(Machine(), 3), 3, body, cuda, path=path, hosts=hosts) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"update_on_kvstore": True}, {"update_on_kvstore": False}, {"overlap": True, "clip_global_norm": 0.01}],
+    ids=["on store", "here", "overlap"],
+)
+def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, options: dict[str, Any]) -> None:  # noqa: F811
+    def body(store: KVStore) -> list[bytes]:
+        return trained(store, cuda, "trainer", **options)
+
+    assert workers(gpus_of(Machine(), 2), 2, body, cuda) == workers(None, 2, body, cuda)
 
 
 @pytest.mark.parametrize("hosts", [None, "ab"])
@@ -109,9 +123,7 @@ def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hos
     """Gradients leave in the streams that produce them; the step is made in another one."""
 
     def body(store: KVStore) -> list[tuple[int, list[int]]]:
-        cuda.use(gpus[store.rank])
-        net = network(torch.float32)
-        cuda.put(net)
+        net = cuda.put(network(torch.float32))
         optimizer = mt.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), store=store, bucket_bytes=400)
         found = []
         for step in range(3):
@@ -123,11 +135,34 @@ def test_the_optimizers_stream_waits_for_the_passes_stream(cuda: TorchOnGpu, hos
             found.append((stream.cuda_stream, list(cuda.current_stream().waited)))
         return found
 
-    gpus = gpus_of(Machine(), 2)
-    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc" if hosts is None else "staged")
-    for found in spawn_stores("dist_sync", 2, body, config=config, gpus=gpus, hosts=hosts):
+    for found in workers(gpus_of(Machine(), 2), 2, body, cuda, path="staged" if hosts else "ipc", hosts=hosts):
         for stream, waited in found[1:]:  # in the first step the buckets are made
             assert set(waited) == {stream}
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_on_one_host_buckets_leave_during_a_backward_pass_on_gpus_alone(cuda: TorchOnGpu, on_gpu: bool) -> None:  # noqa: F811
+    """In host memory, where nothing travels, all are added in one call at the end."""
+
+    def body(store: KVStore) -> list[list[bool]]:
+        net = cuda.put(network(torch.float32))
+        model = mt.DistributedModel(net, store, bucket_bytes=400)
+        assert on_gpu == (store.stats().get("device_path") == "ipc")
+        found = []
+        # The first layer's gradient is the last one; before it has been taken, its own bucket cannot have left.
+        net[0].weight.register_hook(lambda grad: found.append([one.left for one in model._gradients._buckets]))
+        for step in range(STEPS):
+            x, y = data(step, store.rank, torch.float32)
+            nn.functional.cross_entropy(model(x), y).backward()
+            assert not any(one.left for one in model._gradients._buckets)  # all have come
+        return found
+
+    for found in workers(gpus_of(Machine(), 2) if on_gpu else None, 2, body, cuda):
+        assert found[0] == []  # buckets are made at the end of the first pass
+        for left in found[1:]:
+            assert len(left) > 2
+            assert any(left) == on_gpu
+            assert not all(left)
 
 
 def test_a_bucket_leaves_behind_all_streams_that_wrote_to_it(cuda: TorchOnGpu) -> None:  # noqa: F811
@@ -154,55 +189,11 @@ def test_a_model_elsewhere_is_told_why_it_is_slow(cuda: TorchOnGpu) -> None:  # 
         arrays.warn_of_host_memory("here", [torch.zeros(2)], store, 1)
 
 
-def stepped(gpus: list[Gpu] | None, cuda: TorchOnGpu, *, path: str = "auto", **options: Any) -> Any:  # noqa: F811
-    """The weights and buffers of two workers with a Trainer, and what was copied after the first step."""
-    counted = [[0, 0]] * 2
-
-    def body(store: KVStore) -> list[bytes]:
-        net = network(torch.float32)
-        if gpus is not None:
-            cuda.use(gpus[store.rank])
-            cuda.put(net)
-        else:
-            cuda.host_rank()
-        trainer = mpikv.Trainer(net, "adam", {"learning_rate": 0.1}, kvstore=store, **options)
-        for step in range(STEPS):
-            before = store.stats()
-            trainer.zero_grad()
-            x, y = data(step, store.rank, torch.float32)
-            nn.functional.cross_entropy(net(x), y).backward()
-            trainer.step()
-            if gpus is not None:
-                now = store.stats()
-                counted[store.rank] = [now[way] - before[way] for way in ("copies_up", "copies_down")]
-        trainer.sync_buffers()
-        return bits(net)
-
-    config = Config(timeout_s=TEST_TIMEOUT_S, device_path=path)
-    return spawn_stores("dist_sync", 2, body, config=config, gpus=gpus), counted
-
-
-@pytest.mark.parametrize("on_store", [True, False])
-def test_a_trainer_with_the_tensors_of_a_module(cuda: TorchOnGpu, on_store: bool) -> None:  # noqa: F811
-    expected, _ = stepped(None, cuda, update_on_kvstore=on_store)
-    found, counted = stepped(gpus_of(Machine(), 2), cuda, path="ipc", update_on_kvstore=on_store)
-    assert found == expected
-    assert counted == [[0, 0]] * 2
-
-
-def test_a_trainer_with_overlap_and_clipping(cuda: TorchOnGpu) -> None:  # noqa: F811
-    options = {"overlap": True, "clip_global_norm": 0.01}
-    expected, _ = stepped(None, cuda, **options)
-    assert stepped(gpus_of(Machine(), 2), cuda, path="ipc", **options)[0] == expected
-
-
 @pytest.mark.parametrize("op", [mt.Average, mt.Sum, mt.Max, mt.Product])
 def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
     """Of several dtypes and lengths, in one call; later calls cross nothing but what they compare."""
-    gpus = gpus_of(Machine(), 2)
 
     def body(store: KVStore) -> Any:
-        cuda.use(gpus[store.rank])
         sizes = {torch.float32: 5, torch.bfloat16: 70, torch.float64: (2, 3)}
         given = [torch.full((n,) if isinstance(n, int) else n, store.rank + 1.0, dtype=d) for d, n in sizes.items()]
         given.append(torch.arange(float(2 * (4 << 20) // 4 + 3)) + store.rank)  # in three pieces
@@ -214,8 +205,7 @@ def test_horovods_allreduce(cuda: TorchOnGpu, op: Any) -> None:  # noqa: F811
         return [one.double().numpy() for one in found]
 
     reduce = {mt.Average: lambda x, y: (x + y) / 2, mt.Sum: np.add, mt.Max: np.maximum, mt.Product: np.multiply}[op]
-    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc")
-    for found in spawn_stores("dist_sync", 2, body, config=config, gpus=gpus):
+    for found in workers(gpus_of(Machine(), 2), 2, body, cuda):
         for one in found[:3]:
             assert np.array_equal(one, np.full(one.shape, reduce(1.0, 2.0)))
         long = np.arange(found[3].size, dtype=np.float32)
@@ -235,13 +225,12 @@ def tensors_of(rank: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_horovods_broadcast(cuda: TorchOnGpu, workers: int) -> None:  # noqa: F811
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_horovods_broadcast(cuda: TorchOnGpu, n: int) -> None:  # noqa: F811
     """Bits of the root's; later calls cross nothing but what they compare."""
-    gpus, root = gpus_of(Machine(), workers), workers - 1
+    root = n - 1
 
     def body(store: KVStore) -> None:
-        cuda.use(gpus[store.rank])
         for _ in range(2):
             before = store.stats()["copies_down"]
             found = [mt.broadcast(one, root, store=store) for one in tensors_of(store.rank)]
@@ -253,21 +242,19 @@ def test_horovods_broadcast(cuda: TorchOnGpu, workers: int) -> None:  # noqa: F8
             assert torch.equal(one, expected)
             assert torch.equal(other, expected)
         with pytest.raises(ValueError, match="root is a worker"):
-            mt.broadcast(found[0], workers, store=store)
+            mt.broadcast(found[0], n, store=store)
 
-    config = Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc")
-    spawn_stores("dist_sync", workers, body, config=config, gpus=gpus)
+    workers(gpus_of(Machine(), n), n, body, cuda)
 
 
 def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F811
     """Of other lengths on each worker, of none on one of them."""
-    gpus, lengths = gpus_of(Machine(), 3), [2, 0, 5]
+    lengths = [2, 0, 5]
 
     def given(rank: int) -> Any:
         return torch.arange(lengths[rank] * 4).reshape(lengths[rank], 4) + 100 * rank
 
     def body(store: KVStore) -> None:
-        cuda.use(gpus[store.rank])
         for _ in range(2):
             before = store.stats()["copies_down"]
             found = mt.allgather(given(store.rank), store=store)
@@ -280,17 +267,14 @@ def test_horovods_allgather_and_alltoall(cuda: TorchOnGpu) -> None:  # noqa: F81
         with pytest.raises(ValueError, match="without dimensions"):
             mt.allgather(torch.tensor(1.0), store=store)
 
-    spawn_stores("dist_sync", 3, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), gpus=gpus)
+    workers(gpus_of(Machine(), 3), 3, body, cuda)
 
 
 def test_tensors_that_are_on_a_gpu_of_some_workers_go_through_the_host(cuda: TorchOnGpu) -> None:  # noqa: F811
-    gpus = gpus_of(Machine(), 2)
-
     def body(store: KVStore) -> None:
-        cuda.use(gpus[store.rank])
         if store.rank:
             cuda.host_rank()
         assert mt.broadcast(torch.full((3,), float(store.rank)), 1, store=store).tolist() == [1.0] * 3
         assert mt.allgather(torch.full((2,), float(store.rank)), store=store).tolist() == [0.0, 0.0, 1.0, 1.0]
 
-    spawn_stores("dist_sync", 2, body, config=Config(timeout_s=TEST_TIMEOUT_S, device_path="ipc"), gpus=gpus)
+    workers(gpus_of(Machine(), 2), 2, body, cuda)

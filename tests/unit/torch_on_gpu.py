@@ -74,13 +74,14 @@ class TorchOnGpu:
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
-    def put(self, module: Any) -> None:
-        """Move a module's parameters and buffers to the GPU."""
-        for one in (*module.parameters(), *module.buffers()):
+    def put(self, module: Any) -> Any:
+        """Move a module's parameters and buffers to the GPU of this rank, if it has one. Returns the module."""
+        for one in (*module.parameters(), *module.buffers()) if self._local.gpu else ():
             bits = one.detach().contiguous()
             bits = bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits
             array = self._local.gpu.cupy.asarray(bits.numpy())
             one.data = self.tensor_of(array).view(one.dtype)
+        return module
 
 
 @pytest.fixture
