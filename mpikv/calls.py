@@ -211,8 +211,10 @@ class CallForms:
     def new(self, call: str, info: KeyInfo, like: Array) -> New:
         """Make room for a result."""
         what = f"{call}: the result of key {shown(info.key)}"
-        there = self._session.spaces.device is not None and on_gpu(like)
-        made = empty_like(info.shape, info.dtype, like) if there else None
+        space = self._session.spaces.device
+        made = None
+        if space is not None and on_gpu(like):
+            made = empty_like(info.shape, info.dtype, like, lambda number: space.gpu.current(what, number))
         return New(np.empty(info.shape, info.dtype) if made is None else made, like, what)
 
     def outs(self, call: str, keys: Keys, out: Values, like: Values = None) -> tuple[Targets, Any]:

@@ -3,13 +3,20 @@
 A device is 'cpu' (with any number: host memory is one) or a GPU, 'gpu:1' or 'cuda:1'. A plain integer n is GPU n,
 and so is an object that converts to an integer (CuPy's `Device`). Objects that print themselves like these names
 (`torch.device('cuda:1')`, 'gpu(1)') are taken too. CuPy is imported when the first array goes to a GPU, not before.
+
+CUDA has a current GPU for each thread, 0 at first. A thread that is given another one for a while (`current`) has its
+own again only where this process already has a context there: since CUDA 12 making a GPU the current one also makes a
+context on it, of some 0.5 GB, which nobody has asked for, and which GPUs in exclusive mode refuse.
+
+Source: CUDA Runtime API, cudaSetDevice; CUDA Driver API, cuDevicePrimaryCtxGetState.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, SupportsIndex, SupportsInt
 
@@ -21,6 +28,7 @@ from mpikv.errors import UnsupportedError
 
 Device = str | SupportsIndex | SupportsInt
 
+DRIVER = "libcuda.so.1"
 _NAME = re.compile(r"(cpu|gpu|cuda)(?:[:(](\d+)\)?)?", re.IGNORECASE)
 
 
@@ -64,7 +72,7 @@ def put(array: Any, device: Device) -> Any:
     available = cupy.cuda.runtime.getDeviceCount()
     if number >= available:
         raise UnsupportedError(f"device {shown(device)} does not exist: this process sees {available} GPUs, from 0")
-    with cupy.cuda.Device(number):
+    with current(number, cupy.cuda.runtime):
         if arrays.is_device(array) or not arrays.is_array(array):
             return cupy.asarray(array)
         # A tensor of another library: by DLPack where it lies on a GPU, through NumPy where it lies in host memory.
@@ -75,8 +83,35 @@ def put(array: Any, device: Device) -> Any:
 def use(device: Device) -> AbstractContextManager[Any]:
     """Return a context in which new CuPy arrays and calculations are on `device`; it does nothing for the CPU."""
     number = gpu_number(device)
-    context: AbstractContextManager[Any] = nullcontext() if number is None else import_cupy(device).cuda.Device(number)
-    return context
+    return nullcontext() if number is None else current(number, import_cupy(device).cuda.runtime)
+
+
+def has_context(number: int, load: Callable[[str], Any] = ctypes.CDLL) -> bool:
+    """Return whether this process has a context on one of its GPUs. Never raises; makes none. load: opens a library."""
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    try:
+        driver = load(DRIVER)
+        if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
+            return False
+        status = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
+    except (OSError, AttributeError):
+        return False
+    return bool(status == 0 and active.value)
+
+
+@contextlib.contextmanager
+def current(number: int, runtime: Any, has_context: Callable[[int], bool] = has_context) -> Iterator[None]:
+    """This GPU is the calling thread's. runtime: CuPy's, whose errors are raised as they are."""
+    before = runtime.getDevice()
+    if before == number:
+        yield
+        return
+    runtime.setDevice(number)
+    try:
+        yield
+    finally:
+        if has_context(before):
+            runtime.setDevice(before)
 
 
 def import_cupy(why: object) -> Any:

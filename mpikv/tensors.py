@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ml_dtypes
@@ -133,10 +135,13 @@ def _view_of_jax(array: Any) -> HostArray:
     return np.asarray(array)
 
 
-def empty_like(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
+def empty_like(
+    shape: tuple[int, ...], dtype: np.dtype[Any], like: Any, on: Callable[[int], AbstractContextManager[object]]
+) -> Any:
     """Make an array that can be written to, on the GPU of `like`, from which `adopted` makes one of its library.
 
-    None where there is no way to make one: the result then comes from host memory (`new_like`).
+    None where there is no way to make one: the result then comes from host memory (`new_like`). on: makes a GPU the
+    current one.
     """
     if is_tensor(like):
         torch = sys.modules["torch"]
@@ -145,12 +150,12 @@ def empty_like(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
     if is_jax(like):
         if cupy is None or dtype == BFLOAT16 or len(like.devices()) > 1:  # DLPack of CuPy may know no bfloat16
             return None
-        with cupy.cuda.Device(next(iter(like.devices())).local_hardware_id):
+        with on(next(iter(like.devices())).local_hardware_id):
             return cupy.empty(shape, dtype)
     if _is_numbas(like):
         return None if dtype == BFLOAT16 else sys.modules["numba"].cuda.device_array(shape, dtype)
     if hasattr(like, "__array_function__"):  # CuPy's, which takes the shape () for none
-        with like.device:
+        with on(like.device.id):
             return np.empty_like(like, shape=(math.prod(shape),), dtype=dtype).reshape(shape)
     namespace: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else None
     return namespace.empty(shape, dtype=dtype, device=like.device) if hasattr(namespace, "empty") else None

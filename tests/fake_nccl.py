@@ -71,10 +71,10 @@ class _Call(dict):
 
 def of(process: Any) -> Any:
     """The module of one process."""
-    machine, local = process.machine, threading.local()
+    machine = process.machine
 
     class NcclCommunicator:
-        def __init__(self, ndev: int, commId: bytes, rank: int, config: Any = None) -> None:
+        def __init__(self, ndev: int, commId: bytes, rank: int) -> None:
             if not isinstance(commId, bytes):
                 raise TypeError(f"Argument 'commId' has incorrect type (expected bytes, got {type(commId).__name__})")
             if len(commId) != ID_BYTES:
@@ -94,9 +94,7 @@ def of(process: Any) -> Any:
         def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:
             self._put(("allReduce", datatype, op, None), sendbuf, count, recvbuf, count, stream)
 
-        def reduceScatter(
-            self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
-        ) -> None:
+        def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> Any:
             what = "reduceScatter", datatype, op, None
             self._put(what, sendbuf, recvcount * self._size, recvbuf, recvcount, stream)
 
@@ -107,9 +105,7 @@ def of(process: Any) -> Any:
             sent = count if self._rank == root else 0
             self._put(("broadcast", datatype, None, root), sendbuff, sent, recvbuff, count, stream)
 
-        def reduce(
-            self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
-        ) -> None:
+        def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> Any:
             received = count if self._rank == root else 0
             self._put(("reduce", datatype, op, root), sendbuf, count, recvbuf, received, stream)
 
@@ -129,47 +125,30 @@ def of(process: Any) -> Any:
             assert self._over or all(gate.is_open for gate, _ in self._open), "destroyed with calls under way"
             self._over = True
 
-        def _put(self, what: Any, send: int, n_sent: int, receive: int, n_received: int, stream: int) -> None:
-            def put() -> None:
-                if self._over:
-                    raise NcclError(INVALID_USAGE)
-                dtype = DTYPES[what[1]]
-                sent, received = (
-                    fake_cupy.at(address, n * dtype.itemsize).view(dtype) if n else np.empty(0, dtype)
-                    for address, n in ((send, n_sent), (receive, n_received))
-                )
-                with machine.lock:
-                    self._issue((*what, max(n_sent, n_received)), sent, received, process.streams[stream or 1])
-
-            if getattr(local, "depth", 0):
-                local.calls.append(put)
-            else:
-                put()
-
-        def _issue(self, what: Any, sent: Any, received: Any, stream: Any) -> None:
-            if self._n_calls == len(self._group.calls):
-                self._group.calls.append((what, _Call(self._size, what[:4])))
-            of_first, call = self._group.calls[self._n_calls]
-            if what != of_first:
-                raise CallOrderError(f"call {self._n_calls} of rank {self._rank} is {what}, that of another {of_first}")
-            self._n_calls += 1
-            machine.work(stream, f"{what[0]} of NCCL", [(sent, False), (received, True)])
-            machine.counts["nccl"] += 1
-            gate, before = fake_cupy.Gate(), list(stream.behind)
-            part = sent, received, dict(stream.clock), gate
-            stream.behind.append(gate)
-            self._open = [*(one for one in self._open if not one[0].is_open), (gate, received)]
-            gate.then(before, lambda: call.arrive(self._rank, part))
-
-    def group_start() -> None:
-        local.depth, local.calls = getattr(local, "depth", 0) + 1, getattr(local, "calls", [])
-
-    def group_end() -> None:
-        local.depth -= 1
-        if not local.depth:
-            calls, local.calls = local.calls, []
-            for call in calls:
-                call()
+        def _put(self, what: Any, send: int, n_sent: int, receive: int, n_received: int, ptr: int) -> None:
+            if self._over:
+                raise NcclError(INVALID_USAGE)
+            dtype, what_of_all = DTYPES[what[1]], (*what, max(n_sent, n_received))
+            sent, received = (
+                fake_cupy.at(address, n * dtype.itemsize).view(dtype) if n else np.empty(0, dtype)
+                for address, n in ((send, n_sent), (receive, n_received))
+            )
+            with machine.lock:
+                if self._n_calls == len(self._group.calls):
+                    self._group.calls.append((what_of_all, _Call(self._size, what)))
+                first, call = self._group.calls[self._n_calls]
+                if what_of_all != first:
+                    raise CallOrderError(
+                        f"call {self._n_calls} of rank {self._rank} is {what_of_all}, that of another {first}"
+                    )
+                self._n_calls += 1
+                stream, gate = process.streams[ptr or 1], fake_cupy.Gate()
+                machine.work(stream, f"{what[0]} of NCCL", [(sent, False), (received, True)])
+                machine.counts["nccl"] += 1
+                part, before = (sent, received, dict(stream.clock), gate), stream.behind
+                stream.behind = [*before, gate]
+                self._open = [*(one for one in self._open if not one[0].is_open), (gate, received)]
+                gate.then(before, lambda: call.arrive(self._rank, part))
 
     def get_unique_id() -> bytes:
         with machine.lock:
@@ -180,8 +159,6 @@ def of(process: Any) -> Any:
         available=True,
         get_version=lambda: VERSION,
         get_unique_id=get_unique_id,
-        groupStart=group_start,
-        groupEnd=group_end,
         NcclCommunicator=NcclCommunicator,
         NcclError=NcclError,
         **{f"NCCL_{name}": i for names in (NAMES, OPS) for i, name in enumerate(names)},

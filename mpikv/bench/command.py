@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpikv import optimizers
-from mpikv.bench import allreduce, codec, device_codec, gloo, link, lists, output, plot, ps, pushpull, updates, wire
+from mpikv.bench import allreduce, codec, gloo, link, lists, output, plot, ps, pushpull, wire
 from mpikv.bench.job import Job, describe, header, open_job
 from mpikv.bench.options import FLOATS, TRAINED
 from mpikv.bench.progress import Recorded
@@ -33,23 +32,17 @@ def train(session: Session) -> None:
     importlib.import_module("mpikv.bench.train").run(session)
 
 
-def codecs(session: Session) -> None:
-    """Measure codecs on a core, or on the GPU."""
-    (device_codec if session.options.device else codec).run(session)
-
-
 BENCHMARKS: Mapping[str, Callable[[Session], None]] = {
     "allreduce": allreduce.run,
     "pushpull": pushpull.run,
     "model": lists.run_model,
     "train": train,
     "ps": ps.run,
-    "optimizers": updates.run,
-    "codec": codecs,
+    "codec": codec.run,
     "link": link.run,
     "wire": wire.run,
 }
-OWN_ROWS = ("train", "optimizers", "codec", "wire")  # kinds whose rows know of no memory held
+OWN_ROWS = ("train", "codec", "wire")  # kinds whose rows know of no memory held
 WRONG = 1  # the status where a result was not exact
 
 
@@ -94,12 +87,8 @@ def _check(options: argparse.Namespace) -> None:
     _check_device(options)
     if options.kind == "train":
         _check_training(options)
-    if options.kind == "optimizers":
-        _check_optimizers(options)
     if options.kind in ("codec", "wire"):
         _check_codecs(options)
-    if options.kind == "codec" and options.bytes is None:
-        options.bytes = (256 if options.device else 64) << 20  # far more than a GPU's cache holds
     if options.kind == "wire" and options.dtype != "float32":
         raise ConfigError(f"--dtype {options.dtype}: wire compares float32 with what takes less")
     if "gloo" in getattr(options, "vs", ()) or options.kind == "train":
@@ -114,16 +103,6 @@ def _check_device(options: argparse.Namespace) -> None:
     for option in ("algorithms", "vs"):
         if options.kind != "train" and getattr(options, option, ()):
             raise ConfigError(f"--{option} is of arrays in host memory: leave it out, or --device")
-
-
-def _check_optimizers(options: argparse.Namespace) -> None:
-    if options.dtype not in FLOATS:
-        raise ConfigError(f"--dtype {options.dtype}: an optimizer needs one of {', '.join(FLOATS)}")
-    unknown = sorted(set(options.optimizers) - set(optimizers.names()))
-    if unknown:
-        raise ConfigError(f"--optimizers {','.join(unknown)}: there are {', '.join(optimizers.names())}")
-    if options.plot:
-        raise ConfigError("--plot draws bandwidths over sizes, which optimizers have not")
 
 
 def _check_codecs(options: argparse.Namespace) -> None:
@@ -194,8 +173,6 @@ def _steps(options: argparse.Namespace) -> int:
     """Return how often something is measured."""
     if options.kind == "train":
         return len(options.batch or (1,) * (1 if options.device else 2))
-    if options.kind == "optimizers":
-        return len(options.optimizers or optimizers.names())
     if options.kind == "codec":
         return len(options.codecs or registry.names())
     if not hasattr(options, "min_bytes") or getattr(options, "keys", None):

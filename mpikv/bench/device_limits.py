@@ -1,4 +1,4 @@
-"""The physical limits of an exchange of arrays on GPUs, and of an optimizer there. Pure.
+"""The physical limits of an exchange of arrays on GPUs. Pure.
 
 p ranks on h hosts sum a value of S bytes, with one copy of the value per rank; g ranks share a GPU, the one with most.
 
@@ -16,15 +16,11 @@ p ranks on h hosts sum a value of S bytes, with one copy of the value per rank; 
 An exchange that stays on the GPUs of a host is bound by the largest of latency, device and link; one that goes through
 host memory by the largest of latency, pinned and link. The sum itself, on the host or on the device, is not in it.
 Between several GPUs of a host the links between them may bind before their memory does; these are not measured.
-
-An optimizer's step reads the gradient and the weight and each of its states, and writes the weight and the states; as
-many bytes as a copy of half of them moves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpikv.bench.limits import Limit, ring_bound_s
@@ -72,13 +68,3 @@ def _largest(moved: Limit, n_bytes: int, among: Ranks, rates: DeviceRates) -> Li
     if among.hosts > 1 and rates.link_bytes_per_s:
         found.append(Limit(ring_bound_s(n_bytes, among.hosts, rates.link_bytes_per_s), "link"))
     return max(found)
-
-
-def update_bytes(gradient_bytes: int, kept_bytes: Sequence[int]) -> int:
-    """Return how many bytes an optimizer's step must read and write. kept_bytes: of the weight and of each state."""
-    return gradient_bytes + 2 * sum(kept_bytes)
-
-
-def work_limit(moved_bytes: int, rates: DeviceRates) -> Limit:
-    """Return the limit of one kernel that reads and writes so many bytes; a copy moves each of its bytes twice."""
-    return max(Limit(rates.wait_s, "latency"), Limit(moved_bytes / (2 * rates.copy_bytes_per_s), "device"))

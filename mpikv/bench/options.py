@@ -29,8 +29,7 @@ EXAMPLES = """examples:
   mpikv bench train -n 2 --model resnet18 --batch 4,32
   mpikv bench ps -n 3 --servers 1 -e 64M
   mpikv bench allreduce -n 2 --device                arrays on the GPU, by each way that works here
-  mpikv bench optimizers                             updates on the GPU
-  mpikv bench codec --codecs 2bit,int8               compression on one core; with --device on the GPU
+  mpikv bench codec --codecs 2bit,int8               compression on one core
   mpirun --hostfile hosts -n 4 mpikv bench link --interface-counters
   mpirun --hostfile hosts -n 4 mpikv bench wire --model resnet18 --codecs 2bit,topk
 
@@ -53,7 +52,6 @@ def add_parser(commands: Any) -> None:
     _model(kinds)
     _train(kinds)
     _ps(kinds)
-    _optimizers(kinds)
     _codec(kinds)
     _link(kinds)
     _wire(kinds)
@@ -226,34 +224,17 @@ def _ps(kinds: Any) -> None:
     _device(parser, paths=False)
 
 
-def _optimizers(kinds: Any) -> None:
-    parser = _kind(
-        kinds,
-        "optimizers",
-        "each optimizer's update on a GPU, against a copy there",
-        "Update one weight on the GPU with each optimizer, beside how long the GPU needs to copy as much as the update "
-        "must read and write. What it comes to is compared with the host's.",
-    )
-    parser.add_argument("--bytes", type=size, default="256M", metavar="SIZE", help="of the weight (default 256M)")
-    parser.add_argument(
-        "--optimizers", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
-    )
-    parser.add_argument("--device", action="store_true", help="as it is in any case: on the GPU of each worker")
-
-
 def _codec(kinds: Any) -> None:
     parser = _kind(
         kinds,
         "codec",
         "each codec's encoding, decoding and adding on one core, beside memcpy",
-        "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum; "
-        "with --device on the GPU, beside how long it needs to copy as much as must be read and written.",
+        "Encode, decode and add one array with each codec that pushes can be compressed by, beside memcpy and a sum.",
     )
-    parser.add_argument("--bytes", type=size, metavar="SIZE", help="of the values (default 64M; with --device 256M)")
+    parser.add_argument("--bytes", type=size, default="64M", metavar="SIZE", help="of the values (default 64M)")
     parser.add_argument(
         "--codecs", type=lambda text: tuple(text.split(",")), default=(), metavar="A,B", help="default all"
     )
-    parser.add_argument("--device", action="store_true", help="on the GPU of each worker, where the codec can do that")
 
 
 def _link(kinds: Any) -> None:

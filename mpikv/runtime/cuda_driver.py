@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LIBRARY = "libcuda.so.1"
+from mpikv.devices import DRIVER
+
 NAME_BYTES = 256  # more than the name of any GPU
 KERNEL_MODULE = "/proc/driver/nvidia/version"
 CUPY_PACKAGES = "cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
@@ -39,15 +40,15 @@ class Devices(NamedTuple):
 def ask(load: Callable[[str], Any] | None = None) -> Devices:
     """Ask the driver for the GPUs of this process. Never raises. load: opens a library; None: as ctypes does."""
     try:
-        driver = (load or ctypes.CDLL)(LIBRARY)
+        driver = (load or ctypes.CDLL)(DRIVER)
     except OSError:
-        return Devices(problem=f"no driver ({LIBRARY} cannot be loaded)")
+        return Devices(problem=f"no driver ({DRIVER} cannot be loaded)")
     try:
         return _ask(driver)
     except _Failed as failed:
         return Devices(problem=f"the driver shows no GPU: {failed}")
     except AttributeError as error:  # a library of this name that is not NVIDIA's
-        return Devices(problem=f"no driver: {LIBRARY} is there, but has not the functions of one ({error})")
+        return Devices(problem=f"no driver: {DRIVER} is there, but has not the functions of one ({error})")
 
 
 class _Failed(Exception):  # noqa: N818 - never seen outside
@@ -60,7 +61,7 @@ def _ask(driver: Any) -> Devices:
         if status != 0:
             text = ctypes.c_char_p()
             driver.cuGetErrorName(status, ctypes.byref(text))
-            raise _Failed(f"{name} of {LIBRARY} returned {(text.value or b'an error').decode()} ({status})")
+            raise _Failed(f"{name} of {DRIVER} returned {(text.value or b'an error').decode()} ({status})")
 
     number, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(NAME_BYTES)
     call("cuInit", 0)
@@ -87,16 +88,3 @@ def _of_kernel_module() -> str:
     except OSError:
         return ""
     return f", {found[0]}" if found else ""
-
-
-def has_context(number: int, load: Callable[[str], Any] | None = None) -> bool:
-    """Return whether this process has a context on one of its GPUs. Never raises; makes none."""
-    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    try:
-        driver = (load or ctypes.CDLL)(LIBRARY)
-        if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
-            return False
-        status = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
-    except (OSError, AttributeError):
-        return False
-    return bool(status == 0 and active.value)

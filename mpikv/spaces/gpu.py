@@ -1,11 +1,9 @@
 """One GPU of this process, by CuPy: which one it is, how it becomes a thread's current one, what CUDA's errors mean.
 
-CUDA has a current GPU for each thread, 0 at first. A thread of the store's own takes its GPU once. A caller's thread
-has its own GPU again after each call, but only where this process already has a context there: since CUDA 12 making a
-GPU the current one also makes a context on it, of some 0.5 GB, which nobody has asked for, and which GPUs in exclusive
-mode refuse. So a thread that has never used a GPU goes on with the store's.
+A thread of the store's own takes its GPU once. A caller's thread has its own GPU again after each call, as
+`devices.current` says: one that has never used a GPU goes on with the store's.
 
-Source: CUDA Runtime API, cudaSetDevice; CUDA Driver API, cuDevicePrimaryCtxGetState; CuPy 14, `cupy.cuda`.
+Source: CuPy 14, `cupy.cuda`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.devices import import_cupy
+from mpikv.devices import current, has_context, import_cupy
 from mpikv.errors import MpikvError, UnsupportedError
 from mpikv.runtime import cuda_driver
 
@@ -67,9 +65,7 @@ class Gpu:
     cupy: the module; None: the installed one. has_context: whether this process has a context on a GPU.
     """
 
-    def __init__(
-        self, number: int, cupy: Any = None, has_context: Callable[[int], bool] = cuda_driver.has_context
-    ) -> None:
+    def __init__(self, number: int, cupy: Any = None, has_context: Callable[[int], bool] = has_context) -> None:
         found = devices(cupy)
         if not 0 <= number < found.n_gpus:
             raise UnsupportedError(
@@ -95,16 +91,8 @@ class Gpu:
     def current(self, does: str = "", number: int | None = None) -> Iterator[None]:
         """This GPU, or another, is the calling thread's; what CUDA refuses is an error of ours. does: for errors."""
         try:
-            wanted, before = self.number if number is None else number, self._runtime.getDevice()
-            if before == wanted:
+            with current(self.number if number is None else number, self._runtime, self._has_context):
                 yield
-                return
-            self._runtime.setDevice(wanted)
-            try:
-                yield
-            finally:
-                if self._has_context(before):
-                    self._runtime.setDevice(before)
         except self.errors as error:
             raise self.failed(error, does) from error
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import UFUNC_KEYWORDS, Call, Machine
-from installed import NO_DRIVER, array, cupy, outcome, parameters
+from installed import cupy, parameters
 
 from mpikv import optimizers
 from mpikv.codecs import registry
@@ -34,35 +34,26 @@ SUBJECTS = [
 
 
 def recorded_calls(subject: str) -> set[Call]:
-    """What was called to update weights, or to encode, decode, add and subtract."""
-    machine = Machine()
-    cupy = machine.process()
+    """What was called to update weights, to encode, decode, add and subtract, or by stores."""
     kind, name = subject.split()
     if kind == "store":
         return {call for dtype in (*DTYPES, np.dtype(np.int32)) for call in _store(dtype, name)}
+    machine = Machine()
+    zeros = machine.process().zeros
     for dtype, more in product(DTYPES, ({}, {"wd": 0.1, "clip_gradient": 1.0})):
+        values, grad, sums = zeros(N, dtype), zeros(N, dtype), zeros(N, "f8" if dtype == np.float64 else "f4")
         if kind == "codec":
-            _code(cupy, name, dtype)
+            codec = registry.create(name)
+            state = state_like(codec, codec.init(N), values)
+            data = [codec.encode(values, state) for _ in range(2)][1]
+            for act in (codec.decode, codec.add, codec.subtract):
+                act(data, sums)
         else:
-            _update(cupy, optimizers.create(name, **more), dtype)
+            optimizer = optimizers.create(name, **more)
+            state = optimizer.init(values)
+            for _ in range(2):
+                state = optimizer.update("key", values, grad, state)
     return machine.calls
-
-
-def _update(cupy: Any, optimizer: optimizers.Optimizer, dtype: np.dtype[Any]) -> None:
-    weight, grad = cupy.zeros(N, dtype), cupy.zeros(N, dtype)
-    state = optimizer.init(weight)
-    for _ in range(2):
-        state = optimizer.update("key", weight, grad, state)
-
-
-def _code(cupy: Any, name: str, dtype: np.dtype[Any]) -> None:
-    codec = registry.create(name)
-    values, sums = cupy.zeros(N, dtype), cupy.zeros(N, np.float64 if dtype == np.float64 else np.float32)
-    state = state_like(codec, codec.init(N), values)
-    for _ in range(2):
-        data = codec.encode(values, state)
-    for act in (codec.decode, codec.add, codec.subtract):
-        act(data, sums)
 
 
 def _store(dtype: np.dtype[Any], path: str) -> set[Call]:
@@ -95,19 +86,16 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def refused(call: Call) -> str:
     """Why CuPy would not take it; "" where it would."""
-    name, _, method = call.name.partition(".")
+    name = call.name
     if name in COPIES:
         known = {one.partition("->")[0] for one in cupy._core.elementwise_copy.types}
         used = {dtype_of(one).char for one in (*call.inputs, call.output) if one not in (*WEAK, "tuple", "slice")}
         return "" if used <= known else f"no array has these dtypes: {used - known}"
-    real = getattr(cupy, name, None) or getattr(cupy.linalg, name, None)
+    real = getattr(cupy, name, None)
     if real is None:
         return "CuPy has no such function"
     if not hasattr(real, "types"):  # no ufunc there, or one of whole matrices
         return "" if {*call.keywords} <= {*parameters(real)} else f"it takes {list(parameters(real))}"
-    if method:
-        found = outcome(lambda: getattr(getattr(np, name), method)(array(3, dtype_of(call.inputs[0]))))
-        return "" if found is NO_DRIVER else f"its {method} ends with {found}"
     if not {*call.keywords} <= UFUNC_KEYWORDS:
         return f"it takes {UFUNC_KEYWORDS}"
     return _no_loop(call, real.types)
@@ -154,8 +142,6 @@ def test_calls(subject: str) -> None:
         (Call("bitwise_and", ("float32", "int32"), (), "float32", False), False),
         (Call("spacing", ("float32",), (), "float32", False), False),
         (Call("unpackbits", ("uint8",), ("count",), "uint8", False), False),
-        (Call("maximum.reduce", ("float32",), (), "float32", False), False),
-        (Call("add.reduce", ("float32",), ("axis",), "float32", False), True),
         (Call("astype", ("bfloat16",), (), "int8", True), True),
     ],
     ids=str,

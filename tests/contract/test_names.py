@@ -7,7 +7,6 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import fake_cupy
@@ -27,7 +26,7 @@ OWN = {
     "Event": {"machine", "process", "asks", "clock", "behind", "shut", "come_behind"},
     **{name: {"process"} for name in ("Device", "Memory", "MemoryPool", "UnownedMemory", "ndarray")},
 }
-SPECIAL = {"__cuda_array_interface__", "__dlpack_device__", "__array_function__", "__array_ufunc__", "__enter__"}
+SPECIAL = {"__cuda_array_interface__", "__array_function__", "__array_ufunc__", "__enter__"}
 SPECIAL |= {"__exit__", "__int__", "__len__", "__float__", "__bool__", "__getitem__", "__setitem__"}
 
 
@@ -49,7 +48,10 @@ def offered() -> Iterator[tuple[str, Any, Any, Any]]:
         "memory": (FAKE.cuda.memory, cupy.cuda.memory),
         "nccl": (FAKE.cuda.nccl, nccl),
     }
-    for name in ("ndarray", *(name for name, one in vars(FAKE.cuda).items() if inspect.isclass(one))):
+    for name in (
+        "ndarray",
+        *(name for name in dir(FAKE.cuda) if not name.startswith("_") and inspect.isclass(getattr(FAKE.cuda, name))),
+    ):
         places[name] = made(name)
     places["NcclCommunicator"] = FAKE.cuda.nccl.NcclCommunicator, getattr(nccl, "NcclCommunicator", None)
     for place, (fake, real) in places.items():
@@ -63,7 +65,9 @@ def test_a_name_of_the_fake(path: str, fake: Any, owner: Any, name: str) -> None
     if "ccl" in path and name not in ("nccl", "available"):
         frameworks.need("nvidia.nccl")
     assert name in dir(owner)
-    if isinstance(fake, SimpleNamespace) or not callable(fake):
+    if type(fake) is int and path.startswith("nccl"):
+        assert getattr(owner, name) == fake  # a constant
+    if not callable(fake):
         return
     real = parameters(getattr(owner, name))
     own = [one for one in inspect.signature(fake).parameters.items() if one[0] != "self"]
@@ -93,8 +97,7 @@ def test_an_array_that_is_made() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_parameters_of_functions(name: str) -> None:
-    real = getattr(cupy, name, None) or getattr(cupy.linalg, name)
-    assert set(FUNCTIONS[name]) == set(parameters(real)) - {"kwargs"}
+    assert set(FUNCTIONS[name]) == set(parameters(getattr(cupy, name))) - {"kwargs"}
 
 
 def test_keywords_of_ufuncs() -> None:
@@ -105,13 +108,6 @@ def test_keywords_of_ufuncs() -> None:
     for wrong in ({"order": "K"}, {"subok": True}):
         assert outcome(lambda wrong=wrong: np.add(one, one, **wrong)) is TypeError
         assert outcome(lambda wrong=wrong: np.add(FAKE.zeros(3), 1, **wrong)) is TypeError
-
-
-@pytest.mark.parametrize("ufunc", [np.add, np.multiply, np.maximum, np.bitwise_or], ids=lambda one: one.__name__)
-def test_reductions_by_ufuncs(ufunc: Any) -> None:
-    real, fake = (outcome(lambda one=one: ufunc.reduce(one)) for one in (array(3, "i4"), FAKE.zeros(3, "i4")))
-    assert (real is NO_DRIVER) == (not inspect.isclass(fake))
-    assert real in (NO_DRIVER, fake)
 
 
 def test_errors() -> None:
@@ -138,7 +134,7 @@ def test_errors() -> None:
         lambda one: one.__setitem__(slice(None), [1.0, 2.0, 3.0]),
         lambda one: np.max(one, initial=0),
         lambda one: np.unpackbits(one.view("u1"), count=3),
-        lambda one: one.sum(where=one),
+        lambda one: np.sum(one, where=one),
     ):
         found = [outcome(lambda one=one, act=act: act(one)) for one in (FAKE.zeros(3, "f4"), array(3, "f4"))]
         assert found[0] is found[1] is not NO_DRIVER
@@ -160,8 +156,7 @@ def test_memory_may_be_a_subclass() -> None:
 
 VIEWS = {
     "a slice": lambda one: one[1:3],
-    "from behind": lambda one: one[::-1],
-    "steps": lambda one: one[:, ::2],
+    "from behind, in steps": lambda one: one[::-1, ::2],
     "one": lambda one: one[0, 1],
     "none": lambda one: one[4:],
     "a new axis": lambda one: one[:, None],
@@ -177,13 +172,10 @@ VIEWS = {
     "wider, of none": lambda one: one[:, :0].view(np.float64),
     "bfloat16": lambda one: one.view(ml_dtypes.bfloat16),
     "another shape": lambda one: one.reshape(8, 4),
-    "one axis": lambda one: one.reshape(-1),
     "one axis of steps": lambda one: one[::2, 0].reshape(2, -1),
     "a wrong shape": lambda one: one.reshape(5, 5),
-    "raveled": lambda one: one.ravel(),
     "no such index": lambda one: one[9],
     "the same dtype": lambda one: one.astype(np.float32, copy=False),
-    "broadcast": lambda one: np.broadcast_to(one[0], (2, 8)),
 }
 
 
@@ -199,27 +191,17 @@ def test_views(view: str) -> None:
     assert told(FAKE.zeros((4, 8), np.float32)) == told(array((4, 8), np.float32))
 
 
-def chains() -> set[str]:
-    """What the sources of mpikv name of CuPy: `cupy.cuda.Stream`."""
-    found = set()
-    texts = [path.read_text() for path in (ROOT / "mpikv").rglob("*.py")]
-    for text in texts:
+def test_what_mpikv_names() -> None:
+    """In its sources: `cupy.cuda.Stream`."""
+    named = set()
+    for text in (path.read_text() for path in (ROOT / "mpikv").rglob("*.py")):
         for node in ast.walk(ast.parse(text)) if "cupy." in text else ():
             if isinstance(node, ast.Attribute):
-                named = re.fullmatch(r"(?:\w+\.)*?_?cupy\.([\w.]+)", ast.unparse(node))
-                found.update(named.groups() if named else ())
-    return found
-
-
-def test_what_mpikv_names() -> None:
-    named = chains()
+                found = re.fullmatch(r"(?:\w+\.)*?_?cupy\.([\w.]+)", ast.unparse(node))
+                named.update(found.groups() if found else ())
     assert named
-    missing = {chain for chain in named if chain.startswith("cuda.nccl")}  # which is imported by itself
     for chain in named:
         owner = cupy
-        for name in chain.split("."):
-            if name not in dir(owner) and not hasattr(owner, name):
-                missing.add(chain)
-                break
+        for name in chain.split(".") if not chain.startswith("cuda.nccl") else ():  # that is imported by itself
+            assert name in dir(owner) or hasattr(owner, name), chain
             owner = getattr(owner, name, None)
-    assert not missing

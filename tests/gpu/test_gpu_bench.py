@@ -13,8 +13,6 @@ import pytest
 from jobs import ROOT, mpirun
 from report import GPU, WHOLE_JOB
 
-from mpikv import optimizers
-
 pytestmark = getattr(pytest.mark, WHOLE_JOB)
 PROGRAM = str(ROOT / "tests/gpu/bench_program.py")
 RAW = "raw MPI"
@@ -58,20 +56,6 @@ def test_pushpull_lists_and_servers(kind: str, tmp_path: Path) -> None:
     assert names(found) == ["staged", "staged, zeros", RAW]
     found = bench(kind, 3, tmp_path, "ps", "-b", "4K", "-e", "4K", "--device")
     assert names(found) == ["sync", RAW, "sync-sgd", "async-sgd"]
-
-
-def test_optimizers_and_codecs(kind: str, tmp_path: Path) -> None:
-    found = bench(kind, 1, tmp_path, "optimizers", "--bytes", "64K")
-    assert names(found) == list(optimizers.names())
-    moved = {row["what"]: row["moved_bytes"] for row in found["rows"]}
-    # The gradient and the weight are read, and the weight is written; two states are read and written.
-    assert (moved["sgd"], moved["adam"]) == (3 * 65536, 7 * 65536)
-    found = bench(kind, 1, tmp_path, "codec", "--device", "--codecs", "2bit,int8", "--bytes", "64K")
-    assert names(found) == [
-        f"{one}, {do}" for one in ("2bit", "int8", "int8 alone") for do in ("encode", "decode", "add")
-    ]
-    # Values are read; the residual is read and written, and a sixteenth of the bytes written.
-    assert found["rows"][0]["moved_bytes"] == 3 * 65536 + 65536 // 16
 
 
 def test_without_a_gpu() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
@@ -13,14 +12,10 @@ from fake_cupy import Machine
 from jobs import ROOT
 
 from mpikv.__main__ import _parser, main
-from mpikv.bench import device_codec, updates
-from mpikv.bench.codec import variants
 from mpikv.bench.device import limit_of
-from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit, update_bytes, work_limit
-from mpikv.bench.device_work import WorkRow, line
+from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit
 from mpikv.bench.gpu import DevicePattern
 from mpikv.bench.pattern import Pattern
-from mpikv.spaces.device import DeviceSpace
 from mpikv.spaces.gpu import Gpu
 
 RATES = DeviceRates(1e-6, 10e-6, 1e12, 2e10, 4e10, 4e10)
@@ -39,10 +34,6 @@ def test_limits() -> None:
     assert staged_limit(10**9, ONE_GPU, RATES) == (0.05, "pinned")
     one_by_one = staged_limit(10**9, ONE_GPU, RATES._replace(both_bytes_per_s=1e10))
     assert one_by_one == (pytest.approx(0.075), "pinned")
-    # Adam: the gradient is read; the weight and two states are read and written.
-    assert update_bytes(1000, [1000, 1000, 1000]) == 7000
-    assert work_limit(2 * 10**12, RATES) == (1.0, "device")
-    assert work_limit(7000, RATES) == (10e-6, "latency")
 
 
 @pytest.mark.parametrize("limit", [device_limit, staged_limit])
@@ -75,30 +66,9 @@ def test_arrays_are_filled_and_compared(dtype: str) -> None:
     assert not pattern.is_total(array)
 
 
-@pytest.mark.parametrize("module", [updates, device_codec])
-def test_wrong_results_are_found(module, monkeypatch: pytest.MonkeyPatch) -> None:
-    space, dtype = DeviceSpace(fake_gpu()), np.dtype("float32")
-    if module is updates:
-        cases = ["sgd", "adam", "signum", "lamb"]
-    else:
-        cases = [codec for name in ("fp16", "2bit", "int8", "topk", "powersgd") for _, codec in variants(name)]
-    assert all(module.is_right(space, case, dtype) for case in cases)
-    monkeypatch.setattr(space, "to_host", lambda array: DeviceSpace.to_host(space, array) + np.float32(0.5))
-    assert not any(module.is_right(space, case, dtype) for case in cases)
-
-
-def test_rows_of_updates() -> None:
-    row = WorkRow("adam", 1 << 20, 7 << 20, 5, 1e-3, 2e-3, 0.9e-3, "device", 90.0, 4e9, 0)
-    assert line(updates.TABLE, row).split() == ["1M", "adam", "1000.0", "2000.0", "7.3", "8.0", "device", "90"]
-    assert line(updates.TABLE, dataclasses.replace(row, wrong=1)).endswith("WRONG: not what the host comes to")
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["optimizers", "--optimizers", "adam,none"], "--optimizers none: there are adadelta"),
-        (["optimizers", "--dtype", "int32"], "--dtype int32: an optimizer needs one of float32"),
-        (["optimizers", "--plot", "x.png"], "--plot draws bandwidths over sizes"),
         (["allreduce", "--device-paths", "ipc"], "--device-paths compares ways of arrays on a GPU: give --device, too"),
         (["allreduce", "--device", "--algorithms", "ring"], "--algorithms is of arrays in host memory"),
         (["model", "--device", "--vs", "gloo"], "--vs is of arrays in host memory"),

@@ -13,6 +13,7 @@ import frameworks
 import numpy as np
 import pytest
 
+from mpikv import devices
 from mpikv.data import SplitSampler, images, load_images, read_idx, split_and_load, split_data
 from mpikv.devices import gpu_number
 from mpikv.errors import UnsupportedError
@@ -181,6 +182,45 @@ def test_gpu_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(UnsupportedError, match="'gpu:2' does not exist: this process sees 2 GPUs"):
         split_and_load(np.zeros(2), ["gpu:2"])
+
+
+class Runtime:
+    """CUDA's, in a process with contexts on these GPUs."""
+
+    def __init__(self, *contexts: int) -> None:
+        self.contexts, self.device = {*contexts}, 0
+
+    def getDevice(self) -> int:  # noqa: N802 - CUDA's names
+        return self.device
+
+    def setDevice(self, number: int) -> None:  # noqa: N802
+        self.device = number
+        self.contexts.add(number)
+
+
+def test_no_context_is_made_on_a_gpu_that_nobody_uses() -> None:
+    runtime = Runtime()
+    for number, contexts, back in ((1, {1}, 1), (1, {1}, 1), (2, {1, 2}, 1)):
+        with devices.current(number, runtime, runtime.contexts.__contains__):
+            assert runtime.device == number
+        assert (runtime.contexts, runtime.device) == (contexts, back)
+
+
+@pytest.mark.parametrize(("number", "active"), [(0, True), (1, False), (2, False)])
+def test_contexts(number: int, active: bool) -> None:
+    """Of a process that sees two GPUs and uses the first."""
+
+    class Driver:
+        def cuDeviceGet(self, device: Any, n: int) -> int:  # noqa: N802 - CUDA's names
+            device._obj.value = 70 + n
+            return 0 if n < 2 else 101
+
+        def cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> int:  # noqa: N802
+            active._obj.value = device.value == 70
+            return 0
+
+    assert devices.has_context(number, lambda _: Driver()) == active
+    assert not devices.has_context(number, lambda _: object())
 
 
 # ---- IDX files
