@@ -36,6 +36,8 @@ def step_of(array: HostArray, n_elems: int, step: int = BLOCK_ELEMS) -> int:
 
 def empty(array: HostArray, n_elems: int, dtype: Any) -> HostArray:
     """Return new memory where `array` is."""
+    if isinstance(array, np.ndarray):  # in half the time
+        return np.empty(n_elems, dtype)
     return np.empty_like(array, dtype, shape=(n_elems,))
 
 
