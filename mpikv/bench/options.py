@@ -193,6 +193,9 @@ def _train(kinds: Any) -> None:
         "--steps", type=at_least(1), default=2, metavar="N", help="steps of a way in a turn (default 2)"
     )
     parser.add_argument(
+        "--bucket-bytes", type=size, default="4M", metavar="SIZE", help="of DistributedModel (default 4M)"
+    )
+    parser.add_argument(
         "--threads", type=at_least(1), metavar="N", help="of PyTorch in each rank (default: cores / ranks of the host)"
     )
     parser.add_argument(

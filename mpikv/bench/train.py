@@ -72,7 +72,7 @@ def run(session: Session) -> None:
                 )
                 for step in range(options.steps)
             ]
-            rows = _compare(session, Work(job, store, net), chosen, batches, values * 4)
+            rows = _compare(session, Work(job, store, net, options.bucket_bytes), chosen, batches, values * 4)
             session.rows += rows
             session.lines(train_report.line, rows)
             session.progress.update(1)

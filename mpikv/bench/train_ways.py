@@ -25,11 +25,12 @@ LEARNING_RATE, MOMENTUM = 1e-4, 0.9
 
 @dataclass(frozen=True)
 class Work:
-    """What all ways share. store: for those that use one; several may share it."""
+    """What all ways share. store: for those that use one; several may share it. bucket_bytes: of DistributedModel."""
 
     job: Job
     store: KVStore
     net: Any  # the first weights, the same on all ranks
+    bucket_bytes: int
 
     @property
     def device(self) -> Any:
@@ -125,7 +126,9 @@ class Model(Alone):
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
-        self.model = importlib.import_module("mpikv.torch").DistributedModel(self.net, work.store)
+        self.model = importlib.import_module("mpikv.torch").DistributedModel(
+            self.net, work.store, bucket_bytes=work.bucket_bytes
+        )
 
     @classmethod
     def missing(cls) -> str:

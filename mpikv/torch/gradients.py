@@ -2,8 +2,9 @@
 
 In the first round the order in which gradients appear is noted, and worker 0's becomes the order of the buckets for
 all. From then on a gradient is copied into its place in a bucket, times the factor, as soon as it is there. Between
-hosts a bucket leaves when it is full, while the backward pass goes on; on one host, where nothing travels, all buckets
-are added in one call at the end, which sends no message. A parameter's `grad` then is its place in the bucket.
+hosts, and on GPUs, a bucket leaves when it is full, while the backward pass goes on; in host memory that the workers
+share all buckets are added in one call at the end, which sends no message. A parameter's `grad` then is its place in
+the bucket.
 
 Gradients on the store's GPU stay there: buckets are in its memory, and all that is done with them is put into streams,
 so that no backward pass waits for the host. The tail then is a key of its own in host memory. So it is where gradients

@@ -19,7 +19,6 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,9 @@ SPEEDS = Table(
     Column("copy GB/s", 9),
 )
 STEPS = Table(Column("PyTorch step", 30, left=True), Column("ranks", 5), Column("ms", 8), Column("times alone", 11))
-# Whether gradients leave while the backward pass goes on. That is no setting: where ranks share the memory of their
-# host they leave at its end, in one call. Should one come, it belongs here.
-OVERLAP = {"no overlap": {}, "overlap, by messages": {"MPIKV_SHARED_MEMORY": "off"}}
+# Gradients on GPUs leave bucket by bucket while the backward pass goes on. In one bucket all but the first 256 KiB
+# leave when the last gradient is there.
+OVERLAP = {"overlap": [], "no overlap": ["--bucket-bytes", "4G"]}
 NET = ["--model", "resnet18", "--image-size", "64", "--batch", "64", "--ways", "model", "--vs", "nccl"]
 
 
@@ -56,7 +55,7 @@ class Report:
         self._kind, self._until, self.wrong = kind, time.monotonic() + limit_s, 0
         self._missing: list[str] = []
 
-    def measure(self, what: str, n: int, words: list[str], env: Mapping[str, str] = {}) -> dict[str, Any]:
+    def measure(self, what: str, n: int, words: list[str]) -> dict[str, Any]:
         """What a benchmark finds; nothing where it cannot be made, which is noted."""
         left_s = min(JOB_S, self._until - time.monotonic() - 2 * jobs.TERMINATE_S)
         if left_s < 1:
@@ -65,7 +64,7 @@ class Report:
             path = Path(folder, "run.json")
             line = ["python", PROGRAM, f"{self._kind}:1", *words, "--device", "--seconds", "0.3", "--json", str(path)]
             try:
-                job = jobs.mpirun(n, line, env=env, timeout_s=left_s)
+                job = jobs.mpirun(n, line, timeout_s=left_s)
             except (AssertionError, OSError) as error:
                 return self.misses(what, str(error))
             if not path.exists():
@@ -111,8 +110,8 @@ def main() -> int:
                 end = "  WRONG" if row["wrong"] else ""
                 print(SPEEDS.line(path, ranks, size, *(f"{one:.4g}" for one in figures), end=end), flush=True)
     print(STEPS.head(), flush=True)
-    for overlap, env in OVERLAP.items() if "torch" in wanted else ():
-        found = report.measure(f"a step of PyTorch, {overlap}", ranks, ["train", *NET], env)
+    for overlap, words in OVERLAP.items() if "torch" in wanted else ():
+        found = report.measure(f"a step of PyTorch, {overlap}", ranks, ["train", *NET, *words])
         for note in (one for one in found.get("notes", ()) if one.startswith("left out: ")):
             report.misses("a step of PyTorch", note.removeprefix("left out: "))
         for row in found.get("rows", ()):

@@ -16,6 +16,7 @@ from mpikv.bench.device import limit_of
 from mpikv.bench.device_limits import DeviceRates, Ranks, device_limit, staged_limit
 from mpikv.bench.gpu import DevicePattern
 from mpikv.bench.pattern import Pattern
+from mpikv.buckets import LIMIT_BYTES
 from mpikv.spaces.gpu import Gpu
 
 RATES = DeviceRates(1e-6, 10e-6, 1e12, 2e10, 4e10, 4e10)
@@ -82,6 +83,8 @@ def test_bad_options(words: list[str], text: str, capsys: pytest.CaptureFixture[
 def test_options() -> None:
     found = _parser().parse_args(["bench", "model", "--device-paths", "staged,host"])
     assert (found.device, found.device_paths) == (False, ("staged", "host"))
+    sizes = [_parser().parse_args(["bench", "train", *more]).bucket_bytes for more in ([], ["--bucket-bytes", "4G"])]
+    assert sizes == [LIMIT_BYTES, 4 << 30]
 
 
 def test_training_on_a_gpu_that_is_not_there() -> None:
