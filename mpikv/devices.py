@@ -29,6 +29,7 @@ from mpikv.errors import UnsupportedError
 Device = str | SupportsIndex | SupportsInt
 
 DRIVER = "libcuda.so.1"
+CUPY_PACKAGES = "cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
 _NAME = re.compile(r"(cpu|gpu|cuda)(?:[:(](\d+)\)?)?", re.IGNORECASE)
 
 
@@ -119,6 +120,7 @@ def import_cupy(why: object) -> Any:
     try:
         import cupy  # noqa: PLC0415 - only where a GPU is asked for
     except ImportError as error:
-        package = "cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
-        raise UnsupportedError(f"{shown(why)} needs CuPy, which is not installed: pip install {package}") from error
+        raise UnsupportedError(
+            f"{shown(why)} needs CuPy, which is not installed: pip install {CUPY_PACKAGES}"
+        ) from error
     return cupy

@@ -21,6 +21,7 @@ from mpikv._version import __version__
 from mpikv.collectives import nccl_introduction
 from mpikv.collectives.nccl import Nccl
 from mpikv.config import AUTO_INTERFACE, TRACEBACK, VARIABLES, Config, unknown_variables, variables_in_force
+from mpikv.devices import CUPY_PACKAGES
 from mpikv.errors import ConfigError
 from mpikv.hostmemory import segment
 from mpikv.placement import Members
@@ -108,7 +109,7 @@ def _of_cupy() -> str:
         cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # noqa: BLE001 - a CuPy for another CUDA than the driver's fails in many ways
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"; CuPy cannot use it: {text}; the packages are {cuda_driver.CUPY_PACKAGES}"
+        return f"; CuPy cannot use it: {text}; the packages are {CUPY_PACKAGES}"
     return ""
 
 

@@ -525,6 +525,18 @@ def _function(name: str) -> Any:
     return lambda self, *args, **kwargs: self.__array_function__(getattr(np, name), (), (self, *args), kwargs)
 
 
+def check_set(array: Any, arr: object) -> None:
+    """What CuPy refuses of `array.set(arr)`."""
+    if not isinstance(arr, np.ndarray):
+        raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+    if array.dtype != arr.dtype:
+        raise TypeError(f"{arr.dtype} array cannot be set to {array.dtype} array")
+    if array.shape != arr.shape:
+        raise ValueError(f"Shape mismatch. Old shape: {array.shape}, new shape: {arr.shape}")
+    if not (array.flags.c_contiguous or array.flags.f_contiguous):
+        raise RuntimeError("Cannot set to non-contiguous array")
+
+
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin, _Own):  # noqa: N801 - as CuPy calls it
     """An array on a GPU."""
 
@@ -588,14 +600,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin, _Own):  # noqa: N801 - as CuP
     max, min, sum, any, all, argsort, take = map(_function, ("max", "min", "sum", "any", "all", "argsort", "take"))
 
     def set(self, arr: np.ndarray) -> None:
-        if not isinstance(arr, np.ndarray):
-            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
-        if self.dtype != arr.dtype:
-            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
-        if self.shape != arr.shape:
-            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
-        if not any(self.flags):
-            raise RuntimeError("Cannot set to non-contiguous array")
+        check_set(self, arr)
         self.process.machine.counts["sets"] += 1
         values = arr.copy()
         self.process._run("set", lambda: np.copyto(self._values, values), [], self)

@@ -18,6 +18,7 @@ grow with the length. What travels begins at a multiple of 8 bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -70,7 +71,7 @@ class Codec(ABC):
         return self
 
     def init(self, n_elems: int) -> State:
-        """The state before the first push of a piece of n values, in NumPy's arrays; see `state_like`."""
+        """The state before the first push of a piece of n values, in NumPy's arrays; see `state_brought`."""
         return {}
 
     @abstractmethod
@@ -109,7 +110,6 @@ class Codec(ABC):
             raise MpikvError(f"{self!r}: {n_elems} values travel as {expected} bytes, and {data.nbytes} bytes are here")
 
 
-def state_like(codec: Codec, state: State, values: HostArray) -> State:
-    """Return the state with arrays of the kind of `values`, where the codec has them so; brought there, if need be."""
-    kept = codec.host_state
-    return {name: array if name in kept else np.asarray(array, like=values) for name, array in state.items()}
+def state_brought(codec: Codec, state: State, bring: Callable[[HostArray], Any]) -> State:
+    """Return the state for values on a GPU. bring: copies an array there; what is in `host_state` stays as it is."""
+    return {name: array if name in codec.host_state else bring(array) for name, array in state.items()}

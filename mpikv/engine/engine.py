@@ -218,10 +218,7 @@ class Engine:
         with self._lock:
             self._callers += 1
         try:
-            sleep = None if self.waker is None else self.waker.sleep
-            if sleep is None and self._around is not None:
-                sleep = self._sleep_until_rung
-            wait_until(test, self.step, timeout_s, on_timeout, sleep=sleep, clock=self.clock)
+            wait_until(test, self.step, timeout_s, on_timeout, sleep=self._nap(), clock=self.clock)
         finally:
             with self._lock:
                 self._callers -= 1
@@ -239,10 +236,11 @@ class Engine:
         self._rung.wait(seconds)
         self._rung.clear()
 
-    def _nap(self) -> Callable[[float], Any]:
+    def _nap(self) -> Callable[[float], Any] | None:
+        """How to sleep so that what comes meanwhile ends it; None: nothing can."""
         if self.waker is not None:
             return self.waker.sleep  # type: ignore[no-any-return]
-        return self.clock.sleep if self._around is None else self._sleep_until_rung
+        return None if self._around is None else self._sleep_until_rung
 
     def _loop(self) -> None:
         with nullcontext() if self._around is None else self._around():
@@ -266,7 +264,7 @@ class Engine:
             with self._lock:
                 busy = bool(self._running)
             if busy and self._callers == 0:
-                self._nap()(BUSY_NAP_S)
+                (self._nap() or self.clock.sleep)(BUSY_NAP_S)
             elif self.serves and self._callers == 0 and self.waker is not None and not self._wake.is_set():
                 self.waker.sleep(IDLE_NAP_S)
             else:

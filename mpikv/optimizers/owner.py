@@ -49,6 +49,11 @@ class Joined(NamedTuple):
     number: int
 
 
+def _numbers(state: State) -> State:
+    """What of a state is no array."""
+    return {name: value for name, value in state.items() if not hasattr(value, "dtype")}
+
+
 class Kept:
     """An optimizer's attributes (`Optimizer.attributes`), and what they say of a push that is made under them."""
 
@@ -235,10 +240,10 @@ class Owner:
 
         weight, total: (n,), see `apply`. parts: in their order, of what is updated.
         """
-        at = 0
+        marks, at = [self._mark(part) for part in parts], 0
         while at < len(parts):
             end = at + 1
-            while end < len(parts) and self._alike(parts[end - 1], parts[end]):
+            while end < len(parts) and marks[at] == marks[end] is not None and parts[end - 1].end == parts[end].begin:
                 end += 1
             some = parts[at:end]
             span = slice(some[0].begin, some[-1].end)
@@ -252,25 +257,17 @@ class Owner:
                     self._keep(some, state)
             at = end
 
-    def _alike(self, first: Joined, second: Joined) -> bool:
-        """Whether a part and the one behind it may be updated as one."""
-        one, other = first.info, second.info
-        optimizer = self.optimizer_of(one.id)
-        if (first.end, first.number) != (second.begin, second.number) or optimizer is not self.optimizer_of(other.id):
-            return False
+    def _mark(self, part: Joined) -> tuple[Any, ...] | None:
+        """What parts have alike that are updated as one; None: this one is updated alone."""
+        info, optimizer = part.info, self.optimizer_of(part.info.id)
         if optimizer is None:
-            return True
-        numbers = [
-            (
-                optimizer.lr_mult.get(info.key, 1.0),
-                optimizer.wd_mult.get(info.key, 1.0),
-                {name: value for name, value in self.states.get(info.id, {}).items() if not hasattr(value, "dtype")},
-            )
-            for info in (one, other)
-        ]
-        known = (one.id in self.states) == (other.id in self.states)
+            return (part.number,)
         joins = vars(type(optimizer)).get("joins", False)  # of a class derived from ours nobody knows
-        return optimizer.sums and joins and known and numbers[0] == numbers[1]
+        if not (optimizer.sums and joins):
+            return None
+        state = self.states.get(info.id)
+        factors = optimizer.lr_mult.get(info.key, 1.0), optimizer.wd_mult.get(info.key, 1.0)
+        return part.number, id(optimizer), factors, None if state is None else _numbers(state)
 
     def _joined_state(self, parts: Sequence[Joined]) -> State | None:
         """The states of these keys as one, side by side; None: there are none yet."""
@@ -297,7 +294,7 @@ class Owner:
             and all(self.states.get(part.info.id) is one for part, one in zip(parts, known[1], strict=True))
         ):
             for one in known[1]:
-                one.update({name: value for name, value in state.items() if not hasattr(value, "dtype")})
+                one.update(_numbers(state))
             return
         cut, at = [], 0
         for part in parts:

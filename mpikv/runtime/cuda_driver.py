@@ -18,11 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpikv.devices import DRIVER
+from mpikv.devices import CUPY_PACKAGES, DRIVER
 
 NAME_BYTES = 256  # more than the name of any GPU
 KERNEL_MODULE = "/proc/driver/nvidia/version"
-CUPY_PACKAGES = "cupy-cuda12x (or cupy-cuda13x for CUDA 13)"
 NO_CUPY = f"CuPy is not installed: pip install {CUPY_PACKAGES}"
 
 

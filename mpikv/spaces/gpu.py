@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpikv.devices import current, has_context, import_cupy
+from mpikv.devices import CUPY_PACKAGES, current, has_context, import_cupy
 from mpikv.errors import MpikvError, UnsupportedError
-from mpikv.runtime import cuda_driver
 
 LEAST_CUPY = 14  # 13 takes and gives another type for NCCL's ids, has no bfloat16, and does not find the NCCL wheel
 NO_DRIVER = 35  # CUDA's number (driver_types.h)
@@ -54,7 +53,7 @@ def devices(cupy: Any = None) -> Found:
 def _check_version(cupy: Any) -> None:
     if int(str(cupy.__version__).partition(".")[0]) < LEAST_CUPY:
         raise UnsupportedError(
-            f"CuPy {cupy.__version__} is too old, {LEAST_CUPY} is needed: pip install -U {cuda_driver.CUPY_PACKAGES}"
+            f"CuPy {cupy.__version__} is too old, {LEAST_CUPY} is needed: pip install -U {CUPY_PACKAGES}"
         )
 
 

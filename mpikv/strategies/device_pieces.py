@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.arrays import HostArray
-from mpikv.codecs.base import Codec, State
+from mpikv.codecs.base import Codec, State, state_brought
 from mpikv.codecs.identity import IDENTITY
 from mpikv.collectives.stages import Span
 from mpikv.engine.request import Steps
@@ -42,9 +42,7 @@ class DevicePieces(Pieces):
         return self._brought(self._codec.init(n_elems))
 
     def _brought(self, state: State) -> State:
-        """The state, with what the codec keeps on the GPU there."""
-        kept = self._codec.host_state
-        return {name: array if name in kept else self.space.from_host(array) for name, array in state.items()}
+        return state_brought(self._codec, state, self.space.from_host)
 
     def encode_all(self, values: SpaceArray, pieces: Iterable[Span]) -> dict[Span, SpaceArray]:
         """What travels of some pieces, different ones, as bytes."""

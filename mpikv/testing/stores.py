@@ -40,16 +40,14 @@ def spawn_stores(
     compression: Compression | None = None,
     spaces: Sequence[Spaces] | None = None,
     gpus: Sequence[Gpu | None] | None = None,
-    by_nccl: bool = False,
 ) -> list[T]:
     """Run `body(store)` on thread ranks that are workers of one store, and return its results in worker order. Blocks.
 
     hosts: of each rank, by default all on one. fabric: what they talk over, such as a `FaultyFabric`, in place of a new
-    one on these hosts. compression: how their values travel, by default as they are. spaces: where the
-    values of each rank are. gpus: of each rank, as its own process's CuPy sees it; keys in device memory go the path
-    that `config` names, by default the first one that needs no trial. by_nccl: large keys go by the NCCL of these GPUs
-    where `config` leaves it open. The store is
-    closed after `body` unless `body` raised. Raises RankError (see `spawn`) with ranks of the transport.
+    one on these hosts. compression: how their values travel, by default as they are. spaces: where the values of each
+    rank are. gpus: of each rank, as its own process's CuPy sees it; keys in device memory go the path that `config`
+    names, by default the first one that needs no trial. The store is closed after `body` unless `body` raised. Raises
+    RankError (see `spawn`) with ranks of the transport.
 
     >>> from mpikv.testing.stores import spawn_stores
     >>> def body(store):
@@ -69,7 +67,7 @@ def spawn_stores(
     if gpus is not None:
         told = [Told() if one is None else Told(one.number, one.uuid, one.name) for one in gpus]
         open_ = config.device_path == "auto" and config.algorithm != "nccl"
-        outcomes = {**NOT_TRIED, **({"nccl": ""} if by_nccl else {})} if open_ else {}
+        outcomes = NOT_TRIED if open_ else {}
         members = choose([told[rank] for rank in roles.workers], members, outcomes).of(members)
     gathering = Gathering(num_workers)
 
@@ -81,7 +79,7 @@ def spawn_stores(
         if gpu is not None:
             rank_spaces = Spaces(device=DeviceSpace(gpu))
         comm = None
-        if gpu is not None and (by_nccl or members.device_path == "nccl"):
+        if gpu is not None and members.device_path == "nccl":
             names = [f"worker {rank}" for rank in range(num_workers)]
             gather = gathering.of(transport.rank)
             comm, _ = introduce(lambda: Nccl(gpu), names, transport.rank, gather, config.timeout_s, kept={})

@@ -6,6 +6,7 @@ What is called is recorded by the tests' CuPy without a GPU, as optimizers and c
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,7 +18,7 @@ from installed import cupy, parameters
 
 from mpikv import optimizers
 from mpikv.codecs import registry
-from mpikv.codecs.base import state_like
+from mpikv.codecs.base import state_brought
 from mpikv.config import Config
 from mpikv.spaces.gpu import Gpu
 from mpikv.testing.stores import spawn_stores
@@ -44,7 +45,7 @@ def recorded_calls(subject: str) -> set[Call]:
         values, grad, sums = zeros(N, dtype), zeros(N, dtype), zeros(N, "f8" if dtype == np.float64 else "f4")
         if kind == "codec":
             codec = registry.create(name)
-            state = state_like(codec, codec.init(N), values)
+            state = state_brought(codec, codec.init(N), partial(np.asarray, like=values))
             data = [codec.encode(values, state) for _ in range(2)][1]
             for act in (codec.decode, codec.add, codec.subtract):
                 act(data, sums)

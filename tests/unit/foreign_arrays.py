@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from fake_cupy import check_set
 
 HostArray = npt.NDArray[Any]
 
@@ -92,14 +93,7 @@ class ForeignArray:
 
     def set(self, arr: HostArray) -> None:
         """Copy a host array of exactly this shape and dtype here."""
-        if not isinstance(arr, np.ndarray):
-            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
-        if self.dtype != arr.dtype:
-            raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
-        if self.shape != arr.shape:
-            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
-        if not (self.memory.flags.c_contiguous or self.memory.flags.f_contiguous):
-            raise RuntimeError("Cannot set to non-contiguous array")
+        check_set(self, arr)
         self.fake.sets += 1
         self.memory[...] = arr
 

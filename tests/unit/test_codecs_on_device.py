@@ -13,7 +13,7 @@ from fake_cupy import Machine
 
 from mpikv.arrays import sum_dtype
 from mpikv.codecs import registry
-from mpikv.codecs.base import Codec, state_like
+from mpikv.codecs.base import Codec, state_brought
 from mpikv.codecs.blocks import BLOCK_ELEMS
 from mpikv.errors import MpikvError
 
@@ -66,7 +66,7 @@ class Pair:
         self.codec, self.n, self.machine = codec, n, Machine(memory_bytes=1 << 33)
         self.cupy = self.machine.process()
         self.here = codec.init(n)
-        self.there = state_like(codec, codec.init(n), self.cupy.empty(n, dtype))
+        self.there = state_brought(codec, codec.init(n), self.cupy.asarray)
 
     def push(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """What travels from here and from there, and in how many launches it was made."""
@@ -141,7 +141,7 @@ def test_data_of_another_length(codec: Codec) -> None:
     cupy = Machine().process()
     n = 100
     values = cupy.asarray(hard(n, np.dtype(np.float32), 0))
-    data = codec.encode(values, state_like(codec, codec.init(n), values))
+    data = codec.encode(values, state_brought(codec, codec.init(n), cupy.asarray))
     for call in (codec.decode, codec.add, codec.subtract):
         with pytest.raises(MpikvError, match="bytes are here"):
             call(data[:-1], cupy.zeros(n, np.float32))

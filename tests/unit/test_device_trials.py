@@ -145,14 +145,13 @@ def test_lengths_are_padded_to_whole_cache_lines() -> None:
 def nccl_stores(body: Callable[[Any, Any], Any], n: int = 2, **settings: Any) -> tuple[list[Any], Any]:
     machine = Machine(n)
     gpus = gpus_of(machine, n)
-    config = Config(timeout_s=settings.pop("timeout_s", 20.0), device_path=settings.pop("device_path", "auto"))
+    config = Config(timeout_s=settings.pop("timeout_s", 20.0), device_path="nccl")
     found = spawn_stores(
         "dist_sync_device",
         n,
         lambda store: body(store, gpus[store.rank].cupy),
         config=config,
         gpus=gpus,
-        by_nccl=True,
         hosts=[str(rank) for rank in range(n)],
         **settings,
     )
@@ -196,7 +195,7 @@ def test_keys_in_any_order_are_in_one_order_for_nccl() -> None:
                 store.pull(key, out[key])
         return [out[key].get()[0] for key in keys]
 
-    found, machine = nccl_stores(body, n=3, device_path="nccl")
+    found, machine = nccl_stores(body, n=3)
     assert found == [[3.0 * key + 3 for key in range(6)]] * 3
     assert machine.counts["nccl"] == 3 * 3 * 6
 
@@ -217,7 +216,7 @@ def test_a_worker_that_dies_stalls_nobody_for_ever() -> None:
         raise MpikvError("over")  # so that nobody closes
 
     with pytest.raises(RankError, match="over"):
-        nccl_stores(body, device_path="nccl", timeout_s=1.0)
+        nccl_stores(body, timeout_s=1.0)
 
 
 def test_what_nccl_notices_ends_the_round() -> None:
@@ -232,7 +231,7 @@ def test_what_nccl_notices_ends_the_round() -> None:
         raise MpikvError("over")
 
     with pytest.raises(RankError, match="over"):
-        nccl_stores(body, device_path="nccl", timeout_s=5.0)
+        nccl_stores(body, timeout_s=5.0)
 
 
 def test_the_store_of_a_gpu_says_where_its_keys_are() -> None:
